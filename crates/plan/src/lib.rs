@@ -1,7 +1,7 @@
 //! How a Mixture-of-Experts model is laid out on ranks, as plain values, and what a layout costs.
 //!
 //! Nothing here runs anything or knows a device. [`Topology`] says what there is: ranks, nodes and the links between them.
-//! [`Layout`] cuts the ranks into groups, [`Placement`] says which ranks hold which expert, [`Exchange`] what moves between
+//! [`Layout`] cuts the ranks into groups, [`Placement`] says which ranks hold which expert of a layer, [`Exchange`] what moves between
 //! them and by which hops. [`cost`] gives the bytes and the seconds of each, [`propose`](fn@propose) compares layouts, and
 //! [`weak_scaling`] draws the table of a cluster that grows.
 //!
@@ -24,6 +24,7 @@ mod migrate;
 mod moving;
 mod nodes;
 mod placement;
+mod placements;
 mod propose;
 pub mod schedule;
 mod shape;
@@ -39,6 +40,7 @@ pub use migrate::{Migration, Peer, domain_transfers, peer, token_share};
 pub use moving::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
 pub use nodes::Nodes;
 pub use placement::{Placement, PlacementError};
+pub use placements::Placements;
 pub use propose::propose;
 pub use schedule::{Schedule, ScheduleError, ScheduleKind, ScheduleRequest, StageTimes, Times};
 pub use shape::{ModelShape, Precision, Tokens, Workload};

@@ -7,6 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::Nodes;
+use crate::placements::Sizes;
 
 /// The ranks that hold each expert, numbered within a group of ranks. Each expert is on at least one.
 ///
@@ -36,9 +37,6 @@ pub struct PlacementError {
     /// What is wrong, and what would be right.
     pub problem: String,
 }
-
-/// Ranks and experts that a placement may have.
-const MAX_SIZE: usize = 1 << 20;
 
 impl Placement {
     /// Each expert on one rank: neighbouring experts together, the first `num_experts % num_ranks` ranks with one more.
@@ -129,9 +127,9 @@ impl Placement {
     }
 }
 
-impl fmt::Display for Placement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "placement experts={} ranks={}", self.num_experts(), self.num_ranks)?;
+impl Placement {
+    /// Writes the line of each expert.
+    pub(crate) fn write_experts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (expert, ranks) in self.ranks.iter().enumerate() {
             if ranks.len() == self.num_ranks && self.num_ranks > 1 {
                 writeln!(f, "{expert}: *")?;
@@ -142,20 +140,12 @@ impl fmt::Display for Placement {
         }
         Ok(())
     }
-}
 
-impl FromStr for Placement {
-    type Err = PlacementError;
-
-    fn from_str(text: &str) -> Result<Self, PlacementError> {
-        let mut lines = text.lines().zip(1..);
-        let header = lines.next().map_or("", |(line, _)| line);
-        let (num_experts, num_ranks) = parse_header(header).ok_or_else(|| {
-            let problem = format!("{header:?}: must be \"placement experts=E ranks=R\" with numbers of at least 1");
-            PlacementError { line: 1, problem }
-        })?;
+    /// Reads the lines of all experts, numbered from `first_line`, up to the end of `lines`.
+    pub(crate) fn parse_experts(lines: &[&str], first_line: usize, sizes: Sizes) -> Result<Self, PlacementError> {
+        let Sizes { num_experts, num_ranks } = sizes;
         let mut ranks = Vec::new();
-        for (text, line) in lines {
+        for (text, line) in lines.iter().zip(first_line..) {
             let as_error = |problem| PlacementError { line, problem };
             if ranks.len() == num_experts {
                 return Err(as_error(format!("{text:?}: there are only {num_experts} experts")));
@@ -164,16 +154,27 @@ impl FromStr for Placement {
         }
         if ranks.len() < num_experts {
             let problem = format!("ends after {} of {num_experts} experts", ranks.len());
-            return Err(PlacementError { line: 1 + ranks.len(), problem });
+            return Err(PlacementError { line: first_line - 1 + ranks.len(), problem });
         }
         Ok(Self { num_ranks, ranks })
     }
 }
 
-fn parse_header(header: &str) -> Option<(usize, usize)> {
-    let (experts, ranks) = header.strip_prefix("placement experts=")?.split_once(" ranks=")?;
-    let size = |text: &str| text.parse().ok().filter(|size| (1..=MAX_SIZE).contains(size));
-    Some((size(experts)?, size(ranks)?))
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", Sizes { num_experts: self.num_experts(), num_ranks: self.num_ranks })?;
+        self.write_experts(f)
+    }
+}
+
+impl FromStr for Placement {
+    type Err = PlacementError;
+
+    fn from_str(text: &str) -> Result<Self, PlacementError> {
+        let lines: Vec<&str> = text.lines().collect();
+        let sizes = Sizes::parse(lines.first().copied().unwrap_or_default())?;
+        Self::parse_experts(&lines[1..], 2, sizes)
+    }
 }
 
 fn parse_expert(text: &str, expert: usize, num_ranks: usize) -> Result<Vec<usize>, String> {

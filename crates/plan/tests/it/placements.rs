@@ -1,7 +1,8 @@
 //! Placements: what they say, and their text.
 
 use moeworks_plan::{
-    Algorithm, LayerLoad, Link, Links, MoveCosts, Nodes, Placement, PlacementError, experts_to_fetch, pass_seconds,
+    Algorithm, LayerLoad, Link, Links, MoveCosts, Nodes, Placement, PlacementError, Placements, experts_to_fetch,
+    pass_seconds,
 };
 use proptest::prelude::*;
 
@@ -58,6 +59,37 @@ fn bad_texts_are_refused_with_the_line() {
         ("placement experts=1 ranks=2\n0: 1\n1: 1\n", 3),
     ] {
         assert_eq!(problem(text), Err(line), "{text:?}");
+    }
+}
+
+#[test]
+fn a_text_may_have_a_placement_for_each_layer() {
+    let placements = Placements::per_layer([(4, mixed()), (1, Placement::sharded(6, 4))]);
+    assert_eq!((placements.layers(), placements.has_replicas()), (vec![1, 4], true));
+    assert_eq!([0, 1].map(|place| placements.nth(place)), [placements.layer(1), placements.layer(4)]);
+    assert_eq!(placements.layer(0), None);
+    assert_eq!(placements.to_string().parse(), Ok(placements));
+    // One for all is written as before, and stands for any layer.
+    let same = Placements::from(mixed());
+    assert_eq!((same.to_string(), same.layers()), (MIXED.to_owned(), Vec::new()));
+    assert_eq!(MIXED.parse(), Ok(same.clone()));
+    assert_eq!((same.layer(7), same.num_experts(), same.num_ranks()), (Some(&mixed()), 6, 4));
+}
+
+#[test]
+fn bad_texts_of_layers_are_refused_with_the_line() {
+    for (text, line, problem) in [
+        ("placement experts=1 ranks=2\nlayer 0:\n0: 0\nlayer 0:\n0: 1\n", 4, "layer 0 has a placement already"),
+        ("placement experts=1 ranks=2\nlayer x:\n0: 0\n", 2, "must be \"layer N:\""),
+        ("placement experts=1 ranks=2\nlayer 0\n0: 0\n", 2, "must be \"layer N:\""),
+        ("placement experts=2 ranks=2\nlayer 0:\n0: 0\nlayer 1:\n0: 1\n1: 0\n", 3, "ends after 1 of 2 experts"),
+        ("placement experts=1 ranks=2\nlayer 0:\n0: 0\n1: 0\n", 4, "there are only 1 experts"),
+        ("placement experts=1 ranks=2\nlayer 0:\n0: 2\n", 3, "ascending ranks below 2"),
+        ("placement experts=1 ranks=2\n0: 0\nlayer 1:\n0: 0\n", 3, "there are only 1 experts"),
+        ("placement experts=1\nlayer 0:\n0: 0\n", 1, "must be \"placement experts=E ranks=R\""),
+    ] {
+        let error = text.parse::<Placements>().expect_err(text);
+        assert!(error.line == line && error.problem.contains(problem), "{text:?}: {error}");
     }
 }
 
