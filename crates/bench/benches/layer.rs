@@ -7,7 +7,7 @@
 use std::hint::black_box;
 
 use moeworks_bench::timing::best_seconds;
-use moeworks_moe::{Dispatch, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
+use moeworks_moe::{Dispatch, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::{cast, fill_normal};
 use moeworks_ops::experts::{
@@ -64,7 +64,7 @@ fn bench_layer(ctx: &Context, config: &MoeConfig, num_tokens: usize, dtype: DTyp
     let whole = best_seconds(TRIES, || {
         let (_y, saved) = layer.forward(ctx, &weights, &x, &RouterInput::default());
         let (_dx, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
-        task.run(ctx, Write::Replace, &mut grads);
+        task.run(ctx, WgradTarget::new(Write::Replace, &mut grads));
     });
     let flops = 18.0 * (num_tokens * top_k * width * expert_width) as f64;
     let rate = flops / whole;

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use moeworks_moe::{ConfigError, LossGrad, RouterConfig, RouterInput};
+use moeworks_moe::{ConfigError, LossGrad, RouterConfig, RouterInput, WgradTarget};
 use moeworks_ops::linear::Write;
 use moeworks_ops::peak::{Memory, Peaks};
 use moeworks_ops::{Activation, Context};
@@ -193,7 +193,7 @@ pub fn measure_backward(
         let (layer, weights, grads) = made.parts(ctx);
         let (_, saved) = layer.forward(ctx, weights, &x, &RouterInput::default());
         let (_, task) = layer.backward(ctx, weights, &saved, &dy, &losses);
-        task.run(ctx, Write::Replace, grads);
+        task.run(ctx, WgradTarget::new(Write::Replace, grads));
     });
     Ok(Some(CaseResult::new(name, cost, seconds, peaks)))
 }

@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 
-use moeworks_moe::{ConfigError, GradsNow, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput};
+use moeworks_moe::{
+    BackwardInput, ConfigError, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterConfig, RouterInput, WgradTarget,
+};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -83,9 +85,10 @@ impl TimedLayer {
             let losses =
                 LossGrad { balance: vec![0.0; self.layer.config().num_choosable()], z: 0.0, ..LossGrad::default() };
             let (layer, weights, grads) = self.parts(ctx);
-            let now = GradsNow { write: Write::Replace, of_used: true, grads: &mut *grads };
-            let (_, task) = layer.backward_with_next(ctx, weights, &saved, (dy, None), &losses, Some(now));
-            task.run_for_used_experts(ctx, grads);
+            let wgrad = WgradTarget { write: Write::Replace, only_used: true, grads: &mut *grads };
+            let input = BackwardInput { wgrad: Some(wgrad), ..BackwardInput::from(&losses) };
+            let (_, task) = layer.backward(ctx, weights, &saved, dy, input);
+            task.run(ctx, WgradTarget { write: Write::Replace, only_used: true, grads });
         }
         drop(y);
     }

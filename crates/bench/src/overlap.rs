@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Shaped};
-use moeworks_moe::{ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
+use moeworks_moe::{ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_plan::{Exchange, Link, Links, Placement, Wire};
@@ -95,13 +95,13 @@ impl Layer {
         let placement = Placement::sharded(config.num_experts, comm.size());
         let ranks = ExpertRanks::new(part(comm, link)?, group, placement, exchange)?;
         let ctx = Context::cpu((num_cores() / comm.size()).max(1));
-        let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).of_experts(&ctx, ranks.held());
+        let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).of_experts(&ctx, ranks.layer(0).held());
         let mut grads = weights.clone();
         grads.tensors_mut().into_iter().for_each(|tensor| *tensor = ctx.zeros(tensor.shape(), DType::F32));
         let random = Random::new(SEED, Purpose::Test, comm.rank() as u64);
         let x: Vec<f32> = (0..TOKENS * config.width).map(|i| random.normal(i as u64)).collect();
         let x = Tensor::from_slice(ctx.pool(), &[TOKENS, config.width], &x);
-        let layer = MoeLayer::over_ranks(config, ranks.clone()).expect("a valid layer");
+        let layer = MoeLayer::over_ranks(config, ranks.layer(0)).expect("a valid layer");
         Ok(Self { ctx, layer, ranks, meter, weights, grads, x })
     }
 
@@ -111,7 +111,7 @@ impl Layer {
         Pass::measure(comm, meter, || {
             let (y, saved) = layer.forward(ctx, weights, x, &RouterInput::default());
             let (_, task) = layer.backward(ctx, weights, &saved, &y, &LossGrad::default());
-            task.run(ctx, Write::Replace, grads);
+            task.run(ctx, WgradTarget::new(Write::Replace, grads));
             ranks.failure().map_or(Ok(()), Err)
         })
     }

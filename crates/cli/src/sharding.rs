@@ -2,8 +2,9 @@
 
 use moeworks_infer::open::Source;
 use moeworks_model::{Cut, HeldPart, ModelConfig, Sharding, WeightSpec, WeightTable};
-use moeworks_plan::{Layout, Placement};
-use moeworks_train::config::{ConfigLayers, RunConfig};
+use moeworks_plan::Layout;
+use moeworks_train::config::{ConfigLayers, PlacementChoice, RunConfig};
+use moeworks_train::placements;
 use serde_json::{Value, json};
 
 use crate::args::ShardingArgs;
@@ -15,6 +16,28 @@ use crate::tables;
 const WEIGHT_BYTES: u64 = 4;
 /// Different parts of a tensor that are shown.
 const MAX_PARTS: usize = 4;
+
+/// Tensors that share a row of the table.
+struct Row<'a> {
+    cells: Vec<String>,
+    specs: Vec<&'a WeightSpec>,
+}
+
+impl Row<'_> {
+    /// The cells with how many layers they are of, or with `is_named` with the numbers of these.
+    fn with_layers(&self, is_named: bool) -> Vec<String> {
+        let numbers: Vec<usize> = self.specs.iter().filter_map(|spec| spec.place.layer()).collect();
+        let layers = if is_named && !numbers.is_empty() {
+            let numbers: Vec<String> = numbers.iter().map(|number| format!("#{number}")).collect();
+            numbers.join(" ")
+        } else {
+            self.specs.len().to_string()
+        };
+        let mut cells = self.cells.clone();
+        cells.insert(1, layers);
+        cells
+    }
+}
 
 /// A model's table of weights and its parts on ranks.
 pub(crate) struct View {
@@ -28,6 +51,12 @@ impl View {
         let mut run = run_config(source)?.unwrap_or_default();
         run.model = config.clone();
         let parallel = &mut run.parallel;
+        if let Some(placement) = &args.placement {
+            parallel.placement = placement.clone().into();
+        } else if args.ep.or(args.tp).is_some() && matches!(parallel.placement, PlacementChoice::File(_)) {
+            // The run's file is of its own number of ranks.
+            parallel.placement = PlacementChoice::Sharded;
+        }
         parallel.dp = args.dp.unwrap_or(parallel.dp);
         parallel.ep = args.ep.unwrap_or(parallel.ep);
         parallel.tp = args.tp.unwrap_or(parallel.tp);
@@ -40,9 +69,8 @@ impl View {
         if config.variant.encoder.is_some() && layout.num_ranks() > 1 {
             return Err(Failure::input("a model with an encoder is trained on one rank alone: --dp 1 --ep 1 --tp 1"));
         }
-        let placement = Placement::sharded(config.num_experts, layout.num_expert_ranks());
-        let sharding =
-            Sharding::new(config, &table, layout, placement).map_err(moeworks_train::config::ConfigError::from)?;
+        let sharding = Sharding::new(config, &table, layout, placements(&run)?)
+            .map_err(moeworks_train::config::ConfigError::from)?;
         Ok(Self { table, sharding })
     }
 
@@ -55,25 +83,23 @@ impl View {
         (0..self.sharding.layout().num_ranks()).map(of_rank).collect()
     }
 
-    /// Prints a row for each tensor; those that differ in the number of their layer alone share one.
+    /// Prints a row for each tensor; those that differ in the number of their layer alone share one. Where tensors of one name differ
+    /// otherwise, too, as with a placement for each layer, rows name their layers.
     pub(crate) fn print(&self) {
         let layout = self.sharding.layout();
         let Layout { dp, ep, tp, .. } = layout;
         println!("weights on {} ranks: dp {dp} x ep {ep} x tp {tp}", layout.num_ranks());
         println!();
-        let mut rows: Vec<(Vec<String>, usize)> = Vec::new();
+        let mut rows: Vec<Row<'_>> = Vec::new();
         for spec in self.table.specs() {
-            let row = self.row(spec);
-            match rows.iter_mut().find(|(known, _)| *known == row) {
-                Some((_, count)) => *count += 1,
-                None => rows.push((row, 1)),
+            let cells = self.row(spec);
+            match rows.iter_mut().find(|row| row.cells == cells) {
+                Some(row) => row.specs.push(spec),
+                None => rows.push(Row { cells, specs: vec![spec] }),
             }
         }
-        let with_count = |(mut row, count): (Vec<String>, usize)| {
-            row.insert(1, count.to_string());
-            row
-        };
-        let rows: Vec<Vec<String>> = rows.into_iter().map(with_count).collect();
+        let num_rows = |name: &str| rows.iter().filter(|row| row.cells[0] == name).count();
+        let rows: Vec<Vec<String>> = rows.iter().map(|row| row.with_layers(num_rows(&row.cells[0]) > 1)).collect();
         tables::print(&["weight", "layers", "shape", "cut", "parts", "f32 a rank", "trained"], &rows);
         println!();
         self.print_totals();

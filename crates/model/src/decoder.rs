@@ -532,7 +532,7 @@ pub(crate) fn feed_forwards(
     let layer = |i| {
         let moe_layer = || match ranks {
             None => MoeLayer::new(moe_config.clone()),
-            Some(ranks) => MoeLayer::over_ranks(moe_config.clone(), ranks.clone()),
+            Some(ranks) => MoeLayer::over_ranks(moe_config.clone(), ranks.layer(i)),
         };
         let moe = config.is_moe_layer(i).then(moe_layer).transpose()?;
         Ok(FeedForwardBlock {

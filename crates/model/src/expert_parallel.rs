@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeLayer, MoeSaved, RouterInput};
+use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeLayer, MoeSaved, RouterInput, WgradTarget};
 use moeworks_ops::Context;
 use moeworks_ops::head_loss::HeadLoss;
 use moeworks_ops::linear::Write;
@@ -101,7 +101,8 @@ impl Decoder {
                 }
                 let dy = ctx.zeros(&[0, self.config().width], DType::F32);
                 let loss_grad = loss_grads.pop().unwrap_or_default();
-                idle.layer.backward(ctx, w, &idle.saved, &dy, &loss_grad).1.run(ctx, Write::Add, moe_grads);
+                let (_, task) = idle.layer.backward(ctx, w, &idle.saved, &dy, &loss_grad);
+                task.run(ctx, WgradTarget::new(Write::Add, moe_grads));
             }
             done(index, grads);
         }

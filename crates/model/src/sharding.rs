@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use moeworks_moe::ConfigError;
-use moeworks_plan::{Layout, Placement};
+use moeworks_plan::{Layout, Placements};
 
 use crate::config::ModelConfig;
 use crate::split::{Cut, TensorSplit};
@@ -13,7 +13,7 @@ use crate::weights::{Shard, WeightSpec, WeightTable};
 #[derive(Clone, Debug)]
 pub struct Sharding {
     layout: Layout,
-    placement: Placement,
+    placements: Placements,
     /// For each rank of a tensor-parallel group.
     splits: Vec<TensorSplit>,
 }
@@ -28,17 +28,17 @@ pub struct HeldPart {
 }
 
 impl Sharding {
-    /// The parts of the weights of `table`, of a model of `config`, on the ranks of `layout`; `placement` says which rank of a group of
-    /// `layout` holds which expert. Fails where there are more tensor-parallel ranks than things to share out.
+    /// The parts of the weights of `table`, of a model of `config`, on the ranks of `layout`; `placements` say which rank of a group of
+    /// `layout` holds which expert of each layer. Fails where there are more tensor-parallel ranks than things to share out.
     pub fn new(
         config: &ModelConfig,
         table: &WeightTable,
         layout: Layout,
-        placement: Placement,
+        placements: impl Into<Placements>,
     ) -> Result<Self, ConfigError> {
         let split = |rank| TensorSplit::new(config, table, (rank, layout.tp));
         let splits = (0..layout.tp).map(split).collect::<Result<_, _>>()?;
-        Ok(Self { layout, placement, splits })
+        Ok(Self { layout, placements: placements.into(), splits })
     }
 
     /// The part of the tensor of `spec` that `rank` holds; none: the whole tensor.
@@ -47,7 +47,8 @@ impl Sharding {
         let (_, ep, tp) = self.layout.place(rank);
         match spec.shard {
             Shard::Experts => {
-                let held = self.placement.experts_of(ep * self.layout.tp + tp);
+                let placement = spec.place.layer().and_then(|layer| self.placements.layer(layer))?;
+                let held = placement.experts_of(ep * self.layout.tp + tp);
                 let cut = Cut { dim: 0, pieces: runs(&held) };
                 Some(cut).filter(|_| held.len() < spec.shape[0])
             }
@@ -97,6 +98,8 @@ fn runs(numbers: &[usize]) -> Vec<Range<usize>> {
 
 #[cfg(test)]
 mod tests {
+    use moeworks_plan::Placement;
+
     use super::*;
     use crate::config::QkNorm;
 

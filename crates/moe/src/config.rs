@@ -2,7 +2,7 @@
 
 use moeworks_ops::Activation;
 
-use crate::{Ramp, RouterConfig};
+use crate::{ConfigError, Ramp, RouterConfig};
 
 /// When the softmax is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,25 +42,6 @@ pub struct MoeConfig {
     pub shared_width: usize,
     /// How tokens and experts find each other.
     pub router: RouterConfig,
-}
-
-/// A setting that no layer can have: which one, and what would be right.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{setting} = {value}: {expected}")]
-pub struct ConfigError {
-    /// The setting's name.
-    pub setting: &'static str,
-    /// Its value.
-    pub value: String,
-    /// What would be right.
-    pub expected: String,
-}
-
-impl ConfigError {
-    /// An error about `setting`.
-    pub fn new(setting: &'static str, value: impl ToString, expected: impl Into<String>) -> Self {
-        Self { setting, value: value.to_string(), expected: expected.into() }
-    }
 }
 
 impl MoeConfig {

@@ -13,8 +13,8 @@ use moeworks_ops::counting_sort::{SortedChoices, sort_all_choices, sort_choices}
 use moeworks_ops::experts::{ExpertRows, NO_ROW};
 use moeworks_tensor::{DType, Tensor};
 
-use crate::overflow::{self, Room};
-use crate::{NO_EXPERT, Routing, SharedRoom};
+use crate::overflow::{self, RemainingCapacity};
+use crate::{NO_EXPERT, Routing, WithinCapacity};
 
 /// The rows that an expert may take, as [`MoeConfig::capacity_factor`](crate::MoeConfig::capacity_factor) says:
 /// `ceil(|factor| K T / E)`, or `None` for factor 0: as many as there are.
@@ -55,9 +55,9 @@ pub struct DispatchRule<'a> {
     /// `[T, K]`: the choices by which the counters of experts move, where some of them are not used: GShard's second ones
     /// (2006.16668, algorithm 1, whose counter moves whether the token is dispatched or not; code that masks these choices
     /// before it counts is left aside). None: the routing's own.
-    pub counted: Option<&'a [u32]>,
-    /// What has room, where that was decided with the tokens of other ranks.
-    pub shared: Option<&'a SharedRoom>,
+    pub capacity_ids: Option<&'a [u32]>,
+    /// The choices within the capacity, where that was decided with the tokens of other ranks.
+    pub shared: Option<&'a WithinCapacity>,
 }
 
 impl DispatchRule<'_> {
@@ -73,7 +73,7 @@ impl DispatchRule<'_> {
             group_tokens: 0,
             priority: None,
             fixed: None,
-            counted: None,
+            capacity_ids: None,
             shared: None,
         }
     }
@@ -86,11 +86,11 @@ impl DispatchRule<'_> {
     fn is_plain(&self, num_tokens: usize) -> bool {
         let is_one_group = self.group_tokens == 0 || self.group_tokens >= num_tokens;
         // A token names an expert at most once.
-        let has_room = self.fixed.is_none_or(|rows| rows as usize >= self.group_size(num_tokens));
+        let is_enough = self.fixed.is_none_or(|rows| rows as usize >= self.group_size(num_tokens));
         self.num_zero_computation == 0
             && self.shared.is_none()
-            && has_room
-            && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none() && self.counted.is_none()))
+            && is_enough
+            && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none() && self.capacity_ids.is_none()))
     }
 
     /// Tokens of a group.
@@ -175,11 +175,13 @@ impl Dispatch {
             };
             (sorted, None)
         } else {
-            let room = Room { capacity: &limits, group_tokens: rule.group_size(num_tokens), before: None };
-            let counted = rule.counted.unwrap_or(ids.u32s());
-            let alone = || Cow::Owned(overflow::with_room(counted, routing.top_k(), room, rule.priority));
-            let has_room = rule.shared.map_or_else(alone, |shared| Cow::Borrowed(&shared.has_room));
-            let (masked, ruled) = Ruled::of(ctx, routing, &has_room, num_experts - rule.num_zero_computation);
+            let remaining =
+                RemainingCapacity { capacity: &limits, group_tokens: rule.group_size(num_tokens), before: None };
+            let capacity_ids = rule.capacity_ids.unwrap_or(ids.u32s());
+            let alone =
+                || Cow::Owned(overflow::within_capacity(capacity_ids, routing.top_k(), remaining, rule.priority));
+            let is_within = rule.shared.map_or_else(alone, |shared| Cow::Borrowed(&shared.is_within));
+            let (masked, ruled) = Ruled::of(ctx, routing, &is_within, num_experts - rule.num_zero_computation);
             (sort_choices(ctx, &masked, weights, num_experts - rule.num_zero_computation, None), Some(ruled))
         };
         let is_fixed = rule.capacity_factor > 0.0 || rule.fixed.is_some();
@@ -258,7 +260,7 @@ impl Dispatch {
         self.tokens_per_expert().iter().map(|&n| n as usize).sum()
     }
 
-    /// Choices that no expert had room for.
+    /// Choices beyond their experts' capacity.
     #[must_use]
     pub fn num_dropped(&self) -> usize {
         self.num_choices() - self.kept_per_expert().iter().map(|&n| n as usize).sum::<usize>()
@@ -277,16 +279,16 @@ impl Dispatch {
 }
 
 impl Ruled {
-    /// The choices that have room and name one of the `computing` first experts, as ids for the sort, and the account of
+    /// The choices that are within the capacity and name one of the `computing` first experts, as ids for the sort, and the account of
     /// all choices.
-    fn of(ctx: &Context, routing: &Routing, has_room: &[bool], computing: usize) -> (Tensor, Self) {
+    fn of(ctx: &Context, routing: &Routing, is_within: &[bool], computing: usize) -> (Tensor, Self) {
         let (ids, num_experts) = (routing.tensors().0, routing.num_experts());
         let (mut counts, mut kept) = (vec![0; num_experts], vec![0; num_experts]);
         let mut masked = ctx.empty(ids.shape(), DType::U32);
         let mut free = (computing < num_experts).then(|| ctx.empty(ids.shape(), DType::U32));
-        let choices = masked.u32s_mut().iter_mut().zip(ids.u32s()).zip(has_room);
-        for (i, ((masked, &id), &has_room)) in choices.enumerate() {
-            let (expert, is_kept) = (id as usize, has_room && id != NO_EXPERT);
+        let choices = masked.u32s_mut().iter_mut().zip(ids.u32s()).zip(is_within);
+        for (i, ((masked, &id), &is_within)) in choices.enumerate() {
+            let (expert, is_kept) = (id as usize, is_within && id != NO_EXPERT);
             if id != NO_EXPERT {
                 counts[expert] += 1;
                 kept[expert] += u32::from(is_kept);

@@ -11,7 +11,8 @@
 //!
 //! ```
 //! use moeworks_moe::{
-//!     LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput, ScoreOrder, balance_loss_per_layer, z_loss,
+//!     LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput, ScoreOrder, WgradTarget,
+//!     balance_loss_per_layer, z_loss,
 //! };
 //! use moeworks_ops::linear::Write;
 //! use moeworks_ops::{Activation, Context};
@@ -56,7 +57,7 @@
 //! let (dx, task) = layer.backward(&ctx, &weights, &saved, &dy, &losses);
 //! assert_eq!(dx.shape(), x.shape());
 //! let mut grads = MoeWeights::zeros(&ctx, layer.config(), DType::F32);
-//! task.run(&ctx, Write::Add, &mut grads);
+//! task.run(&ctx, WgradTarget::new(Write::Add, &mut grads));
 //! assert!(grads.router.f32s().iter().any(|&g| g != 0.0));
 //! # Ok::<(), moeworks_moe::ConfigError>(())
 //! ```
@@ -74,6 +75,7 @@
 //! Shape letters: T tokens, D width, F expert width, S shared width, E experts, K experts a token, C capacity, R rows kept.
 
 mod config;
+mod config_error;
 mod dispatch;
 mod ep;
 mod layer;
@@ -87,20 +89,21 @@ mod stats;
 mod weights;
 mod zero_computation;
 
-pub use config::{ConfigError, MoeConfig, ScoreOrder};
+pub use config::{MoeConfig, ScoreOrder};
+pub use config_error::ConfigError;
 pub use dispatch::{Dispatch, DispatchRule, capacity};
-pub use ep::{ExpertRanks, SharedRoom};
-pub use layer::{GradsNow, MoeGradTask, MoeLayer, MoeSaved};
+pub use ep::{EpOptions, ExpertRanks, LayerRanks};
+pub use layer::{BackwardInput, ForwardInput, MoeGradTask, MoeLayer, MoeSaved, WgradTarget};
 pub use losses::{
     BalanceLoss, EntropyLoss, EntropyRule, LossGrad, balance_loss_gshard, balance_loss_of_groups,
     balance_loss_per_layer, balance_loss_pooled, communication_loss, cv_squared, entropy_loss, l1_loads, z_loss,
 };
-pub use overflow::Overflow;
+pub use overflow::{Overflow, WithinCapacity};
 pub use ramp::{Ramp, RampError, RampShape};
 pub use router::{
-    BenchChange, FixedCapacity, GroupScore, HashTable, Init, RouterConfig, RouterInput, RouterKind, SchemeDoc, Schemes,
-    ScoreFunction, SecondExpert, SettingDoc, StudyVariant, TableSource, WeightShape, balanced_hash, clustered_hash,
-    next_state, schemes_page,
+    BenchChange, ExpertIds, FixedCapacity, GroupScore, HashTable, Init, RouterConfig, RouterInput, RouterKind,
+    SchemeDoc, Schemes, ScoreFunction, SecondExpert, SettingDoc, StudyVariant, TableSource, WeightShape, balanced_hash,
+    clustered_hash, next_state, schemes_page,
 };
 pub use routing::{NO_EXPERT, Routing, RoutingError};
 pub use stats::{

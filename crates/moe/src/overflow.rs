@@ -1,4 +1,4 @@
-//! The decision which choices an expert without room refuses, and where they go instead.
+//! The decision which choices exceed an expert's capacity, and where they go instead.
 //!
 //! Choices are served rank by rank: the first choices of all tokens before any second one (GShard, 2006.16668, algorithm
 //! 1). Within a rank tokens come in their order or, with batch-prioritised routing (Riquelme et al., "Scaling vision with
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::NO_EXPERT;
 
-/// What becomes of a choice whose expert has no room.
+/// What becomes of a choice whose expert has no remaining.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Overflow {
@@ -22,9 +22,9 @@ pub enum Overflow {
     Reroute,
 }
 
-/// The room that experts have.
+/// The capacity that experts have left.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Room<'a> {
+pub(crate) struct RemainingCapacity<'a> {
     /// Rows that each expert may take of one group of tokens.
     pub(crate) capacity: &'a [u32],
     /// Tokens of a group, each with counters of its own; the last group may be smaller.
@@ -33,7 +33,16 @@ pub(crate) struct Room<'a> {
     pub(crate) before: Option<&'a [u32]>,
 }
 
-impl Room<'_> {
+/// The choices of a rank's tokens that are within the capacity which tokens of all ranks share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WithinCapacity {
+    /// `[T, K]`
+    pub(crate) is_within: Vec<bool>,
+    /// Tokens of all ranks.
+    pub(crate) num_tokens: usize,
+}
+
+impl RemainingCapacity<'_> {
     /// The groups of `num_tokens` tokens.
     fn groups(&self, num_tokens: usize) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
         let size = self.group_tokens.max(1);
@@ -41,26 +50,31 @@ impl Room<'_> {
     }
 }
 
-/// Whether each of the choices `ids [T, K]` finds room. `priority [T]`, if given, orders the tokens, highest first, the
+/// Whether each of the choices `ids [T, K]` finds remaining. `priority [T]`, if given, orders the tokens, highest first, the
 /// lower index at a tie.
-pub(crate) fn with_room(ids: &[u32], top_k: usize, room: Room<'_>, priority: Option<&[f32]>) -> Vec<bool> {
+pub(crate) fn within_capacity(
+    ids: &[u32],
+    top_k: usize,
+    remaining: RemainingCapacity<'_>,
+    priority: Option<&[f32]>,
+) -> Vec<bool> {
     let mut is_kept = vec![false; ids.len()];
-    let mut taken = vec![0_u32; room.capacity.len()];
-    for group in room.groups(ids.len() / top_k) {
+    let mut taken = vec![0_u32; remaining.capacity.len()];
+    for group in remaining.groups(ids.len() / top_k) {
         taken.fill(0);
         let mut order: Vec<usize> = group.collect();
         if let Some(priority) = priority {
             order.sort_by(|&a, &b| priority[b].total_cmp(&priority[a]));
         }
         for rank in 0..top_k {
-            if let Some(before) = room.before {
-                taken.copy_from_slice(&before[rank * room.capacity.len()..][..room.capacity.len()]);
+            if let Some(before) = remaining.before {
+                taken.copy_from_slice(&before[rank * remaining.capacity.len()..][..remaining.capacity.len()]);
             }
             for &token in &order {
                 let choice = token * top_k + rank;
                 let expert = ids[choice] as usize;
                 if ids[choice] != NO_EXPERT {
-                    is_kept[choice] = taken[expert] < room.capacity[expert];
+                    is_kept[choice] = taken[expert] < remaining.capacity[expert];
                     taken[expert] += 1;
                 }
             }
@@ -72,11 +86,11 @@ pub(crate) fn with_room(ids: &[u32], top_k: usize, room: Room<'_>, priority: Opt
 /// Moves the choices `ids [T, K]` that find no room to the token's best-scored expert that has room and that it does not
 /// have yet; `scores [T, E]` rank the experts, the lower index first at a tie, negative infinity is never taken. A choice
 /// for which there is none stays, to be dropped. Returns how many were moved.
-pub(crate) fn reroute(ids: &mut [u32], top_k: usize, room: Room<'_>, scores: &[f32]) -> usize {
-    let num_experts = room.capacity.len();
+pub(crate) fn reroute(ids: &mut [u32], top_k: usize, remaining: RemainingCapacity<'_>, scores: &[f32]) -> usize {
+    let num_experts = remaining.capacity.len();
     let mut taken = vec![0_u32; num_experts];
     let mut num_rerouted = 0;
-    for group in room.groups(ids.len() / top_k) {
+    for group in remaining.groups(ids.len() / top_k) {
         taken.fill(0);
         for rank in 0..top_k {
             for token in group.clone() {
@@ -84,7 +98,7 @@ pub(crate) fn reroute(ids: &mut [u32], top_k: usize, room: Room<'_>, scores: &[f
                 if ids[rank] == NO_EXPERT {
                     continue;
                 }
-                let has_room = |expert: usize| taken[expert] < room.capacity[expert];
+                let has_room = |expert: usize| taken[expert] < remaining.capacity[expert];
                 if !has_room(ids[rank] as usize) {
                     let scores = &scores[token * num_experts..(token + 1) * num_experts];
                     if let Some(expert) = best(scores, |e| has_room(e) && !ids.contains(&(e as u32))) {

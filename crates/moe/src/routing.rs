@@ -21,7 +21,7 @@ pub struct Routing {
     sorted: Option<SortedChoices>,
 }
 
-/// Why a list of choices is no routing.
+/// Why a list of choices is no routing, or cannot be handed in to a layer.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RoutingError {
     /// The lists do not hold K entries for each token.
@@ -31,6 +31,24 @@ pub enum RoutingError {
         num_ids: usize,
         /// Weights given.
         num_weights: usize,
+        /// K.
+        top_k: usize,
+    },
+    /// A routing scheme that takes no expert ids.
+    #[error("router.kind = {scheme} takes no expert ids: {reason}")]
+    NoReplay {
+        /// The scheme's name.
+        scheme: &'static str,
+        /// The reason.
+        reason: &'static str,
+    },
+    /// Expert ids that are not K for each token.
+    #[error("{num_ids} expert ids for {num_tokens} tokens: must be {top_k} for each token")]
+    NumIds {
+        /// Expert ids given.
+        num_ids: usize,
+        /// T.
+        num_tokens: usize,
         /// K.
         top_k: usize,
     },
@@ -80,16 +98,7 @@ impl Routing {
         if top_k == 0 || num_ids != num_weights || !num_ids.is_multiple_of(top_k) {
             return Err(RoutingError::Length { num_ids, num_weights, top_k });
         }
-        if let Some(i) = expert_ids.iter().position(|&id| id as usize >= num_experts && id != NO_EXPERT) {
-            let (token, choice) = (i / top_k, i % top_k);
-            return Err(RoutingError::Expert { token, choice, expert: expert_ids[i], num_experts });
-        }
-        for (token, ids) in expert_ids.chunks(top_k).enumerate() {
-            let is_twice = |&(i, id): &(usize, &u32)| *id != NO_EXPERT && ids[..i].contains(id);
-            if let Some((_, &expert)) = ids.iter().enumerate().find(is_twice) {
-                return Err(RoutingError::Twice { token, expert });
-            }
-        }
+        check_ids(expert_ids, top_k, num_experts)?;
         let shape = [num_ids / top_k, top_k];
         Ok(Self {
             num_experts,
@@ -172,6 +181,21 @@ impl Routing {
     pub(crate) fn tensors(&self) -> (&Tensor, &Tensor) {
         (&self.expert_ids, &self.expert_weights)
     }
+}
+
+/// Checks that all `ids [T, K]` are experts or [`NO_EXPERT`], and that no token has an expert twice.
+pub(crate) fn check_ids(ids: &[u32], top_k: usize, num_experts: usize) -> Result<(), RoutingError> {
+    if let Some(i) = ids.iter().position(|&id| id as usize >= num_experts && id != NO_EXPERT) {
+        let (token, choice) = (i / top_k, i % top_k);
+        return Err(RoutingError::Expert { token, choice, expert: ids[i], num_experts });
+    }
+    for (token, ids) in ids.chunks(top_k).enumerate() {
+        let is_twice = |&(i, id): &(usize, &u32)| *id != NO_EXPERT && ids[..i].contains(id);
+        if let Some((_, &expert)) = ids.iter().enumerate().find(is_twice) {
+            return Err(RoutingError::Twice { token, expert });
+        }
+    }
+    Ok(())
 }
 
 impl PartialEq for Routing {

@@ -11,7 +11,6 @@ use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
-use crate::layer::kept;
 use crate::{SharedWeights, is_left_out};
 
 /// What backward needs of forward.
@@ -30,15 +29,28 @@ pub(crate) struct SharedTask {
     d_logits: Option<Tensor>,
 }
 
+/// The inputs of a forward pass.
+#[derive(Clone, Copy)]
+pub(crate) struct SharedPass<'a> {
+    pub(crate) x: &'a Tensor,
+    /// The sum that the output is added to.
+    pub(crate) base: &'a Tensor,
+    pub(crate) activation: Activation,
+    pub(crate) is_forward_only: bool,
+}
+
+/// The inputs of the weights' gradients.
+#[derive(Clone, Copy)]
+pub(crate) struct SharedInputs<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) dy: &'a Tensor,
+    pub(crate) activation: Activation,
+}
+
 impl SharedSaved {
-    /// `base + y [T, D]` (f32) of `x [T, D]`.
-    pub(crate) fn forward_onto(
-        ctx: &Context,
-        weights: &SharedWeights,
-        (activation, is_forward_only): (Activation, bool),
-        x: &Tensor,
-        base: &Tensor,
-    ) -> (Tensor, Self) {
+    /// Adds the output for `x [T, D]` to `base [T, D]`, f32.
+    pub(crate) fn forward(ctx: &Context, weights: &SharedWeights, pass: SharedPass<'_>) -> (Tensor, Self) {
+        let SharedPass { x, base, activation, is_forward_only } = pass;
         let mut rows = AllRows::new(ctx, x.rows());
         if let Some(gate) = &weights.gate {
             rows = rows.weighed(sigmoid(ctx, &linear(ctx, x, gate, DType::F32)));
@@ -72,13 +84,12 @@ impl SharedSaved {
 }
 
 impl SharedTask {
-    /// Writes or adds the gradients, from the layer's input and the gradient of its output.
+    /// Writes or adds the gradients.
     pub(crate) fn run(
         self,
         ctx: &Context,
         saved: &SharedSaved,
-        (x, dy): (&Tensor, &Tensor),
-        activation: Activation,
+        SharedInputs { x, dy, activation }: SharedInputs<'_>,
         write: Write,
         grads: &mut SharedWeights,
     ) {
@@ -92,6 +103,11 @@ impl SharedTask {
             linear_backward_weight(ctx, d_logits, x, DType::F32, write, gate);
         }
     }
+}
+
+/// What a backward pass needs of experts; that of a pass which was said to be forward only is a fault of the caller.
+pub(crate) fn kept(saved: &Option<ExpertsSaved>) -> &ExpertsSaved {
+    saved.as_ref().expect("a pass that was to be forward only has no backward pass")
 }
 
 /// The weights in the shape of a stack of one expert.

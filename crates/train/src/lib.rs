@@ -24,7 +24,7 @@ mod trainer;
 pub use checkpoint::Progress;
 pub use error::TrainError;
 pub use language_model::{context, machine_bytes, resumed_config};
-pub use parallel::Ranks;
+pub use parallel::{Ranks, placements};
 pub use task::Task;
 pub use trainer::{
     Event, IfTaken, Outcome, Requests, ResumeOptions, RunFolder, StartOptions, Trainer, TrainerSettings,

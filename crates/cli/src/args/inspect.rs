@@ -85,6 +85,10 @@ pub(crate) struct ShardingArgs {
     /// Ranks that hold all other matrices between them
     #[arg(long, value_name = "N", requires = "sharding")]
     pub(crate) tp: Option<usize>,
+    /// The ranks that hold each expert, as in parallel.placement: sharded, everywhere, or a file (default: those of the run; sharded with
+    /// another --ep or --tp)
+    #[arg(long, value_name = "FILE", requires = "sharding")]
+    pub(crate) placement: Option<String>,
     /// A rule as in parallel.sharding, such as "model.layers.0.self_attn.*=replicated"; may be given several times
     #[arg(long, value_name = "PATTERN=CUT", requires = "sharding")]
     pub(crate) shard: Vec<String>,

@@ -31,6 +31,8 @@ fn ranks_make_the_losses_of_one() {
     let settings = [&CONSTANT[..], &["--set", "train.eval_every=3", "--set", "train.sample_every=4"]].concat();
     let file = work.file("some.placement", "placement experts=4 ranks=3\n0: 2\n1: 0 2\n2: *\n3: 0\n");
     let placement = format!("parallel.placement={file}");
+    let text = "placement experts=4 ranks=2\nlayer 0:\n0: 1\n1: 0\n2: 0\n3: 1\nlayer 1:\n0: 0\n1: 1\n2: 1\n3: 1\n";
+    let of_layers = format!("parallel.placement={}", work.file("layers.placement", text));
     let train = |run: &str, more: &[&str]| assert_success(&work.train(run, 6, &[&settings, more].concat()));
     train("one", &[]);
     for (run, more) in [
@@ -40,6 +42,8 @@ fn ranks_make_the_losses_of_one() {
         ("dp3", &["--dp", "3"]),
         ("everywhere", &["--ep", "3", "--set", "parallel.placement=everywhere"]),
         ("placed", &["--ep", "3", "--dp", "2", "--set", &placement]),
+        ("placed-layers", &["--ep", "2", "--set", &of_layers]),
+        ("placed-zero", &["--dp", "2", "--ep", "2", "--set", &of_layers, "--set", "parallel.zero=3"]),
         ("zero-1", &["--dp", "2", "--ep", "2", "--set", "parallel.zero=1"]),
         ("zero-2", &["--dp", "2", "--ep", "2", "--set", "parallel.zero=2"]),
         ("zero-3", &["--dp", "2", "--ep", "2", "--set", "parallel.zero=3", "--set", "parallel.moving=auto"]),
@@ -180,6 +184,13 @@ fn tokens_train_in_every_form_on_the_wire() {
     }
 }
 
+/// A file of placements of eight experts on two ranks, with a section for each of `layers`.
+fn layers(layers: &[usize]) -> String {
+    let experts: String = (0..8).map(|expert| format!("{expert}: {}\n", expert % 2)).collect();
+    let sections = layers.iter().map(|layer| format!("layer {layer}:\n{experts}"));
+    format!("placement experts=8 ranks=2\n{}", sections.collect::<String>()).replace("3: 1", "3: 0")
+}
+
 #[test]
 fn layouts_that_cannot_be_are_named() {
     let work = Workplace::new();
@@ -203,7 +214,22 @@ fn layouts_that_cannot_be_are_named() {
     let measured = work.file("topology.toml", "num_nodes = 1\nranks_per_node = 0\n");
     train(&["--ep", "2", "--set", &format!("parallel.topology={measured}")], &["topology.toml"]);
     fs::remove_file(measured).expect("it is there");
-    train(&["--ep", "2", "--set", &placement, "--set", "parallel.zero=2"], &["parallel.zero", "sharded"]);
+    let everywhere = ["--ep", "2", "--set", "parallel.placement=everywhere", "--set", "parallel.zero=2"];
+    train(&everywhere, &["parallel.zero", "everywhere"]);
+    for (name, text, parts) in [
+        ("replicas", "placement experts=8 ranks=2\nlayer 0:\n0: *\n", ["line 3", "ends after 1 of 8 experts"]),
+        ("missing", &layers(&[0]), ["layer 1:", "each layer with experts must have one"]),
+        ("more", &layers(&[0, 1, 2, 3, 4]), ["layer 4", "which has none"]),
+        (
+            "copied",
+            &layers(&[0, 1, 2, 3]).replace("3: 0", "3: *"),
+            ["on several ranks", "parallel.zero must then be 0"],
+        ),
+    ] {
+        let file = work.file(&format!("{name}.placement"), text);
+        let placement = format!("parallel.placement={file}");
+        train(&["--ep", "2", "--set", "parallel.zero=2", "--set", &placement], &[&[name][..], &parts].concat());
+    }
     train(&["--ep", "2", "--set", "parallel.zero=4"], &["parallel.zero = 4", "0, 1, 2 or 3"]);
     assert!(!work.path("runs").exists());
 }

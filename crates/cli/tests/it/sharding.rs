@@ -44,6 +44,36 @@ fn inspect_lists_the_part_of_each_weight_on_each_rank() {
 }
 
 #[test]
+fn each_layers_placement_is_shown() {
+    let work = Workplace::new();
+    let text = "placement experts=4 ranks=2\nlayer 0:\n0: 1\n1: 0\n2: 0\n3: 1\nlayer 1:\n0: 0\n1: 0\n2: *\n3: 1\n";
+    let file = work.file("layers.placement", text);
+    let placement = format!("parallel.placement={file}");
+    assert_success(&work.train("run", 1, &["--ep", "2", "--set", &placement]));
+    let ranges = |options: &[&str]| {
+        let sharding = sharding(&work, options);
+        [0, 1].map(|layer| {
+            let weight = weight(&sharding, &format!("model.layers.{layer}.mlp.experts.down_proj"));
+            let parts = weight["parts"].as_array().expect("parts");
+            parts.iter().map(|part| part["ranges"].to_string()).collect::<Vec<_>>()
+        })
+    };
+    let placed = [["[[1,3]]", "[[0,1],[3,4]]"], ["[[0,3]]", "[[2,4]]"]];
+    assert_eq!(ranges(&[]), placed, "the run's own");
+    assert_eq!(ranges(&["--ep", "2", "--placement", &file]), placed);
+    assert_eq!(ranges(&["--ep", "2"]), [["[[0,2]]", "[[2,4]]"]; 2]);
+    let shown = stdout(&work.run(&["inspect", "run", "--sharding"]));
+    for row in [["experts.down_proj", "#0", "1..3 | 0..1+3..4"], ["experts.down_proj", "#1", "0..3 | 2..4"]] {
+        assert!(shown.lines().any(|line| row.iter().all(|cell| line.contains(cell))), "{row:?} in {shown}");
+    }
+    refused(
+        &work,
+        &["inspect", "run", "--sharding", "--ep", "3", "--placement", &file],
+        &["layers.placement", "on 2 ranks"],
+    );
+}
+
+#[test]
 fn the_table_shows_cuts_and_frozen_weights_of_a_run() {
     let work = Workplace::new();
     assert_success(&work.train("run", 1, &["--set", "train.freeze=*.mlp.experts.*"]));

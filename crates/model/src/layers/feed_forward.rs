@@ -1,6 +1,9 @@
 //! The feed-forward block: an MoE layer, or a dense network, which is one expert that takes every row with weight 1.
 
-use moeworks_moe::{GradsNow, LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput, is_left_out};
+use moeworks_moe::{
+    BackwardInput, ForwardInput, LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput, WgradTarget,
+    is_left_out,
+};
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_bias_grad,
     experts_forward_onto, experts_weight_grad,
@@ -100,7 +103,7 @@ impl FeedForwardBlock {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
                 let is_whole = input.seq_len > 0;
                 let (y, saved) = match Run::of(pass, is_whole) {
-                    None => moe.forward_onto(ctx, w, &normed, input, base),
+                    None => moe.forward(ctx, w, &normed, ForwardInput { router: *input, base }),
                     Some(run) => {
                         let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &run.of_input(input));
                         (run.whole(ctx, &y), saved)
@@ -143,13 +146,13 @@ impl FeedForwardBlock {
         let (FeedForwardWeights::Moe(w), Some(moe)) = (&weights.feed_forward, &self.moe) else { return None };
         let dtype = w.gate_up.dtype().of_activations();
         let (normed, _) = self.norm.forward(pass.ctx, &weights.feed_forward_norm, x, dtype);
-        moe.foresee(pass.ctx, w, &normed, input)
+        moe.predict_experts(pass.ctx, w, &normed, input)
     }
 
     /// Sends experts that were foreseen to a GPU before they are wanted.
     pub(crate) fn send_ahead(&self, ctx: &Context, weights: &LayerWeights, ids: &Tensor) {
         if let (FeedForwardWeights::Moe(w), Some(moe)) = (&weights.feed_forward, &self.moe) {
-            moe.send_ahead(ctx, w, ids);
+            moe.prefetch_experts(ctx, w, ids);
         }
     }
 
@@ -173,8 +176,9 @@ impl FeedForwardBlock {
                 let run = Run::of(pass, is_whole);
                 let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.of_rows(ctx, &d_block));
                 let FeedForwardWeights::Moe(grads) = grads else { panic!("{WRONG_KIND}") };
-                let now = (!is_left_out(&grads.gate_up)).then_some(GradsNow { write, of_used: false, grads });
-                let (dx, task) = moe.backward_with_next(ctx, w, &saved, (&dy, dnext), loss_grad, now);
+                let wgrad = (!is_left_out(&grads.gate_up)).then_some(WgradTarget::new(write, grads));
+                let input = BackwardInput { losses: loss_grad, d_next_router_logits: dnext, wgrad };
+                let (dx, task) = moe.backward(ctx, w, &saved, &dy, input);
                 let dx = match run {
                     None => dx,
                     Some(run) => run.whole(ctx, &dx),
@@ -217,7 +221,7 @@ impl FeedForwardGradTask {
     /// Writes the gradients of the block's matrices.
     pub(crate) fn run(self, pass: &Pass<'_>, write: Write, grads: &mut FeedForwardWeights) {
         match (self, grads) {
-            (Self::Moe(task), FeedForwardWeights::Moe(grads)) => task.run(pass.ctx, write, grads),
+            (Self::Moe(task), FeedForwardWeights::Moe(grads)) => task.run(pass.ctx, WgradTarget::new(write, grads)),
             (Self::Dense { normed, dy, saved, dh, weighed, activation }, FeedForwardWeights::Dense(grads)) => {
                 let weighed = weighed.as_ref();
                 let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh, weighed };

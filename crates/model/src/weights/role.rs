@@ -124,6 +124,17 @@ pub enum WeightPlace {
     EncoderLayer(usize),
 }
 
+impl WeightPlace {
+    /// The number of the decoder's layer; none elsewhere.
+    #[must_use]
+    pub fn layer(self) -> Option<usize> {
+        match self {
+            Self::Layer(layer) => Some(layer),
+            _ => None,
+        }
+    }
+}
+
 /// A part of a model whose parameters are counted together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WeightGroup {

@@ -10,7 +10,7 @@ use bytemuck::Pod;
 use moeworks_comm::Reduce;
 
 use super::ExpertRanks;
-use crate::overflow::{self, Room};
+use crate::overflow::{self, RemainingCapacity, WithinCapacity};
 use crate::{DispatchRule, NO_EXPERT};
 
 /// The tokens of all ranks as one rank sees them. All ranks make the same calls.
@@ -21,13 +21,13 @@ pub(crate) struct CrossRank<'a> {
     own: Range<usize>,
 }
 
-/// Which choices of a rank's tokens find room, where tokens of all ranks share the capacity.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SharedRoom {
+/// Choices of a rank's tokens.
+#[derive(Clone, Copy)]
+pub(crate) struct ChoiceIds<'a> {
     /// `[T, K]`
-    pub(crate) has_room: Vec<bool>,
-    /// Tokens of all ranks.
-    pub(crate) num_tokens: usize,
+    pub(crate) ids: &'a [u32],
+    pub(crate) top_k: usize,
+    pub(crate) num_experts: usize,
 }
 
 impl<'a> CrossRank<'a> {
@@ -85,26 +85,22 @@ impl<'a> CrossRank<'a> {
         largest[0] as usize
     }
 
-    /// Which of the choices `ids [T, K]` of `num_experts` find room by `rule`.
-    pub(crate) fn room(
-        &self,
-        rule: &DispatchRule<'_>,
-        ids: &[u32],
-        (top_k, num_experts): (usize, usize),
-    ) -> SharedRoom {
+    /// Decides which of `choices` are within the capacity that `rule` gives.
+    pub(crate) fn within_capacity(&self, rule: &DispatchRule<'_>, choices: ChoiceIds<'_>) -> WithinCapacity {
+        let ChoiceIds { ids, top_k, num_experts } = choices;
         let num_tokens = self.num_tokens();
         let (capacity, group_tokens) = (rule.capacities(num_tokens, num_experts), rule.group_size(num_tokens));
-        let room = Room { capacity: &capacity, group_tokens, before: None };
+        let remaining = RemainingCapacity { capacity: &capacity, group_tokens, before: None };
         if rule.priority.is_none() && group_tokens == num_tokens {
             let before = self.counts_before(ids, top_k, num_experts);
-            let room = Room { group_tokens: self.own.len(), before: Some(&before), ..room };
-            return SharedRoom { has_room: overflow::with_room(ids, top_k, room, None), num_tokens };
+            let remaining = RemainingCapacity { group_tokens: self.own.len(), before: Some(&before), ..remaining };
+            return WithinCapacity { is_within: overflow::within_capacity(ids, top_k, remaining, None), num_tokens };
         }
         let (ids, width) = self.choices(ids, top_k);
         let priority = rule.priority.map(|priority| self.gather(priority, 1));
-        let all = overflow::with_room(&ids, width, room, priority.as_deref());
+        let all = overflow::within_capacity(&ids, width, remaining, priority.as_deref());
         let own = self.own_rows(&all, width).chunks(width);
-        SharedRoom { has_room: own.flat_map(|row| &row[..top_k]).copied().collect(), num_tokens }
+        WithinCapacity { is_within: own.flat_map(|row| &row[..top_k]).copied().collect(), num_tokens }
     }
 
     /// `[K, E]`: choices of each place (first, second ..) and expert that are served before those of this rank's first token.

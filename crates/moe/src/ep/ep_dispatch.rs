@@ -13,12 +13,12 @@ use moeworks_ops::experts::NO_ROW;
 use moeworks_plan::Wire;
 use moeworks_tensor::{DType, Tensor};
 
-use super::ExpertRanks;
+use super::LayerRanks;
 use crate::{Dispatch, NO_EXPERT};
 
 /// Which tokens go to which rank, and which come from where.
 pub(crate) struct EpDispatch {
-    ranks: ExpertRanks,
+    ranks: LayerRanks,
     /// None where the ranks could not agree.
     chunks: Vec<Chunk>,
     num_choices: usize,
@@ -29,6 +29,13 @@ pub(crate) struct Chunk {
     plan: RowPlan,
     /// The choices `[A, K]` of what arrived that are experts held here: others have no row.
     arrived: SortedChoices,
+}
+
+/// Rows `[T, D]` that go to the ranks of their experts, and the form in which they go.
+#[derive(Clone, Copy)]
+pub(crate) struct SentRows<'a> {
+    pub(crate) rows: &'a Tensor,
+    pub(crate) wire: Wire,
 }
 
 /// What a chunk's work gives back, and in which form it goes.
@@ -52,11 +59,12 @@ impl Chunk {
 impl EpDispatch {
     /// The way of the tokens of `dispatch`, which have `num_choices` choices each, in `num_chunks` chunks, to all experts but those
     /// that `is_fetched` says are here. The ranks tell each other how many tokens they send, and their choices.
-    pub(crate) fn of(
+    pub(crate) fn new(
         ctx: &Context,
-        ranks: &ExpertRanks,
+        ranks: &LayerRanks,
         dispatch: &Dispatch,
-        (num_choices, num_chunks): (usize, usize),
+        num_choices: usize,
+        num_chunks: usize,
         is_fetched: impl Fn(usize) -> bool,
     ) -> Self {
         if num_chunks == 0 {
@@ -66,7 +74,7 @@ impl EpDispatch {
         let mut widest = [num_choices as u32];
         ranks.attempt((), || ranks.group().all_reduce(&mut widest, Reduce::Max));
         let (num_own, num_choices) = (num_choices, widest[0] as usize);
-        let choices = choices(ctx, dispatch, (num_own, num_choices), is_fetched);
+        let choices = choices(ctx, dispatch, num_own, num_choices, is_fetched);
         let num_tokens = choices.rows();
         let ends: Vec<usize> = (1..=num_chunks).map(|chunk| num_tokens * chunk / num_chunks).collect();
         let targets = Targets::of(ranks, &choices);
@@ -101,7 +109,7 @@ impl EpDispatch {
     pub(crate) fn there_and_back(
         &self,
         ctx: &Context,
-        (rows, wire): (&Tensor, Wire),
+        SentRows { rows, wire }: SentRows<'_>,
         meanwhile: impl FnOnce(),
         mut work: impl FnMut(usize, &Chunk, Tensor) -> Outcome,
         mut home: impl FnMut(Range<usize>, Vec<Tensor>),
@@ -160,7 +168,7 @@ struct Targets {
 }
 
 impl Targets {
-    fn of(ranks: &ExpertRanks, choices: &Tensor) -> Self {
+    fn of(ranks: &LayerRanks, choices: &Tensor) -> Self {
         let (placement, own) = (ranks.placement(), ranks.group().rank());
         let mut targets = Self { ranks: Vec::with_capacity(choices.rows()), starts: vec![0] };
         for token in choices.f32s().chunks_exact(choices.cols()) {
@@ -187,7 +195,8 @@ impl Targets {
 fn choices(
     ctx: &Context,
     dispatch: &Dispatch,
-    (num_own, num_choices): (usize, usize),
+    num_own: usize,
+    num_choices: usize,
     is_fetched: impl Fn(usize) -> bool,
 ) -> Tensor {
     let token_rows = dispatch.token_rows();
@@ -211,7 +220,7 @@ fn choices(
 }
 
 /// Of the choices `told` `[A, 2 K]` of tokens from each rank, those that are for this one.
-fn own_choices(ctx: &Context, ranks: &ExpertRanks, recv_counts: &[usize], told: &Tensor) -> SortedChoices {
+fn own_choices(ctx: &Context, ranks: &LayerRanks, recv_counts: &[usize], told: &Tensor) -> SortedChoices {
     let (num_choices, num_held) = (told.cols() / 2, ranks.held().len());
     let shape = [told.rows(), num_choices];
     let (mut ids, mut weights) = (ctx.empty(&shape, DType::U32), ctx.empty(&shape, DType::F32));

@@ -9,14 +9,29 @@ use moeworks_ops::experts::{
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
-use super::merge_chunks::MergedChunks;
+use super::ep_dispatch::SentRows;
+use super::merge_chunks::{ChunkTensors, MergedChunks};
 use super::shadow::{self, ShadowTask, Shadows, ShadowsSaved};
-use super::{EpDispatch, ExpertRanks};
+use super::{EpDispatch, LayerRanks};
 use crate::{Dispatch, MoeWeights};
+
+/// The inputs of the experts' part of a pass.
+#[derive(Clone, Copy)]
+pub(crate) struct ExpertsInput<'a> {
+    pub(crate) weights: &'a MoeWeights,
+    pub(crate) activation: Activation,
+    /// `[T, D]`
+    pub(crate) x: &'a Tensor,
+    pub(crate) dispatch: &'a Dispatch,
+    /// K of the routing.
+    pub(crate) num_choices: usize,
+    pub(crate) is_training: bool,
+    pub(crate) is_forward_only: bool,
+}
 
 /// What backward needs of forward: the tokens that arrived, and what the experts held here saved of them.
 pub(crate) struct RanksSaved {
-    ranks: ExpertRanks,
+    ranks: LayerRanks,
     ep_dispatch: EpDispatch,
     /// Of each chunk; none where no backward pass follows.
     parts: Vec<SavedPart>,
@@ -56,32 +71,26 @@ struct TaskPart {
 }
 
 impl RanksSaved {
-    /// `y [T, D]` f32 of `x [T, D]`: its tokens through their experts wherever these are.
-    pub(crate) fn forward(
-        ctx: &Context,
-        ranks: &ExpertRanks,
-        (weights, activation): (&MoeWeights, Activation),
-        x: &Tensor,
-        (dispatch, num_choices): (&Dispatch, usize),
-        (is_training, is_forward_only): (bool, bool),
-    ) -> (Tensor, Self) {
+    /// Takes tokens `x [T, D]` through their experts, wherever these are: `y [T, D]` f32.
+    pub(crate) fn forward(ctx: &Context, ranks: &LayerRanks, input: ExpertsInput<'_>) -> (Tensor, Self) {
+        let ExpertsInput { weights, activation, x, dispatch, num_choices, is_training, is_forward_only } = input;
         let start = Instant::now();
         let wire = ranks.exchange().wire;
-        let fetched = shadow::choose(ranks, (dispatch, x.rows()), x.cols(), weights);
+        let fetched = shadow::choose(ranks, &input);
         // Where every expert is here no token moves.
         let num_chunks = if fetched.len() == ranks.placement().num_experts() { 0 } else { ranks.num_chunks() };
         let has_fetched = !fetched.is_empty();
-        let fetch = || Shadows::fetch(ctx, ranks, (weights, activation), fetched, dispatch, num_choices);
+        let fetch = || Shadows::fetch(ctx, ranks, &input, fetched);
         let shadows = has_fetched.then(fetch);
         let is_fetched = |expert| shadows.as_ref().is_some_and(|shadows| shadows.has(expert));
-        let plan = || EpDispatch::of(ctx, ranks, dispatch, (num_choices, num_chunks), is_fetched);
+        let plan = || EpDispatch::new(ctx, ranks, dispatch, num_choices, num_chunks, is_fetched);
         let ep_dispatch = ranks.time("who goes where", plan);
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
         let mut y = ctx.zeros(&[x.rows(), x.cols()], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(num_chunks), None);
         ep_dispatch.there_and_back(
             ctx,
-            (x, wire),
+            SentRows { rows: x, wire },
             || here = shadows.map(|shadows| shadows.forward(ctx, x, is_forward_only)),
             |_, chunk, x| {
                 let rows = chunk.arrived().rows();
@@ -100,11 +109,12 @@ impl RanksSaved {
         (y, Self { ranks: ranks.clone(), ep_dispatch, parts, shadows, width: x.cols(), num_own: num_choices })
     }
 
-    /// From `dy [T, D]`, f32 or bf16, the gradient of the output.
+    /// Goes back from `dy [T, D]`, f32 or bf16, the gradient of the output.
     pub(crate) fn backward(
         &self,
         ctx: &Context,
-        (weights, activation): (&MoeWeights, Activation),
+        weights: &MoeWeights,
+        activation: Activation,
         dy: &Tensor,
     ) -> RanksBackward {
         let start = Instant::now();
@@ -115,7 +125,7 @@ impl RanksSaved {
         let (mut parts, mut here) = (Vec::with_capacity(self.parts.len()), None);
         self.ep_dispatch.there_and_back(
             ctx,
-            (dy, wire),
+            SentRows { rows: dy, wire },
             || here = self.shadows.as_ref().map(|shadows| shadows.backward(ctx, dy)),
             |index, chunk, dy| {
                 let rows = chunk.arrived().rows();
@@ -165,11 +175,14 @@ impl RanksSaved {
 
     /// What the weight gradients are computed from: all chunks as one, so that each expert's weights are read and written once.
     pub(crate) fn merged(&self, ctx: &Context, task: &RanksTask) -> MergedChunks {
-        let of = |saved: &SavedPart, task: &TaskPart| {
-            [saved.x.clone(), task.dy.clone(), saved.experts.h.clone(), task.dh.clone()]
+        let of = |saved: &SavedPart, task: &TaskPart| ChunkTensors {
+            x: saved.x.clone(),
+            dy: task.dy.clone(),
+            h: saved.experts.h.clone(),
+            dh: task.dh.clone(),
         };
         let parts: Vec<_> = self.parts.iter().zip(&task.parts).map(|(saved, task)| of(saved, task)).collect();
-        MergedChunks::of(ctx, &self.ep_dispatch, (self.ranks.held().len(), self.width), parts)
+        MergedChunks::new(ctx, &self.ep_dispatch, self.ranks.held().len(), self.width, parts)
     }
 }
 
@@ -178,12 +191,13 @@ impl RanksSaved {
     pub(crate) fn shadow_weight_grads(
         &self,
         ctx: &Context,
-        (x, dy): (&Tensor, &Tensor),
+        x: &Tensor,
+        dy: &Tensor,
         task: &RanksTask,
         grads: &mut MoeWeights,
     ) {
         if let (Some(shadows), Some(task)) = (&self.shadows, &task.shadows) {
-            shadows.weight_grads(ctx, (x, dy), task, grads);
+            shadows.weight_grads(ctx, x, dy, task, grads);
         }
     }
 }

@@ -18,8 +18,13 @@ pub(crate) struct MergedChunks {
     rows: SortedChoices,
 }
 
-/// x, dy, h and dh of a chunk.
-type Part = [Tensor; 4];
+/// The tensors of a chunk: inputs and gradients of outputs of what arrived, pre-activations and their gradients.
+pub(super) struct ChunkTensors {
+    pub(super) x: Tensor,
+    pub(super) dy: Tensor,
+    pub(super) h: Tensor,
+    pub(super) dh: Tensor,
+}
 
 impl MergedChunks {
     /// What weight gradients take.
@@ -28,38 +33,42 @@ impl MergedChunks {
         (inputs, self.rows.rows())
     }
 
-    /// Of the chunks of `ep_dispatch`, each with its part; without any there is nothing for the experts held here.
-    pub(super) fn of(
+    /// Merges the tensors of the chunks of `ep_dispatch`; without any chunk there is nothing for the experts held here.
+    pub(super) fn new(
         ctx: &Context,
         ep_dispatch: &EpDispatch,
-        (num_held, width): (usize, usize),
-        parts: Vec<Part>,
+        num_held: usize,
+        width: usize,
+        mut chunks: Vec<ChunkTensors>,
     ) -> Self {
-        let mut parts = parts;
-        if parts.len() == 1 {
-            let [x, dy, h, dh] = parts.swap_remove(0);
+        if chunks.len() == 1 {
+            let ChunkTensors { x, dy, h, dh } = chunks.swap_remove(0);
             return Self { x, dy, saved: ExpertsSaved { h }, dh, rows: ep_dispatch.chunks()[0].arrived().clone() };
         }
-        let Some([x, dy, h, dh]) = parts.first() else { return Self::empty(ctx, ep_dispatch, num_held, width) };
+        if chunks.is_empty() {
+            return Self::empty(ctx, ep_dispatch, num_held, width);
+        }
         let places = ep_dispatch.places();
         let rows = Self::sorted(ctx, ep_dispatch, &places, num_held);
         let moved: Vec<Vec<u32>> =
             ep_dispatch.chunks().iter().zip(&places).map(|(c, at)| moves(c.arrived(), at, &rows)).collect();
         let num_rows = rows.tokens.len();
         let num_arrived: usize = places.iter().map(Vec::len).sum();
-        let merge = |which: usize, like: &Tensor, num_rows: usize, to: &[Vec<u32>]| {
+        let merge = |tensor: fn(&ChunkTensors) -> &Tensor, num_rows: usize, to: &[Vec<u32>]| {
+            let like = tensor(&chunks[0]);
             let mut whole = ctx.empty(&[num_rows, like.cols()], like.dtype());
             let bytes = like.cols() * like.dtype().size();
-            for (part, to) in parts.iter().zip(to) {
-                for (row, &place) in part[which].bytes().chunks_exact(bytes.max(1)).zip(to) {
+            for (chunk, to) in chunks.iter().zip(to) {
+                for (row, &place) in tensor(chunk).bytes().chunks_exact(bytes.max(1)).zip(to) {
                     whole.bytes_mut()[place as usize * bytes..][..bytes].copy_from_slice(row);
                 }
             }
             whole
         };
-        let saved = ExpertsSaved { h: merge(2, h, num_rows, &moved) };
-        let (x, dy) = (merge(0, x, num_arrived, &places), merge(1, dy, num_arrived, &places));
-        Self { x, dy, saved, dh: merge(3, dh, num_rows, &moved), rows }
+        let saved = ExpertsSaved { h: merge(|chunk| &chunk.h, num_rows, &moved) };
+        let x = merge(|chunk| &chunk.x, num_arrived, &places);
+        let dy = merge(|chunk| &chunk.dy, num_arrived, &places);
+        Self { x, dy, saved, dh: merge(|chunk| &chunk.dh, num_rows, &moved), rows }
     }
 
     /// The choices of all chunks, sorted as if they had been one.

@@ -18,22 +18,22 @@ mod stats;
 mod tuning;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use moeworks_comm::{Combining, CommError, Communicator, Dispatching, Hierarchy, Meter, Reduce, RowPlan};
 use moeworks_ops::Context;
-use moeworks_plan::{Exchange, Moving, Placement, Wire};
+use moeworks_plan::{Exchange, Moving, Placement, Placements, Wire};
 use moeworks_tensor::Tensor;
 
 use crate::LayerStats;
-pub(crate) use cross_rank::CrossRank;
-pub use cross_rank::SharedRoom;
+pub(crate) use cross_rank::{ChoiceIds, CrossRank};
 use ep_dispatch::EpDispatch;
-pub(crate) use experts::{RanksSaved, RanksTask};
+pub(crate) use experts::{ExpertsInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
 use tuning::Tuning;
 
-/// One rank's part in layers whose experts live on several ranks. Cloning shares it.
+/// One rank's part in all layers whose experts live on several ranks. Cloning shares it.
 ///
 /// A communication that fails does not end a pass: its rows are zeros, the rest of the pass communicates no more, and
 /// [`failure`](Self::failure) says what happened. The caller looks there after each pass.
@@ -42,72 +42,86 @@ pub struct ExpertRanks {
     inner: Arc<Inner>,
 }
 
+/// One rank's part in one layer: the ranks, and the layer's placement. Cloning shares it.
+#[derive(Clone)]
+pub struct LayerRanks {
+    ranks: ExpertRanks,
+    placement: Arc<Placement>,
+    held: Arc<[usize]>,
+}
+
+/// The ways in which tokens and experts meet, and who listens.
+#[derive(Clone)]
+pub struct EpOptions {
+    /// The way of tokens.
+    pub exchange: Exchange,
+    /// What moves, tokens or experts; the same on all ranks of the group.
+    pub moving: Moving,
+    /// A meter of the work of layers with experts.
+    pub meter: Option<Arc<Meter>>,
+}
+
+impl From<Exchange> for EpOptions {
+    /// Tokens move, by `exchange`, and nobody listens.
+    fn from(exchange: Exchange) -> Self {
+        Self { exchange, moving: Moving::Tokens, meter: None }
+    }
+}
+
 struct Inner {
     world: Box<dyn Communicator>,
     /// Of the ranks that hold the experts between them.
     hierarchy: Hierarchy,
-    placement: Placement,
-    held: Vec<usize>,
-    exchange: Exchange,
-    moving: OnceLock<Moving>,
+    placements: Placements,
+    options: EpOptions,
     tuning: Mutex<Tuning>,
-    meter: OnceLock<Arc<Meter>>,
     failure: Mutex<Option<CommError>>,
 }
 
 impl ExpertRanks {
-    /// `world` are all ranks that have tokens, `group` those that hold the experts between them, as `placement` says; tokens go
-    /// as `exchange` says. A call that all ranks of the group make. Panics if the placement is of another number of ranks.
+    /// `world` are all ranks that have tokens, `group` those that hold the experts between them, as `placements` says: one
+    /// placement for all layers or one for each. A call that all ranks of the group make. Panics if the placements are of another
+    /// number of ranks.
     ///
     /// # Errors
     /// [`CommError`]: a rank died, hangs, or called something else.
     pub fn new(
         world: Box<dyn Communicator>,
         group: Box<dyn Communicator>,
-        placement: Placement,
-        exchange: Exchange,
+        placements: impl Into<Placements>,
+        options: impl Into<EpOptions>,
     ) -> Result<Self, CommError> {
-        assert_eq!(placement.num_ranks(), group.size(), "ranks of a placement");
-        let held = placement.experts_of(group.rank());
+        let (placements, options) = (placements.into(), options.into());
+        assert_eq!(placements.num_ranks(), group.size(), "ranks of a placement");
         let (hierarchy, tuning, failure) = (Hierarchy::of(group)?, Mutex::default(), Mutex::default());
-        let (meter, moving) = (OnceLock::new(), OnceLock::new());
-        let inner = Inner { world, hierarchy, placement, held, exchange, moving, tuning, meter, failure };
-        Ok(Self { inner: Arc::new(inner) })
+        Ok(Self { inner: Arc::new(Inner { world, hierarchy, placements, options, tuning, failure }) })
     }
 
-    /// Lets experts move to their tokens as `moving` says, the same on all ranks of the group; without this call tokens move. Only
-    /// the first call counts.
-    pub fn let_move(&self, moving: Moving) {
-        let _ = self.inner.moving.set(moving);
+    /// The part in layer number `layer`. Panics if the layer has no placement.
+    #[must_use]
+    pub fn layer(&self, layer: usize) -> LayerRanks {
+        let placement = self.placements().layer(layer);
+        let placement = placement.unwrap_or_else(|| panic!("a placement of layer {layer}")).clone();
+        let held = placement.experts_of(self.group().rank()).into();
+        LayerRanks { ranks: self.clone(), placement: Arc::new(placement), held }
+    }
+
+    /// The placements of all layers.
+    #[must_use]
+    pub fn placements(&self) -> &Placements {
+        &self.inner.placements
     }
 
     pub(crate) fn moving(&self) -> Moving {
-        self.inner.moving.get().copied().unwrap_or_default()
-    }
-
-    /// Lets `meter` know of the work of layers with experts from now on. Only the first call counts.
-    pub fn measure_with(&self, meter: &Arc<Meter>) {
-        let _ = self.inner.meter.set(Arc::clone(meter));
+        self.inner.options.moving
     }
 
     /// Does `work`, which a meter that listens calls `name`.
     pub fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
-        match self.inner.meter.get() {
+        match &self.inner.options.meter {
             Some(meter) => meter.time(name, work),
             None => work(),
         }
-    }
-
-    /// Which ranks of the group hold which expert.
-    #[must_use]
-    pub fn placement(&self) -> &Placement {
-        &self.inner.placement
-    }
-
-    /// The experts that this rank holds, ascending.
-    #[must_use]
-    pub fn held(&self) -> &[usize] {
-        &self.inner.held
     }
 
     /// All ranks that have tokens.
@@ -125,7 +139,7 @@ impl ExpertRanks {
     /// How tokens go.
     #[must_use]
     pub fn exchange(&self) -> &Exchange {
-        &self.inner.exchange
+        &self.inner.options.exchange
     }
 
     pub(crate) fn hierarchy(&self) -> &Hierarchy {
@@ -190,13 +204,41 @@ impl ExpertRanks {
 
 impl fmt::Debug for ExpertRanks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {} of {}, experts {:?}", self.group().rank(), self.group().size(), self.held())
+        write!(f, "rank {} of {}", self.group().rank(), self.group().size())
     }
 }
 
-impl PartialEq for ExpertRanks {
+impl LayerRanks {
+    /// The ranks of the group that hold each expert of the layer.
+    #[must_use]
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// The layer's experts that this rank holds, ascending.
+    #[must_use]
+    pub fn held(&self) -> &[usize] {
+        &self.held
+    }
+}
+
+impl Deref for LayerRanks {
+    type Target = ExpertRanks;
+
+    fn deref(&self) -> &ExpertRanks {
+        &self.ranks
+    }
+}
+
+impl fmt::Debug for LayerRanks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}, experts {:?}", self.ranks, self.held())
+    }
+}
+
+impl PartialEq for LayerRanks {
     /// Whether both are the same part.
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.inner, &other.inner)
+        Arc::ptr_eq(&self.ranks.inner, &other.ranks.inner) && self.placement == other.placement
     }
 }

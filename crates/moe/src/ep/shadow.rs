@@ -14,12 +14,12 @@ use moeworks_ops::{Activation, Context};
 use moeworks_plan::{Exchange, LayerLoad, Links, MoveCosts, Moving, Wire, experts_to_fetch};
 use moeworks_tensor::{DType, Tensor};
 
-use super::ExpertRanks;
+use super::{ExpertsInput, LayerRanks};
 use crate::{Dispatch, MoeWeights, NO_EXPERT, is_left_out};
 
 /// S experts that are here for a pass, and this rank's tokens for them.
 pub(crate) struct Shadows {
-    ranks: ExpertRanks,
+    ranks: LayerRanks,
     /// S of them, those of one owner after those of another.
     experts: Vec<usize>,
     /// `[S, ..]`
@@ -51,37 +51,33 @@ pub(crate) struct ShadowTask {
     weighed: Option<Tensor>,
 }
 
-/// The experts to fetch for a pass of `dispatch`, whose `num_tokens` tokens have rows of `width`; in the order of owners. All ranks
-/// of the group call this and get the same.
-pub(crate) fn choose(
-    ranks: &ExpertRanks,
-    (dispatch, num_tokens): (&Dispatch, usize),
-    width: usize,
-    weights: &MoeWeights,
-) -> Vec<usize> {
+/// Chooses the experts to fetch for a pass, in the order of their owners. All ranks of the group call this and get the same.
+pub(crate) fn choose(ranks: &LayerRanks, input: &ExpertsInput<'_>) -> Vec<usize> {
+    let ExpertsInput { x, dispatch, .. } = *input;
     let placement = ranks.placement();
     let is_everywhere = |expert: &usize| placement.ranks_of(*expert).len() == placement.num_ranks();
     let mut chosen: Vec<usize> = match ranks.moving() {
         Moving::Tokens => Vec::new(),
         Moving::Weights => (0..placement.num_experts()).filter(|expert| !is_everywhere(expert)).collect(),
         Moving::Cheapest { links, flops } => {
-            let own: Vec<u32> = dispatch.rows_per_expert().chain([num_tokens as u32]).collect();
+            let own: Vec<u32> = dispatch.rows_per_expert().chain([x.rows() as u32]).collect();
             let mut all = vec![0; own.len() * placement.num_ranks()];
             ranks.attempt((), || ranks.group().all_gather(&own, &mut all));
             let of_ranks = all.chunks(own.len()).filter_map(<[u32]>::split_last);
             let (tokens, rows): (Vec<u32>, Vec<Vec<u32>>) = of_ranks.map(|(&num, rows)| (num, rows.to_vec())).unzip();
             let load = LayerLoad { nodes: ranks.hierarchy().nodes(), placement, tokens: &tokens, rows: &rows };
-            experts_to_fetch(&load, &costs(ranks, width, weights, (links, flops)))
+            experts_to_fetch(&load, &costs(ranks, input, links, flops))
         }
     };
     chosen.sort_by_key(|&expert| (placement.ranks_of(expert)[0], expert));
     chosen
 }
 
-/// What the choice weighs, where rows of `width` go to experts like `weights`.
-fn costs(ranks: &ExpertRanks, width: usize, weights: &MoeWeights, (links, flops): (Links, f64)) -> MoveCosts {
+/// The costs that the choice weighs, over `links` by ranks of so many `flops`.
+fn costs(ranks: &LayerRanks, input: &ExpertsInput<'_>, links: Links, flops: f64) -> MoveCosts {
+    let ExpertsInput { weights, x, .. } = *input;
     let &Exchange { algorithm, wire, .. } = ranks.exchange();
-    let bytes = |wire: Wire| wire.row_bytes(width) as f64;
+    let bytes = |wire: Wire| wire.row_bytes(x.cols()) as f64;
     let params = weights.expert_params() as f64;
     MoveCosts {
         algorithm,
@@ -96,14 +92,8 @@ fn costs(ranks: &ExpertRanks, width: usize, weights: &MoeWeights, (links, flops)
 
 impl Shadows {
     /// Fetches `experts` and takes the choices for them out of `choices` `[T, 2 K]` (see [`EpDispatch`](super::EpDispatch)).
-    pub(crate) fn fetch(
-        ctx: &Context,
-        ranks: &ExpertRanks,
-        (weights, activation): (&MoeWeights, Activation),
-        experts: Vec<usize>,
-        dispatch: &Dispatch,
-        num_choices: usize,
-    ) -> Self {
+    pub(crate) fn fetch(ctx: &Context, ranks: &LayerRanks, input: &ExpertsInput<'_>, experts: Vec<usize>) -> Self {
+        let ExpertsInput { weights, activation, dispatch, num_choices, .. } = *input;
         let gather = |tensor: &Tensor| {
             let mut shape = tensor.shape().to_vec();
             shape[0] = experts.len();
@@ -170,7 +160,8 @@ impl ShadowsSaved {
     pub(crate) fn weight_grads(
         &self,
         ctx: &Context,
-        (x, dy): (&Tensor, &Tensor),
+        x: &Tensor,
+        dy: &Tensor,
         task: &ShadowTask,
         grads: &mut MoeWeights,
     ) {
@@ -196,14 +187,14 @@ impl ShadowsSaved {
 }
 
 /// Of each rank, the experts that it gives to the others: each comes from the first that holds it.
-fn owned(ranks: &ExpertRanks, experts: &[usize]) -> Vec<Vec<usize>> {
+fn owned(ranks: &LayerRanks, experts: &[usize]) -> Vec<Vec<usize>> {
     let placement = ranks.placement();
     let of_rank = |rank| experts.iter().copied().filter(|&e| placement.ranks_of(e)[0] == rank).collect();
     (0..placement.num_ranks()).map(of_rank).collect()
 }
 
 /// Puts the rows of `experts` in everybody's `[held, ..]` together.
-fn gather(ranks: &ExpertRanks, experts: &[usize], held: &Tensor, whole: &mut Tensor) -> Result<(), CommError> {
+fn gather(ranks: &LayerRanks, experts: &[usize], held: &Tensor, whole: &mut Tensor) -> Result<(), CommError> {
     let bytes = whole.num_bytes() / experts.len().max(1);
     let owned = owned(ranks, experts);
     let counts: Vec<usize> = owned.iter().map(|experts| experts.len() * bytes).collect();

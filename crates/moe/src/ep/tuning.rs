@@ -56,15 +56,16 @@ impl ExpertRanks {
             self.attempt((), || self.world().all_reduce(&mut slowest, Reduce::Max));
             slowest[0]
         });
-        let load = layers.iter().map(|layer| self.largest_load(layer)).sum::<f64>() / layers.len().max(1) as f64;
+        let load = layers.iter().enumerate().map(|(place, layer)| self.largest_load(place, layer));
+        let load = load.sum::<f64>() / layers.len().max(1) as f64;
         let tuner = std::mem::take(&mut tuning.tuner);
         *tuning = Tuning { tuner, ..Tuning::default() };
         tuning.tuner.observe(load, seconds.filter(|seconds| seconds.is_finite()));
     }
 
-    /// The rows of the fullest rank of a group, if ranks that hold the same expert share its rows evenly.
-    fn largest_load(&self, layer: &LayerStats) -> f64 {
-        let placement = self.placement();
+    /// The rows of the fullest rank of a group in the MoE layer with `place` others before it, if ranks that hold the same expert share its rows evenly.
+    fn largest_load(&self, place: usize, layer: &LayerStats) -> f64 {
+        let Some(placement) = self.placements().nth(place) else { return 0.0 };
         let mut loads = vec![0.0; placement.num_ranks()];
         for (expert, &rows) in layer.kept_per_expert.iter().take(placement.num_experts()).enumerate() {
             let ranks = placement.ranks_of(expert);

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use super::scheme::{FusedOps, RoutingScheme, TableSource};
 use super::schemes::{RouterKind, Schemes};
 use super::scores::Gate;
+use crate::ConfigError;
 use crate::Ramp;
-use crate::config::ConfigError;
 use crate::overflow::Overflow;
 
 /// The function that makes scores of logits.

@@ -8,13 +8,13 @@ use moeworks_tensor::Tensor;
 
 use super::score_router::ScoreRouter;
 use crate::ep::CrossRank;
-use crate::overflow::{self, Overflow, Room};
+use crate::overflow::{self, Overflow, RemainingCapacity};
 
 impl ScoreRouter<'_> {
     /// Whether what is decided for a token depends on the tokens of other ranks, so that all of them take part in the pass.
     pub(crate) fn decides_across_ranks(&self) -> bool {
         let rule = self.rule(None);
-        let has_choices = !self.input.is_inference && self.scheme().is_global();
+        let has_choices = !self.input.is_inference && self.scheme().is_global() && self.input.expert_ids.is_none();
         has_choices || rule.is_shared() || self.input.has_gshard_loss
     }
 
@@ -31,12 +31,12 @@ impl ScoreRouter<'_> {
         self.cross_rank.map_or(0..num_tokens, CrossRank::own)
     }
 
-    /// Whether choices move to experts with room.
+    /// Whether choices move to experts with capacity left.
     pub(super) fn reroutes(&self) -> bool {
         self.router().overflow == Overflow::Reroute && self.config.capacity_factor != 0.0 && !self.input.is_inference
     }
 
-    /// Moves choices to experts with room, if that is the scheme; returns how many of `ids [T, K]`.
+    /// Moves choices to experts with capacity left, if that is the scheme; returns how many of `ids [T, K]`.
     pub(super) fn reroute(&self, ids: &mut Tensor, ranking: &Tensor) -> usize {
         if !self.reroutes() {
             return 0;
@@ -44,12 +44,13 @@ impl ScoreRouter<'_> {
         let (top_k, e, rule) = (ids.cols(), ranking.cols(), self.rule(None));
         let num_tokens = self.cross_rank.map_or(ids.rows(), CrossRank::num_tokens);
         let capacity = rule.capacities(num_tokens, e);
-        let room = Room { capacity: &capacity, group_tokens: rule.group_size(num_tokens), before: None };
+        let remaining =
+            RemainingCapacity { capacity: &capacity, group_tokens: rule.group_size(num_tokens), before: None };
         let Some(cross_rank) = self.cross_rank else {
-            return overflow::reroute(ids.u32s_mut(), top_k, room, ranking.f32s());
+            return overflow::reroute(ids.u32s_mut(), top_k, remaining, ranking.f32s());
         };
         let (mut all, width) = cross_rank.choices(ids.u32s(), top_k);
-        overflow::reroute(&mut all, width, room, &cross_rank.gather(ranking.f32s(), e));
+        overflow::reroute(&mut all, width, remaining, &cross_rank.gather(ranking.f32s(), e));
         let mut num_rerouted = 0;
         for (ids, new) in ids.u32s_mut().chunks_mut(top_k).zip(cross_rank.own_rows(&all, width).chunks(width)) {
             num_rerouted += ids.iter().zip(new).filter(|(old, new)| old != new).count();

@@ -12,10 +12,23 @@ use super::logits::{LogitGrads, NOISE};
 use super::noise::LogitNoise;
 use super::score_router::{RouterSaved, ScoreBackend, ScoreRouter};
 use super::scores::{Gate, Scores};
-use super::token_groups::{TokenGroupGrads, TokenGroups};
+use super::token_groups::{CountedChoices, TokenGroupGrads, TokenGroups};
 use super::weigh::{WeightRule, is_normalized};
 use super::{load, rows};
 use crate::{LossGrad, ModalityStats, MoeWeights, NO_EXPERT};
+
+/// The gradients that come to a router.
+#[derive(Clone, Copy)]
+pub(crate) struct RouterGrads<'a> {
+    /// `[T, K]`: of the weights.
+    pub(crate) dweights: &'a Tensor,
+    /// `[T, K]`: the experts that the weights have been used for.
+    pub(crate) used: &'a Tensor,
+    /// By the losses on the router.
+    pub(crate) losses: &'a LossGrad,
+    /// `[T, E]`: of the logits by those of the next layer, if these look at them.
+    pub(crate) d_next_router_logits: Option<&'a Tensor>,
+}
 
 /// The gradients of a router's weights, to be computed when it suits.
 pub(crate) struct RouterGradTask {
@@ -30,17 +43,15 @@ pub(crate) struct RouterGradTask {
 
 impl ScoreRouter<'_> {
     /// Adds the gradient of `x` through the router to `dx`; what is left to do for its weights, none for a router without weights.
-    /// `dweights [T, K]` is the gradient of the weights, `used [T, K]` the experts that they have been used for, `dnext [T, E]`
-    /// the gradient of the logits by the next layer's, if these look at them; the gradient of those of the layer before comes
-    /// back in the task.
+    /// The gradient of the logits of the layer before comes back in the task.
     pub(crate) fn backward(
         &self,
         ctx: &Context,
         saved: &RouterSaved,
-        (dweights, used): (&Tensor, &Tensor),
-        (losses, dnext): (&LossGrad, Option<&Tensor>),
+        grads: RouterGrads<'_>,
         dx: &mut Tensor,
     ) -> Option<RouterGradTask> {
+        let RouterGrads { dweights, used, losses, d_next_router_logits } = grads;
         if !saved.logits.is_learned() {
             return None;
         }
@@ -60,8 +71,8 @@ impl ScoreRouter<'_> {
         if let Some(clean) = saved.clean.as_ref().filter(|_| !losses.load.is_empty()) {
             load::backward(ctx, saved, clean, &losses.load, &mut dlogits, draw.as_mut());
         }
-        if let Some(dnext) = dnext {
-            add_assign(ctx, &mut dlogits, dnext);
+        if let Some(d_next) = d_next_router_logits {
+            add_assign(ctx, &mut dlogits, d_next);
         }
         let dprevious = saved.residual.as_ref().and_then(|residual| residual.backward(ctx, self.weights, &dlogits));
         let z = losses.z / saved.ids.rows().max(1) as f32;
@@ -136,7 +147,7 @@ impl ScoreRouter<'_> {
                 dgate.iter_mut().enumerate().for_each(|(e, d)| *d = l1 * losses.l1_loads.get(e).unwrap_or(&1.0));
                 let dweights = &dweights.f32s()[t * row.ids.len()..(t + 1) * row.ids.len()];
                 if mixer.is_none() {
-                    rule.backward((row.ids, row.weights), row.gates.unwrap_or(row.probs), dweights, &mut dgate);
+                    rule.backward(row.ids, row.weights, row.gates.unwrap_or(row.probs), dweights, &mut dgate);
                 }
                 row.logit_grads(gate, &dprob, &mut dgate, dlogits);
                 if let (Some(mixer), Some(logits)) = (mixer, row.logits) {
@@ -246,20 +257,22 @@ impl RouterSaved {
         self.sequences().grads(e, f64::from(losses.sequence) * e as f64)
     }
 
+    /// The first `first_k` choices of each token.
+    fn counted(&self, first_k: usize) -> CountedChoices<'_> {
+        let (ids, top_k, num_experts) = (self.ids.u32s(), self.ids.cols(), self.scores.probs.cols());
+        CountedChoices { ids, top_k, first_k, num_experts }
+    }
+
     /// The choices of each sequence.
     fn sequences(&self) -> TokenGroups {
-        let (ids, k) = (self.ids.u32s(), self.ids.cols());
-        TokenGroups::of((ids, k), k, self.scores.probs.cols(), self.seq_len, None)
+        TokenGroups::of(self.counted(self.ids.cols()), self.seq_len, None)
     }
 
     /// The result of `get` for the first choices of each local group.
     fn of_groups<R>(&self, get: impl FnOnce(&TokenGroups) -> R) -> R {
         match &self.shared_groups {
             Some(groups) => get(groups),
-            None => {
-                let ids = (self.ids.u32s(), self.ids.cols());
-                get(&TokenGroups::of(ids, 1, self.scores.probs.cols(), self.group_len, None))
-            }
+            None => get(&TokenGroups::of(self.counted(1), self.group_len, None)),
         }
     }
 

@@ -2,6 +2,8 @@
 
 use moeworks_tensor::{Random, Tensor};
 
+use super::replay::ExpertIds;
+
 /// A capacity that a model has in every pass, in use as in training (`expert_capacity` in Switch Transformers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FixedCapacity {
@@ -43,6 +45,9 @@ pub struct RouterInput<'a> {
     pub has_gshard_loss: bool,
     /// Holds in place of the configuration's capacity, in training and in use.
     pub capacity: Option<FixedCapacity>,
+    /// `[T, K]`: the experts that tokens go to in place of the router's choice; their weights are computed from the logits of this
+    /// pass. On several ranks all hand ids in, or none.
+    pub expert_ids: Option<&'a ExpertIds>,
 }
 
 impl Default for RouterInput<'_> {
@@ -59,6 +64,7 @@ impl Default for RouterInput<'_> {
             previous: None,
             has_gshard_loss: false,
             capacity: None,
+            expert_ids: None,
         }
     }
 }

@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use super::schemes::RouterKind;
+use super::replay::Replay;
+use super::schemes::{RouterKind, Schemes};
 
 /// The part of `docs/routing-schemes.md` that is made from the table of schemes: a section for each, with its source, the settings that
 /// come with it and its own.
@@ -28,6 +29,9 @@ fn section(kind: RouterKind, page: &mut String) {
         let set = |(setting, value): &(&str, &str)| format!("`{setting} = {}`", value.replace('\'', "\""));
         let all: Vec<String> = doc.companions.iter().map(set).collect();
         let _ = writeln!(page, "Unless they are given, choosing it sets {}.\n", all.join(", "));
+    }
+    if let Replay::Refused(reason) = Schemes::default().get(kind).replay() {
+        let _ = writeln!(page, "Takes no [expert ids](routing-replay.md) from outside: {reason}.\n");
     }
     if !doc.settings.is_empty() {
         page.push_str("| setting | default | values | |\n| --- | --- | --- | --- |\n");

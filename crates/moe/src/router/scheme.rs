@@ -10,10 +10,11 @@ use moeworks_tensor::Tensor;
 use super::config::{RouterConfig, ScoreFunction};
 use super::input::RouterInput;
 use super::logits::{NoisyInput, SchemeLogits};
+use super::replay::Replay;
 use super::score_router::ScoreRouter;
 use super::scores::{Gate, Scores};
 use super::state::{StepStats, WeightShape};
-use crate::config::ConfigError;
+use crate::ConfigError;
 use crate::weights::NamedTensor;
 use crate::{MoeConfig, MoeWeights};
 
@@ -277,6 +278,11 @@ pub(crate) trait RoutingScheme: Send + Sync {
     /// `[T, K]`: the experts of each token; those out of reach are negative infinity in `ranking [T, E]`.
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, _scores: &Scores, ranking: &Tensor) -> Tensor {
         router.highest(ctx, ranking)
+    }
+
+    /// The lists of experts that can be handed in for tokens in place of [`choose`](Self::choose).
+    fn replay(&self) -> Replay {
+        Replay::TopK
     }
 
     /// Whether tokens may go without some of their choices, as [`used`](Self::used) says.

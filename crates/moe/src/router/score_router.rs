@@ -18,14 +18,15 @@ use super::config::{GroupScore, RouterConfig};
 use super::input::RouterInput;
 use super::logits::{NoisyInput, SavedLogits, SchemeLogits};
 use super::noise::{InputNoise, LogitDraws, LogitNoise};
+use super::replay::Weighed;
 use super::residual::Residual;
 use super::scheme::RoutingScheme;
 use super::scores::{Gate, LogitRule, Scores};
 use super::sparsemixer::Sparsemixer;
 use super::state::EXPERT_BIAS;
-use super::token_groups::TokenGroups;
+use super::token_groups::{CountedChoices, TokenGroups};
 use super::weigh::{WeightRule, is_normalized};
-use super::{choice, load};
+use super::{ExpertIds, choice, load};
 use crate::ep::CrossRank;
 use crate::overflow::Overflow;
 use crate::{DispatchRule, MoeConfig, MoeWeights, Ramp, Routing, RoutingError};
@@ -139,6 +140,7 @@ impl ScoreRouter<'_> {
 
     fn decide(&self, ctx: &Context, logits: Logits) -> Decision {
         let Logits { input_noise, saved: saved_logits, values, noise, residual } = logits;
+        self.check_expert_ids(values.rows());
         let clean = noise.is_normal().then(|| values.copied(ctx.pool()));
         let modalities = self.modalities();
         let backend = self.backend(ctx);
@@ -150,7 +152,8 @@ impl ScoreRouter<'_> {
             ScoreBackend::GpuScores => self.fused_scores(ctx, values, &noise),
             ScoreBackend::StepByStep => self.step_by_step(ctx, values, &noise, &*saved_logits, &modalities),
         };
-        let has_all = self.gives_all(backend) && !self.scheme().may_leave_out();
+        let chooses_all = || self.gives_all(backend) && !self.scheme().may_leave_out();
+        let has_all = self.input.expert_ids.map_or_else(chooses_all, ExpertIds::is_whole);
         let routing = self.routing(self.scheme().used(self, ctx, &ids, &weights), weights.clone()).whole(has_all);
         let routing = routing.with_sorted(sorted.filter(|_| has_all));
         let mut saved = RouterSaved {
@@ -196,6 +199,9 @@ impl ScoreRouter<'_> {
         let of_logits = sums.clone();
         let squared_logits = Late::new(move || vec![of_logits.logits_squared.unwrap_or(0.0)]);
         let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits };
+        let Weighed { ids, weights } = self.replayed(ctx, &scores, Weighed { ids, weights });
+        // What was sorted is the own choice.
+        let sorted = sorted.filter(|_| self.input.expert_ids.is_none());
         Choice { scores, ids, weights, num_rerouted: 0, sorted }
     }
 
@@ -206,6 +212,7 @@ impl ScoreRouter<'_> {
         let scored = score_top_k(ctx, values, &rule).expect("a GPU");
         let Scored { probs, gates, logits, lse, ids, weights, sums } = scored;
         let scores = Scores { probs, gates, logits: Some(logits), lse, sums, squared_logits: Late::now(vec![0.0]) };
+        let Weighed { ids, weights } = self.replayed(ctx, &scores, Weighed { ids, weights });
         Choice { scores, ids, weights, num_rerouted: 0, sorted: None }
     }
 
@@ -239,9 +246,15 @@ impl ScoreRouter<'_> {
         let lower_lse_squared = saved.lower_lse_squared();
         let rule = LogitRule { gate: self.gate(), noise, temperature, reach: &reach, modalities, lower_lse_squared };
         let scores = Scores::of(ctx, values, &rule);
-        let ranking = self.ranking(ctx, &scores, saved);
-        let mut ids = self.choose(ctx, &scores, &ranking);
-        let num_rerouted = self.reroute(&mut ids, &ranking);
+        let (ids, num_rerouted) = match self.given_ids() {
+            Some(given) => (given, 0),
+            None => {
+                let ranking = self.ranking(ctx, &scores, saved);
+                let mut ids = self.choose(ctx, &scores, &ranking);
+                let num_rerouted = self.reroute(&mut ids, &ranking);
+                (ids, num_rerouted)
+            }
+        };
         let weights = self.weigh(ctx, &scores, &ids);
         Choice { scores, ids, weights, num_rerouted, sorted: None }
     }
@@ -304,7 +317,8 @@ impl ScoreRouter<'_> {
         let has_kernel = ctx.gpu().is_some() && router.is_score_top_k();
         // The gradients of losses of sequences are those kernels' alone.
         let is_fused = router.is_softmax_top_k() && self.temperature() == 1.0;
-        if is_fused && !(has_kernel && self.input.seq_len > 0) {
+        let has_gaps = self.input.expert_ids.is_some_and(|given| !given.is_whole());
+        if is_fused && !(has_kernel && self.input.seq_len > 0) && !has_gaps {
             ScoreBackend::Fused
         } else if has_kernel {
             ScoreBackend::GpuScores
@@ -317,8 +331,8 @@ impl ScoreRouter<'_> {
     fn gives_all(&self, backend: ScoreBackend) -> bool {
         let router = self.router();
         let reachable = self.config.num_experts / router.num_groups * router.top_groups;
-        let has_room = router.num_zero_computation() == 0 && reachable >= self.top_k();
-        backend == ScoreBackend::Fused || backend == ScoreBackend::GpuScores && has_room
+        let is_enough = router.num_zero_computation() == 0 && reachable >= self.top_k();
+        backend == ScoreBackend::Fused || backend == ScoreBackend::GpuScores && is_enough
     }
 
     /// The value of a setting of training at this time of the run.
@@ -383,10 +397,10 @@ impl ScoreRouter<'_> {
         let mut ids = ctx.empty(&[num_tokens, k], DType::U32);
         let inputs = blocks::of_mut(ids.u32s_mut(), k).zip(blocks::of(ranking.f32s(), e));
         blocks::for_each(ctx, inputs, |block, (ids, logits)| {
-            let mut room = vec![0.0; e];
+            let mut gates = vec![0.0; e];
             for (t, (ids, logits)) in (block * blocks::ROWS..).zip(ids.chunks_mut(k).zip(logits.chunks(e))) {
                 if let Some(mixer) = self.sparsemixer() {
-                    mixer.choose(t, logits, &mut room, ids);
+                    mixer.choose(t, logits, &mut gates, ids);
                 }
             }
         });
@@ -396,30 +410,31 @@ impl ScoreRouter<'_> {
     /// The first choices `ids [T, K]` in local groups of all ranks' tokens, where GShard's loss wants them.
     fn shared_groups(&self, ids: &Tensor) -> Option<TokenGroups> {
         let cross_rank = self.cross_rank.filter(|_| self.input.has_gshard_loss)?;
-        let (ids, len) = ((ids.u32s(), ids.cols()), self.router().local_group);
-        Some(TokenGroups::of(ids, 1, self.config.num_choosable(), len, Some(cross_rank)))
+        let (ids, top_k, num_experts) = (ids.u32s(), ids.cols(), self.config.num_choosable());
+        let firsts = CountedChoices { ids, top_k, first_k: 1, num_experts };
+        Some(TokenGroups::of(firsts, self.router().local_group, Some(cross_rank)))
     }
 
     /// The rule by which this router's choices become rows.
     pub(crate) fn rule<'p>(&self, priority: Option<&'p [f32]>) -> DispatchRule<'p> {
         let router = self.router();
-        // Experts that choose have taken what they have room for.
-        let has_room = self.input.is_inference || self.scheme().keeps_to_capacity();
+        // Experts that choose have kept to their capacity.
+        let is_unlimited = self.input.is_inference || self.scheme().keeps_to_capacity();
         DispatchRule {
-            capacity_factor: if has_room { 0.0 } else { self.config.capacity_factor },
+            capacity_factor: if is_unlimited { 0.0 } else { self.config.capacity_factor },
             top_k: self.top_k(),
             num_zero_computation: router.num_zero_computation(),
             free_ratio: router.free_ratio,
             group_tokens: self.input.capacity.map_or(router.local_group, |capacity| capacity.group_tokens),
             priority,
             fixed: self.input.capacity.map(|capacity| capacity.num_tokens),
-            counted: None,
+            capacity_ids: None,
             shared: None,
         }
     }
 
     /// `[T, K]`: the choices that counters move by, if some of them are not used.
-    pub(crate) fn counted<'p>(&self, saved: &'p RouterSaved) -> Option<&'p [u32]> {
+    pub(crate) fn capacity_ids<'p>(&self, saved: &'p RouterSaved) -> Option<&'p [u32]> {
         self.scheme().counts_left_out().then(|| saved.ids.u32s())
     }
 
@@ -442,10 +457,10 @@ impl ScoreRouter<'_> {
         if let (Some(mixer), Some(logits)) = (self.sparsemixer(), &scores.logits) {
             let inputs = blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(ids.u32s(), k));
             blocks::for_each(ctx, inputs.zip(blocks::of(logits.f32s(), e)), |block, ((weights, ids), logits)| {
-                let mut room = vec![0.0; e];
+                let mut gates = vec![0.0; e];
                 let rows = weights.chunks_mut(k).zip(ids.chunks(k)).zip(logits.chunks(e));
                 for (t, ((weights, ids), logits)) in (block * blocks::ROWS..).zip(rows) {
-                    mixer.weigh(t, logits, &mut room, ids, weights);
+                    mixer.weigh(t, logits, &mut gates, ids, weights);
                 }
             });
             return weights;

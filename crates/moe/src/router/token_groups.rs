@@ -18,16 +18,21 @@ pub(crate) struct TokenGroups {
     share: f64,
 }
 
+/// The choices that parts are told apart by.
+#[derive(Clone, Copy)]
+pub(crate) struct CountedChoices<'a> {
+    /// `[T, K]`
+    pub(crate) ids: &'a [u32],
+    pub(crate) top_k: usize,
+    /// The first choices of a token that count.
+    pub(crate) first_k: usize,
+    pub(crate) num_experts: usize,
+}
+
 impl TokenGroups {
-    /// TokenGroups of `len` tokens, 0 for all, by the first `first_k` of the choices `ids [T, top_k]`. With `cross_rank` the parts are those
-    /// of the tokens of all ranks.
-    pub(crate) fn of(
-        (ids, top_k): (&[u32], usize),
-        first_k: usize,
-        num_experts: usize,
-        len: usize,
-        cross_rank: Option<&CrossRank<'_>>,
-    ) -> Self {
+    /// Parts of `len` tokens, 0 for all, by `choices`. With `cross_rank` the parts are those of the tokens of all ranks.
+    pub(crate) fn of(choices: CountedChoices<'_>, len: usize, cross_rank: Option<&CrossRank<'_>>) -> Self {
+        let CountedChoices { ids, top_k, first_k, num_experts } = choices;
         let own = cross_rank.map_or(0..ids.len() / top_k, CrossRank::own);
         let num_tokens = cross_rank.map_or(own.len(), CrossRank::num_tokens);
         let len = if len == 0 { num_tokens } else { len }.max(1);

@@ -49,13 +49,7 @@ impl WeightRule {
     }
 
     /// Adds the gradient of the gates of a token whose experts `ids` got `weights`.
-    pub(crate) fn backward(
-        self,
-        (ids, weights): (&[u32], &[f32]),
-        gates: &[f32],
-        dweights: &[f32],
-        dgates: &mut [f32],
-    ) {
+    pub(crate) fn backward(self, ids: &[u32], weights: &[f32], gates: &[f32], dweights: &[f32], dgates: &mut [f32]) {
         let chosen = || ids.iter().zip(weights).zip(dweights).filter(|((id, _), _)| self.counts(**id));
         if !self.is_normalized || self.is_equal {
             chosen().for_each(|((&id, _), dweight)| dgates[id as usize] += self.scale * dweight);

@@ -1,6 +1,6 @@
 //! The edges: no token, numbers that are not finite, jitter, gradients that are added, memory in steady state.
 
-use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterInput, RoutingError};
+use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterInput, RoutingError, WgradTarget};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -41,7 +41,7 @@ fn no_token_is_no_work() {
     let (dx, task) = layer.backward(&ctx, &weights, &saved, &none, &losses);
     assert_eq!(dx.shape(), [0, 4]);
     let mut grads = MoeWeights::random(&ctx, &config, 2, 0.1);
-    task.run(&ctx, Write::Replace, &mut grads);
+    task.run(&ctx, WgradTarget::new(Write::Replace, &mut grads));
     assert!(grads.tensors().iter().all(|gradient| gradient.f32s().iter().all(|&g| g == 0.0)));
 }
 
@@ -68,7 +68,7 @@ fn a_token_that_is_not_finite_spoils_itself_alone() {
         }
         let losses = LossGrad { balance: vec![0.1; 5], z: 0.1, ..LossGrad::default() };
         let (_, task) = layer.backward(&ctx, &weights, &saved, &x, &losses);
-        task.run(&ctx, Write::Replace, &mut MoeWeights::zeros(&ctx, &config, DType::F32));
+        task.run(&ctx, WgradTarget::new(Write::Replace, &mut MoeWeights::zeros(&ctx, &config, DType::F32)));
     }
 }
 
@@ -128,7 +128,7 @@ fn jitter_is_on_the_routers_input_alone() {
         let expected = reference.backward(&ref_weights, &x, &loss);
         assert_close("dx", &dx, &expected.dx, 1e-5);
         let mut grads = MoeWeights::zeros(&ctx, &config, DType::F32);
-        task.run(&ctx, Write::Replace, &mut grads);
+        task.run(&ctx, WgradTarget::new(Write::Replace, &mut grads));
         assert_close("router", &grads.router, &expected.grads.router, 1e-5);
     }
 }
@@ -144,7 +144,7 @@ fn gradients_are_added_when_asked() {
     let (_, saved) = layer.forward(&ctx, &weights, &x, &RouterInput::default());
     let run = |write: Write, grads: &mut MoeWeights| {
         let (_, task) = layer.backward(&ctx, &weights, &saved, &dy, &LossGrad::default());
-        task.run(&ctx, write, grads);
+        task.run(&ctx, WgradTarget::new(write, grads));
     };
     let mut once = MoeWeights::random(&ctx, &config, 9, 1.0);
     run(Write::Replace, &mut once);
@@ -172,7 +172,7 @@ fn a_step_in_steady_state_takes_no_memory_from_the_system() {
         let noise = Random::new(1, Purpose::Router, number);
         let (y, saved) = layer.forward(&ctx, &weights, &x, &RouterInput::with_noise(noise));
         let (_, task) = layer.backward(&ctx, &weights, &saved, &y, &LossGrad::default());
-        task.run(&ctx, Write::Add, &mut grads);
+        task.run(&ctx, WgradTarget::new(Write::Add, &mut grads));
         ctx.pool().stats().system_allocations
     };
     // What products need to pack depends on how many rows an expert has, which differs a little from step to step.

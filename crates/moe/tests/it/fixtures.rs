@@ -1,8 +1,8 @@
 //! Against `transformers`: whole sparse blocks with their gradients, and losses (fixtures/make.py).
 
 use moeworks_moe::{
-    LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, ScoreOrder, balance_loss_per_layer, balance_loss_pooled,
-    z_loss,
+    LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, ScoreOrder, WgradTarget, balance_loss_per_layer,
+    balance_loss_pooled, z_loss,
 };
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -68,7 +68,7 @@ fn check_block(name: &str, config: &MoeConfig, reference: &RefWeights, case: &Va
     let (dx, task) = layer.backward(&ctx, &weights, &saved, &input("dy"), &losses);
     assert_close(&format!("{name}: dx"), &dx, &numbers(&case["dx"]), 1e-5);
     let mut grads = MoeWeights::zeros(&ctx, config, DType::F32);
-    task.run(&ctx, Write::Replace, &mut grads);
+    task.run(&ctx, WgradTarget::new(Write::Replace, &mut grads));
     let mut expected = self::weights(&case["grads"]);
     for (i, (gradient, expected)) in grads.tensors().iter().zip(expected.lists_mut()).enumerate() {
         assert_close(&format!("{name}: gradient of weight {i}"), gradient, expected, 1e-5);

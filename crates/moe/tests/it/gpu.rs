@@ -3,7 +3,7 @@
 use moeworks_gpu::Gpu;
 use moeworks_moe::{
     GroupScore, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput, RouterKind,
-    ScoreFunction, balance_loss_per_layer,
+    ScoreFunction, WgradTarget, balance_loss_per_layer,
 };
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -52,7 +52,7 @@ fn pass(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, (z, sequence
     let (dx, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
     let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
     grads.shared.iter_mut().for_each(|shared| shared.gate = Some(ctx.zeros(&[1, D], DType::F32)));
-    task.run(ctx, Write::Replace, &mut grads);
+    task.run(ctx, WgradTarget::new(Write::Replace, &mut grads));
     let after_backward = downloaded() - start;
     let mut tensors = vec![("y".into(), y.f32s().to_vec()), ("dx".into(), dx.f32s().to_vec())];
     tensors.push(("weights".into(), saved.routing().expert_weights().to_vec()));

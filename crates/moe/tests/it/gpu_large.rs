@@ -2,7 +2,7 @@
 //! take hours, so they are skipped where there is no GPU.
 
 use moeworks_gpu::Gpu;
-use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
+use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -39,7 +39,7 @@ fn pass(ctx: &Context, case: &Case, weights: &MoeWeights) -> Vec<(String, Vec<f3
     let losses = LossGrad { balance: vec![0.0; case.config.num_experts], z: 0.0, ..LossGrad::default() };
     let (dx, task) = layer.backward(ctx, weights, &saved, &dy, &losses);
     let mut grads = MoeWeights::zeros(ctx, &case.config, DType::F32);
-    task.run(ctx, Write::Replace, &mut grads);
+    task.run(ctx, WgradTarget::new(Write::Replace, &mut grads));
     let mut all = vec![("y".to_string(), y.to_f32_vec()), ("dx".to_string(), dx.to_f32_vec())];
     all.extend(grads.tensors().into_iter().enumerate().map(|(i, grad)| (format!("gradient {i}"), grad.to_f32_vec())));
     all

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, Shaped, run_ranks};
-use moeworks_moe::{ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput};
+use moeworks_moe::{EpOptions, ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_plan::{
@@ -55,13 +55,13 @@ impl Work {
 
     /// A step of the layer.
     fn step(&self, ranks: &ExpertRanks) -> Result<(), CommError> {
-        let layer = MoeLayer::over_ranks(self.config.clone(), ranks.clone()).expect("a layer");
-        let weights = self.weights.of_experts(&self.ctx, ranks.held());
+        let layer = MoeLayer::over_ranks(self.config.clone(), ranks.layer(0)).expect("a layer");
+        let weights = self.weights.of_experts(&self.ctx, ranks.layer(0).held());
         let (y, saved) = layer.forward(&self.ctx, &weights, &self.x, &RouterInput::default());
         let (_, task) = layer.backward(&self.ctx, &weights, &saved, &y, &LossGrad::default());
         let mut grads = weights.clone();
         grads.tensors_mut().into_iter().for_each(|grad| *grad = self.ctx.zeros(grad.shape(), DType::F32));
-        task.run(&self.ctx, Write::Replace, &mut grads);
+        task.run(&self.ctx, WgradTarget::new(Write::Replace, &mut grads));
         assert_eq!(saved.stats().kept_per_expert.iter().sum::<u32>(), TOKENS as u32, "a choice a token");
         ranks.failure().map_or(Ok(()), Err)
     }
@@ -71,9 +71,8 @@ impl Work {
 fn part_of(comm: &dyn Communicator, moving: Moving) -> Result<ExpertRanks, CommError> {
     let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
     let exchange = Exchange { algorithm: Algorithm::TwoHop, ..Exchange::plain(Wire::F32) };
-    let ranks = ExpertRanks::new(part()?, part()?, Placement::sharded(EXPERTS, NODES.len()), exchange)?;
-    ranks.let_move(moving);
-    Ok(ranks)
+    let options = EpOptions { moving, ..exchange.into() };
+    ExpertRanks::new(part()?, part()?, Placement::sharded(EXPERTS, NODES.len()), options)
 }
 
 /// Operations a second, so many that computation counts for nothing.

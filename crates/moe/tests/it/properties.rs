@@ -4,8 +4,8 @@
 //! those of the reference.
 
 use moeworks_moe::{
-    GradsNow, GroupScore, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Overflow, RouterConfig, RouterInput,
-    ScoreFunction, ScoreOrder,
+    BackwardInput, GroupScore, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Overflow, RouterConfig,
+    RouterInput, ScoreFunction, ScoreOrder, WgradTarget,
 };
 use moeworks_ops::elementwise::cast;
 use moeworks_ops::linear::Write;
@@ -160,9 +160,10 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, dtype: DType) -> Run {
     let (dy, mut grads) = (tensor(ctx, &shape, &inputs.dy), MoeWeights::zeros(ctx, config, DType::F32));
     // Half of the cases find the experts' gradients at once.
     let is_now = num_tokens.is_multiple_of(2);
-    let now = is_now.then_some(GradsNow { write: Write::Replace, of_used: false, grads: &mut grads });
-    let (dx, task) = layer.backward_with_next(ctx, &weights, &saved, (&dy, None), &losses, now);
-    task.run(ctx, Write::Replace, &mut grads);
+    let wgrad = is_now.then_some(WgradTarget::new(Write::Replace, &mut grads));
+    let (dx, task) =
+        layer.backward(ctx, &weights, &saved, &dy, BackwardInput { wgrad, ..BackwardInput::from(&losses) });
+    task.run(ctx, WgradTarget::new(Write::Replace, &mut grads));
     Run { y, dx, grads, stats: saved.stats() }
 }
 

@@ -2,8 +2,8 @@
 
 use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
 use moeworks_moe::{
-    ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Overflow, RouterConfig, RouterInput,
-    RouterKind, balance_loss_per_layer,
+    EpOptions, ExpertRanks, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Overflow, RouterConfig, RouterInput,
+    RouterKind, WgradTarget, balance_loss_per_layer,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -44,9 +44,8 @@ impl Case {
 /// Of rank `comm`, with tokens in its group and everywhere.
 pub(crate) fn part_of(case: &Case, comm: &dyn Communicator) -> Result<ExpertRanks, CommError> {
     let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
-    let ranks = ExpertRanks::new(part()?, part()?, case.placement.clone(), case.exchange)?;
-    ranks.let_move(case.moving);
-    Ok(ranks)
+    let options = EpOptions { moving: case.moving, ..case.exchange.into() };
+    ExpertRanks::new(part()?, part()?, case.placement.clone(), options)
 }
 
 /// What a step of a layer gives: over all tokens, in their order.
@@ -118,8 +117,8 @@ pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&Ex
     let (layer, weights) = match ranks {
         None => (MoeLayer::new(case.config.clone()).unwrap(), whole),
         Some(ranks) => {
-            let layer = MoeLayer::over_ranks(case.config.clone(), ranks.clone()).unwrap();
-            (layer, whole.of_experts(&ctx, ranks.held()))
+            let layer = MoeLayer::over_ranks(case.config.clone(), ranks.layer(0)).unwrap();
+            (layer, whole.of_experts(&ctx, ranks.layer(0).held()))
         }
     };
     let input = RouterInput { has_gshard_loss: true, ..RouterInput::default() };
@@ -136,7 +135,7 @@ pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&Ex
     let share = range.len() as f32 / stats.num_tokens.max(1) as f32;
     let (dx, task) = layer.backward(&ctx, &weights, &saved, &dy, &losses(&stats, share));
     let mut grads = zeros_like(&ctx, &weights);
-    task.run(&ctx, Write::Replace, &mut grads);
+    task.run(&ctx, WgradTarget::new(Write::Replace, &mut grads));
     Step { y: y.f32s().to_vec(), dx: dx.f32s().to_vec(), stats, grads: named(&grads) }
 }
 

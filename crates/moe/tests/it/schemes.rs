@@ -5,12 +5,14 @@ mod cases;
 mod dense_to_sparse;
 mod forced;
 mod low_rank;
+mod replay;
 mod trees;
 
 use moeworks_gpu::Gpu;
 use moeworks_moe::{
-    EntropyRule, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, NO_EXPERT, Ramp, RouterConfig,
-    RouterInput, RouterKind, ScoreFunction, SecondExpert, balance_loss_per_layer, cv_squared, entropy_loss, l1_loads,
+    BackwardInput, EntropyRule, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, NO_EXPERT, Ramp,
+    RouterConfig, RouterInput, RouterKind, ScoreFunction, SecondExpert, WgradTarget, balance_loss_per_layer,
+    cv_squared, entropy_loss, l1_loads,
 };
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -391,10 +393,11 @@ fn run(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, numbers: &Num
         ..LossGrad::default()
     };
     let dy = tensor(ctx, &[T, D], dy);
-    let (dx, task) = layer.backward_with_next(ctx, &weights, &saved, (&dy, d_next.as_ref()), &losses, None);
+    let back = BackwardInput { d_next_router_logits: d_next.as_ref(), ..BackwardInput::from(&losses) };
+    let (dx, task) = layer.backward(ctx, &weights, &saved, &dy, back);
     let d_previous = task.d_previous_logits().map(|grad| grad.f32s().to_vec());
     let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
-    task.run(ctx, Write::Replace, &mut grads);
+    task.run(ctx, WgradTarget::new(Write::Replace, &mut grads));
     let lists = std::iter::once(dx.f32s().to_vec()).chain(grads.tensors().into_iter().map(|g| g.f32s().to_vec()));
     Outcome { y, saved, stats, grads: lists.chain(d_previous).collect() }
 }

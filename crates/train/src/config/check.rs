@@ -152,8 +152,8 @@ impl RunConfig {
         if parallel.zero > 3 {
             return Err(wrong("parallel.zero", parallel.zero, "must be 0, 1, 2 or 3"));
         }
-        if parallel.zero > 0 && parallel.placement != PlacementChoice::Sharded {
-            let expected = "must be 0 unless parallel.placement is \"sharded\"";
+        if parallel.zero > 0 && parallel.placement == PlacementChoice::Everywhere {
+            let expected = "must be 0 where parallel.placement is \"everywhere\": no expert may be on several ranks";
             return Err(wrong("parallel.zero", parallel.zero, expected));
         }
         if parallel.chunks > MAX_CHUNKS {

@@ -182,7 +182,7 @@ const COMMENTS: &[(&str, &str)] = &[
     (
         "parallel.placement",
         "Which ranks of a group hold which experts: sharded (each on one), everywhere, or the path of a file with a line\n\
-         for each expert, under \"placement experts=E ranks=R\".",
+         for each expert, under \"placement experts=E ranks=R\", for all layers or under \"layer N:\" for each.",
     ),
     (
         "parallel.all_to_all",

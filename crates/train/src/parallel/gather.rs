@@ -38,7 +38,7 @@ impl Ranks {
     /// The part of a tensor of a whole model (weights or moments) that this rank keeps, or keeps slices of.
     pub(crate) fn part(&self, ctx: &Context, spec: &WeightSpec, whole: &Tensor) -> Tensor {
         if spec.role.is_of_experts() {
-            return select_experts(ctx, whole, self.experts.held());
+            return select_experts(ctx, whole, self.layer_of(spec).held());
         }
         self.tensor_ranks().map_or_else(|| whole.clone(), |ranks| ranks.split().part(ctx, spec, whole))
     }
@@ -47,7 +47,7 @@ impl Ranks {
     pub(super) fn part_shape(&self, spec: &WeightSpec) -> Vec<usize> {
         if spec.role.is_of_experts() {
             let mut shape = spec.shape.clone();
-            shape[0] = self.experts.held().len();
+            shape[0] = self.layer_of(spec).held().len();
             return shape;
         }
         self.tensor_ranks().map_or_else(|| spec.shape.clone(), |ranks| ranks.split().part_shape(spec))
@@ -110,7 +110,7 @@ impl Ranks {
     /// A tensor of which others have parts into `whole`; the root's part is `own`.
     fn collect_tensor(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), TrainError> {
         if spec.role.is_of_experts() {
-            return Ok(self.collect(own, whole)?);
+            return Ok(self.collect(spec, own, whole)?);
         }
         self.collect_parts(spec, own, whole)
     }
@@ -147,8 +147,9 @@ impl Ranks {
     }
 
     /// The experts of all ranks of the group into `whole` `[E, ..]`; the root's are `own`.
-    fn collect(&self, own: &Tensor, whole: &mut Tensor) -> Result<(), CommError> {
-        let placement = self.experts.placement();
+    fn collect(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), CommError> {
+        let layer = self.layer_of(spec);
+        let placement = layer.placement();
         let size = whole.shape()[1..].iter().product::<usize>();
         for rank in 0..placement.num_ranks() {
             let held = placement.experts_of(rank);

@@ -4,8 +4,10 @@ use std::collections::HashMap;
 
 use moeworks_comm::{CommError, Pending, Reduce};
 use moeworks_model::ParamSet;
+use moeworks_moe::LayerRanks;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::sum_of_squares;
+use moeworks_plan::Placement;
 use moeworks_tensor::{DType, Tensor};
 
 use super::zero::GradSlices;
@@ -40,7 +42,8 @@ impl Ranks {
         if let Some(slices) = &mut under_way.slices {
             return slices.layer_done(self, ctx, layer, grads);
         }
-        let has_replicas = self.experts.placement().has_replicas();
+        let placement = self.experts.placements().layer(layer);
+        let has_replicas = placement.is_some_and(Placement::has_replicas);
         for (place, tensor) in self.table().in_layer(layer, grads) {
             let spec = self.table().spec(place);
             let is_waiting = spec.role.is_of_experts() && has_replicas;
@@ -81,7 +84,7 @@ impl Ranks {
             }
             if spec.role.is_of_experts() {
                 self.copies.all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
-                self.sum_replicas(tensor)?;
+                self.sum_replicas(&self.layer_of(spec), tensor)?;
             } else {
                 self.holders(spec).all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
             }
@@ -104,9 +107,9 @@ impl Ranks {
         Ok(())
     }
 
-    /// Sums the gradients `[held, ..]` of experts that several ranks of a group hold.
-    fn sum_replicas(&self, tensor: &mut Tensor) -> Result<(), CommError> {
-        let placement = self.experts.placement();
+    /// Sums the gradients `[held, ..]` of experts of a layer that several ranks of a group hold.
+    fn sum_replicas(&self, layer: &LayerRanks, tensor: &mut Tensor) -> Result<(), CommError> {
+        let placement = layer.placement();
         let replicated: Vec<usize> =
             (0..placement.num_experts()).filter(|&expert| placement.ranks_of(expert).len() > 1).collect();
         if replicated.is_empty() {
@@ -114,7 +117,7 @@ impl Ranks {
         }
         let size = tensor.shape()[1..].iter().product::<usize>();
         let mut sums = vec![0.0_f32; replicated.len() * size];
-        let places = |expert: &usize| self.experts.held().binary_search(expert).ok();
+        let places = |expert: &usize| layer.held().binary_search(expert).ok();
         for (sum, expert) in sums.chunks_mut(size).zip(&replicated) {
             if let Some(place) = places(expert) {
                 sum.copy_from_slice(&tensor.f32s()[place * size..(place + 1) * size]);
@@ -136,7 +139,7 @@ impl Ranks {
         let tensors = self.table().specs().iter().zip(grads.params());
         for (spec, tensor) in tensors.filter(|(spec, _)| spec.is_trainable) {
             if spec.role.is_of_experts() {
-                experts[0] += self.squares_of_own(ctx, tensor);
+                experts[0] += self.squares_of_own(ctx, &self.layer_of(spec), tensor);
             } else if self.is_first_holder(spec) {
                 dense[0] += sum_of_squares(ctx, tensor);
             }
@@ -148,14 +151,14 @@ impl Ranks {
         Ok((dense[0] + experts[0]).sqrt())
     }
 
-    /// The sum of squares of `[held, ..]` for those experts whose first rank this is.
-    fn squares_of_own(&self, ctx: &Context, tensor: &Tensor) -> f64 {
-        let (placement, rank) = (self.experts.placement(), self.experts.group().rank());
+    /// The sum of squares of a layer's `[held, ..]` for those experts whose first rank this is.
+    fn squares_of_own(&self, ctx: &Context, layer: &LayerRanks, tensor: &Tensor) -> f64 {
+        let (placement, rank) = (layer.placement(), layer.group().rank());
         if !placement.has_replicas() {
             return sum_of_squares(ctx, tensor);
         }
         let size = tensor.shape()[1..].iter().product::<usize>();
-        let own = self.experts.held().iter().zip(tensor.f32s().chunks(size.max(1)));
+        let own = layer.held().iter().zip(tensor.f32s().chunks(size.max(1)));
         let own = own.filter(|(expert, _)| placement.ranks_of(**expert)[0] == rank);
         own.map(|(_, grads)| grads.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>()).sum()
     }

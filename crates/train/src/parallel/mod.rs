@@ -6,6 +6,7 @@
 mod exchange;
 mod gather;
 mod gradients;
+mod placements;
 mod rank_records;
 mod table;
 mod tensor;
@@ -14,19 +15,19 @@ mod zero_shards;
 
 use std::fs;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytemuck::Pod;
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Reduce, share_cores};
-use moeworks_model::WeightTable;
-use moeworks_moe::ExpertRanks;
-use moeworks_plan::{Exchange, Layout, Placement, PlacementError};
+use moeworks_model::{WeightSpec, WeightTable};
+use moeworks_moe::{EpOptions, ExpertRanks, LayerRanks};
+use moeworks_plan::{Layout, Placements};
 
-use crate::config::{PlacementChoice, RunConfig};
+use crate::config::RunConfig;
 use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
+pub use placements::placements;
 use table::PartTable;
 use tensor::{TensorGroups, TensorPart};
 pub(crate) use zero_shards::PendingWhole;
@@ -62,13 +63,13 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// The place of the rank of `comm`, whose ranks lie as `layout` says; `placement` says which rank of a group holds which
-    /// expert, `exchange` how tokens go to them. All ranks call this.
+    /// The place of the rank of `comm`, whose ranks lie as `layout` says; `placements` say which rank of a group holds which
+    /// expert of each layer, `options` how tokens meet them. All ranks call this.
     pub fn new(
         comm: &dyn Communicator,
         layout: Layout,
-        placement: Placement,
-        exchange: Exchange,
+        placements: impl Into<Placements>,
+        options: impl Into<EpOptions>,
     ) -> Result<Self, CommError> {
         comm.set_timeout(PATIENCE);
         let rank = comm.rank();
@@ -76,7 +77,7 @@ impl Ranks {
         let place = ep * layout.tp + tp;
         let (world, of_experts) = (part(comm, 0, rank)?, part(comm, 0, rank)?);
         let (copies, group) = (part(comm, place, dp)?, part(comm, dp, place)?);
-        let experts = ExpertRanks::new(of_experts, group, placement, exchange)?;
+        let experts = ExpertRanks::new(of_experts, group, placements, options)?;
         let tensor = || TensorGroups::new(comm, rank / layout.tp, tp);
         let tensor = (layout.tp > 1).then(tensor).transpose()?;
         Ok(Self {
@@ -99,16 +100,17 @@ impl Ranks {
     fn metered(
         comm: &dyn Communicator,
         layout: Layout,
-        placement: Placement,
-        (exchange, keeps_spans): (Exchange, bool),
+        placements: Placements,
+        options: EpOptions,
+        keeps_spans: bool,
     ) -> Result<Self, CommError> {
         let all = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
         // Clocks of different machines begin together.
         comm.barrier()?;
         let meter = Arc::new(Meter::new(keeps_spans));
         let metered = Metered::new(all, Arc::clone(&meter));
-        let ranks = Self::new(&metered, layout, placement, exchange)?;
-        ranks.experts.measure_with(&meter);
+        let options = EpOptions { meter: Some(Arc::clone(&meter)), ..options };
+        let ranks = Self::new(&metered, layout, placements, options)?;
         Ok(Self { meter, ..ranks })
     }
 
@@ -121,8 +123,8 @@ impl Ranks {
         }
         let cores = share_cores(comm, parallel.pin)?;
         let exchange = exchange::of_config(comm, config)?;
-        let ranks = Self::metered(comm, parallel.layout(), placement(config)?, (exchange, is_traced))?;
-        ranks.experts.let_move(exchange::moving(comm, config)?);
+        let options = EpOptions { moving: exchange::moving(comm, config)?, ..exchange.into() };
+        let ranks = Self::metered(comm, parallel.layout(), placements(config)?, options, is_traced)?;
         let ranks = Self { cores, ..ranks.with_timeout(Duration::from_secs(parallel.timeout_s)) };
         Ok(ranks.with_zero(parallel.zero))
     }
@@ -145,7 +147,7 @@ impl Ranks {
     /// (the stages of ZeRO). Panics where a group holds an expert more than once.
     #[must_use]
     pub fn with_zero(mut self, zero: u8) -> Self {
-        assert!(zero == 0 || !self.experts.placement().has_replicas(), "replicas have whole optimizer states");
+        assert!(zero == 0 || !self.experts.placements().has_replicas(), "replicas have whole optimizer states");
         self.zero = zero;
         self
     }
@@ -235,6 +237,11 @@ impl Ranks {
         &self.experts
     }
 
+    /// The part in the layer that the tensor of `spec`, which is of experts, belongs to; of experts outside the layers in layer 0.
+    fn layer_of(&self, spec: &WeightSpec) -> LayerRanks {
+        self.experts.layer(spec.place.layer().unwrap_or(0))
+    }
+
     /// This rank's sequences of `num`: neighbouring ones, the first ranks have one more where they do not divide. Those that hold what
     /// is no expert between them have the same.
     #[must_use]
@@ -315,28 +322,6 @@ fn fingerprint(bytes: &[u8]) -> [u8; 32] {
     let mut fingerprint = [0; 32];
     fingerprint[..16].copy_from_slice(&xxhash_rust::xxh3::xxh3_128(bytes).to_le_bytes());
     fingerprint
-}
-
-/// The placement that `config` asks for.
-fn placement(config: &RunConfig) -> Result<Placement, TrainError> {
-    let (num_experts, num_ranks) = (config.model.num_experts, config.parallel.layout().num_expert_ranks());
-    let path = match &config.parallel.placement {
-        PlacementChoice::Sharded => return Ok(Placement::sharded(num_experts, num_ranks)),
-        PlacementChoice::Everywhere => return Ok(Placement::everywhere(num_experts, num_ranks)),
-        PlacementChoice::File(path) => Path::new(path),
-    };
-    let text = fs::read_to_string(path).map_err(TrainError::io(path))?;
-    let wrong = |problem: String| TrainError::State { path: path.to_owned(), problem };
-    let placement: Placement = text.parse().map_err(|error: PlacementError| wrong(error.to_string()))?;
-    let sizes = (placement.num_experts(), placement.num_ranks());
-    if sizes != (num_experts, num_ranks) {
-        let problem = format!(
-            "places {} experts on {} ranks, but model.num_experts is {num_experts} and parallel.ep times parallel.tp {num_ranks}",
-            sizes.0, sizes.1
-        );
-        return Err(wrong(problem));
-    }
-    Ok(placement)
 }
 
 #[cfg(test)]

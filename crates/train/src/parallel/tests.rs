@@ -9,7 +9,7 @@ use moeworks_model::{
 };
 use moeworks_moe::{EntropyRule, Overflow, Ramp, RouterConfig, RouterKind, ScoreFunction};
 use moeworks_ops::linear::Write;
-use moeworks_plan::{Algorithm, Order, Wire};
+use moeworks_plan::{Algorithm, Exchange, Moving, Order, Placement, Wire};
 use moeworks_tensor::{DType, Purpose, Random};
 
 use super::gather::Held;
@@ -19,6 +19,8 @@ use crate::optimizer::global_norm;
 use moeworks_model::{Decoder, DecoderWeights, ParamSet, Sharding, WeightTable};
 use moeworks_ops::Context;
 
+#[path = "placement_tests.rs"]
+mod placement;
 #[path = "text_tests.rs"]
 mod text;
 #[path = "weight_tests.rs"]
@@ -33,8 +35,9 @@ struct Case {
     model: ModelConfig,
     num_sequences: usize,
     layout: Layout,
-    placement: Placement,
+    placements: Placements,
     exchange: Exchange,
+    moving: Moving,
     /// Which node each rank stands on.
     nodes: Vec<usize>,
     checkpoint_layers: bool,
@@ -49,6 +52,10 @@ struct Case {
 }
 
 impl Case {
+    fn ep_options(&self) -> EpOptions {
+        EpOptions { moving: self.moving, ..self.exchange.into() }
+    }
+
     fn table(&self) -> WeightTable {
         let mut table = WeightTable::new(&self.model);
         table.set_sharding(&self.sharding).expect("rules that can be carried out");
@@ -93,14 +100,15 @@ fn case(dp: usize, ep: usize) -> Case {
 /// The step of `model` on dp x ep x tp ranks.
 fn sliced((dp, ep, tp): (usize, usize, usize), model: ModelConfig) -> Case {
     let layout = Layout::new(dp, ep, tp);
-    let placement = Placement::sharded(model.num_experts, layout.num_expert_ranks());
+    let placements = Placement::sharded(model.num_experts, layout.num_expert_ranks()).into();
     let (exchange, nodes) = (Exchange::plain(Wire::F32), vec![0; layout.num_ranks()]);
     Case {
         model,
         num_sequences: 5,
         layout,
-        placement,
+        placements,
         exchange,
+        moving: Moving::Tokens,
         nodes,
         checkpoint_layers: false,
         is_overlapped: true,
@@ -215,8 +223,8 @@ fn whole_on_root(ranks: &Ranks, ctx: &Context, part: &DecoderWeights) -> Result<
 
 fn step_on_ranks(case: &Case) -> Step {
     let steps = try_run_ranks(&RankOptions::new(0).with_nodes(&case.nodes), |comm: &dyn Communicator| {
-        let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?.with_zero(case.zero);
-        let ranks = Arc::new(ranks);
+        let ranks = Ranks::new(comm, case.layout, case.placements.clone(), case.ep_options())?;
+        let ranks = Arc::new(ranks.with_zero(case.zero));
         let ctx = Context::cpu(1);
         let decoder = decoder_on_ranks(&ranks, case.model.clone(), case.table())?;
         let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
@@ -438,11 +446,11 @@ fn groups_that_lie_apart_give_the_step_of_one_rank() {
 
 #[test]
 fn experts_on_some_or_all_ranks_give_the_step_of_one_rank() {
-    let mut replicated = case(2, 3);
-    replicated.placement.replicate(0, &[2]);
-    replicated.placement.replicate(4, &[0, 1, 2]);
-    check(&replicated);
-    check(&Case { placement: Placement::everywhere(6, 4), ..case(1, 4) });
+    let mut placement = Placement::sharded(model().num_experts, 3);
+    placement.replicate(0, &[2]);
+    placement.replicate(4, &[0, 1, 2]);
+    check(&Case { placements: placement.into(), ..case(2, 3) });
+    check(&Case { placements: Placement::everywhere(6, 4).into(), ..case(1, 4) });
 }
 
 /// A model with a router and a capacity.

@@ -18,7 +18,7 @@ fn parts_of_text(ids: &[u32]) -> impl Iterator<Item = &[u32]> {
 /// The same on ranks, which is what the root finds.
 fn text_on_ranks(case: &Case, ids: &[u32]) -> Vec<Vec<f32>> {
     let texts = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
-        let ranks = Ranks::new(comm, case.layout, case.placement.clone(), case.exchange)?.with_zero(case.zero);
+        let ranks = Ranks::new(comm, case.layout, case.placements.clone(), case.exchange)?.with_zero(case.zero);
         let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
         let decoder = decoder_on_ranks(&ranks, case.model.clone(), case.table())?;
         let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));

@@ -7,6 +7,7 @@ use crate::router::config::RouterConfig;
 use crate::router::input::RouterInput;
 use crate::router::logits::{NoisyInput, SchemeLogits};
 use crate::router::noise::LogitNoise;
+use crate::router::replay::Replay;
 use crate::router::scheme::{Check, FusedOps, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, share, wrong};
 use crate::router::score_router::ScoreRouter;
 use crate::{MoeConfig, Ramp, RampShape};
@@ -92,8 +93,11 @@ impl RoutingScheme for DenseToSparse {
         !matches!(option, RouterOption::Groups | RouterOption::Sparsemixer)
     }
 
-    /// K at this time of the run, rounded up.
+    /// K at this time of the run, rounded up; that of expert ids where these are handed in.
     fn top_k(&self, config: &MoeConfig, input: &RouterInput<'_>) -> usize {
+        if let Some(given) = input.expert_ids {
+            return given.top_k();
+        }
         if input.is_inference || input.progress >= self.share {
             return config.top_k;
         }
@@ -101,6 +105,10 @@ impl RoutingScheme for DenseToSparse {
         let ramp = Ramp { start, end, share: self.share, shape: self.shape };
         // Not one more for what rounding adds to a whole number.
         ((ramp.at(input.progress) - 1e-9).ceil() as usize).clamp(config.top_k, self.first(config))
+    }
+
+    fn replay(&self) -> Replay {
+        Replay::AnyNumber
     }
 
     fn largest_top_k(&self, config: &MoeConfig) -> usize {

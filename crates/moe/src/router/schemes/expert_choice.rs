@@ -4,6 +4,7 @@ use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
+use crate::router::replay::Replay;
 use crate::router::scheme::{FusedOps, RouterOption, RoutingScheme, SchemeDoc};
 use crate::router::score_router::ScoreRouter;
 use crate::router::scores::Scores;
@@ -46,6 +47,10 @@ impl RoutingScheme for ExpertChoice {
 
     fn fused_ops(&self) -> FusedOps {
         FusedOps::Softmax
+    }
+
+    fn replay(&self) -> Replay {
+        Replay::Refused("experts choose their tokens")
     }
 
     /// `[T, K]`: the experts that chose each token, group by group.

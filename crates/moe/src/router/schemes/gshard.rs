@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::NO_EXPERT;
 use crate::router::input::Draw;
+use crate::router::replay::Replay;
 use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc, Sizes, share};
 use crate::router::score_router::ScoreRouter;
 
@@ -78,6 +79,13 @@ impl RoutingScheme for Gshard {
 
     fn fused_ops(&self) -> FusedOps {
         FusedOps::Softmax
+    }
+
+    fn replay(&self) -> Replay {
+        match self.second {
+            SecondExpert::Always => Replay::TopK,
+            _ => Replay::Refused("second experts are left out by their weights, unless router.second = \"always\""),
+        }
     }
 
     fn may_leave_out(&self) -> bool {

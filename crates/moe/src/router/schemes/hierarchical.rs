@@ -23,11 +23,12 @@ use moeworks_ops::router_rows::{RowSums, softmax_rows};
 use moeworks_tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::config::ConfigError;
+use crate::ConfigError;
 use crate::router::blocks::{self, ROWS};
 use crate::router::choice;
 use crate::router::config::{RouterConfig, ScoreFunction, numbers};
 use crate::router::logits::{LogitGrads, NoisyInput, SavedLogits, SchemeLogits};
+use crate::router::replay::Replay;
 use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, wrong};
 use crate::router::score_router::ScoreRouter;
 use crate::router::state::{Init, WeightShape};
@@ -149,6 +150,10 @@ impl RoutingScheme for Hierarchical {
 
     fn passes_all_weights(&self) -> bool {
         false
+    }
+
+    fn replay(&self) -> Replay {
+        Replay::Refused("a token has scores of the experts in its own clusters alone")
     }
 
     fn logits(&self, router: &ScoreRouter<'_>, ctx: &Context, x: NoisyInput<'_>) -> SchemeLogits {

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::router::choice;
 use crate::router::config::RouterConfig;
+use crate::router::replay::Replay;
 use crate::router::scheme::{
     Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, Weighing, positive, wrong,
 };
@@ -109,6 +110,10 @@ impl RoutingScheme for Relu {
 
     fn weighing(&self) -> Weighing {
         Weighing::GatesAsTheyAre
+    }
+
+    fn replay(&self) -> Replay {
+        Replay::AnyNumber
     }
 
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, scores: &Scores, _: &Tensor) -> Tensor {

@@ -5,6 +5,7 @@ use moeworks_tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use crate::router::choice;
+use crate::router::replay::Replay;
 use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, share};
 use crate::router::score_router::ScoreRouter;
 use crate::router::scores::Scores;
@@ -51,6 +52,10 @@ impl RoutingScheme for TopP {
     fn allows(&self, option: RouterOption) -> bool {
         use RouterOption::{GateResidual, ModalityExperts, Reroute, ZeroComputation};
         matches!(option, GateResidual | ModalityExperts | Reroute | ZeroComputation)
+    }
+
+    fn replay(&self) -> Replay {
+        Replay::AnyNumber
     }
 
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, scores: &Scores, _: &Tensor) -> Tensor {

@@ -359,7 +359,7 @@ fn logits_of_the_layer_before_add_to_those_of_this_one() {
     assert!(task.d_previous_logits().is_none());
     let mut grads = MoeWeights::zeros(&ctx, &config, DType::F32);
     grads.extras[0].tensor.f32s_mut().fill(7.0);
-    task.run(&ctx, Write::Replace, &mut grads);
+    task.run(&ctx, WgradTarget::new(Write::Replace, &mut grads));
     assert!(grads.extras[0].tensor.f32s().iter().all(|&grad| grad == 0.0));
     config.router.kind = RouterKind::Hash;
     assert!(MoeLayer::new(config).unwrap_err().to_string().contains("router.gate_residual"));

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use moeworks_model::{ParamSet, TableBuilder, WeightRole, WeightSpec, WeightTable};
 use moeworks_moe::{
-    LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, Ramp, RouterConfig, RouterInput, ScoreOrder,
-    balance_loss_per_layer, next_state,
+    ForwardInput, LossGrad, MoeConfig, MoeLayer, MoeSaved, MoeWeights, Ramp, RouterConfig, RouterInput, ScoreOrder,
+    WgradTarget, balance_loss_per_layer, next_state,
 };
 use moeworks_ops::head_loss::{head_loss, head_loss_backward};
 use moeworks_ops::linear::{linear, linear_backward_weight};
@@ -104,7 +104,7 @@ impl Classifier {
         table.freeze(&frozen).expect("names of weights");
         let layer = match ranks {
             None => MoeLayer::new(config),
-            Some(ranks) => MoeLayer::over_ranks(config, ranks.experts().clone()),
+            Some(ranks) => MoeLayer::over_ranks(config, ranks.experts().layer(0)),
         };
         Self { layer: layer.expect("a layer"), table: Arc::new(table) }
     }
@@ -131,7 +131,7 @@ impl Classifier {
         input: &RouterInput<'_>,
     ) -> (Tensor, Tensor, MoeSaved) {
         let h = linear(ctx, x, &weights.input, DType::F32);
-        let (y, saved) = self.layer.forward_onto(ctx, &weights.moe, &h, input, Some(&h));
+        let (y, saved) = self.layer.forward(ctx, &weights.moe, &h, ForwardInput { router: *input, base: Some(&h) });
         (h, y, saved)
     }
 }
@@ -173,7 +173,7 @@ impl Task for Classifier {
         let scale = 1.0 / (NUM_POINTS * batch.num) as f32;
         let (loss, dy) = head_loss_backward(ctx, &y, &weights.output, &classes, scale, write, &mut grads.output);
         let (mut dh, task) = self.layer.backward(ctx, &weights.moe, &saved, &dy, &losses);
-        task.run(ctx, write, &mut grads.moe);
+        task.run(ctx, WgradTarget::new(write, &mut grads.moe));
         layer_done(0, grads);
         elementwise::add_assign(ctx, &mut dh, &dy);
         linear_backward_weight(ctx, &dh, &x, DType::F32, write, &mut grads.input);

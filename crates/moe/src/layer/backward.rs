@@ -1,0 +1,207 @@
+//! The backward pass of a layer, and the gradients of its weights.
+
+use std::sync::Arc;
+
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::{add_assign, into_type};
+use moeworks_ops::experts::{
+    ExpertGrads, ExpertRows, WeightGradInputs, add_bias_row_weight_grads, choice_weight_grads, experts_backward,
+    experts_backward_with_weight_grad, experts_bias_grad, experts_weight_grad, experts_weight_grad_of_used,
+};
+use moeworks_ops::linear::Write;
+use moeworks_tensor::Tensor;
+
+use super::saved::{ExpertsPart, Saved};
+use super::{BackwardInput, MoeLayer, MoeSaved, WgradTarget};
+use crate::ep::{MergedChunks, RanksTask};
+use crate::router::{RouterGradTask, RouterGrads};
+use crate::shared::{SharedInputs, SharedTask, kept};
+use crate::weights::is_left_out;
+use crate::zero_computation::{self, ZeroComputationChoices, ZeroComputationGrads};
+use crate::{MoeConfig, MoeWeights, RouterInput};
+
+/// The gradient of a layer's weights, to be computed when it suits.
+pub struct MoeGradTask {
+    saved: Arc<Saved>,
+    dy: Tensor,
+    router: Option<RouterGradTask>,
+    free: Option<ZeroComputationGrads>,
+    experts: ExpertsTask,
+    shared: Option<SharedTask>,
+    config: MoeConfig,
+}
+
+/// The inputs of the experts' gradients besides what forward saved.
+enum ExpertsTask {
+    Here {
+        dh: Tensor,
+        weighed: Option<Tensor>,
+        /// The gradients of the matrices are there already.
+        is_done: bool,
+    },
+    Ranks(RanksTask),
+}
+
+/// The gradients that go back from the experts.
+struct ExpertsBack {
+    /// `[T, D]`
+    dx: Tensor,
+    /// `[T K]`: of each choice's weight.
+    dweights: Tensor,
+    task: ExpertsTask,
+}
+
+impl MoeLayer {
+    /// The gradient of the input `[T, D]` (f32), and the weights' gradients as a task. `dy` is `[T, D]`, f32 or bf16, the
+    /// gradient of `y`; `input` holds what the losses on the router say, and perhaps more: a [`LossGrad`](crate::LossGrad) or a
+    /// [`BackwardInput`]. `weights` are those of forward.
+    #[must_use]
+    pub fn backward<'a>(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        saved: &MoeSaved,
+        dy: &Tensor,
+        input: impl Into<BackwardInput<'a>>,
+    ) -> (Tensor, MoeGradTask) {
+        let BackwardInput { losses, d_next_router_logits, wgrad } = input.into();
+        let saved = &saved.inner;
+        assert_eq!(dy.shape(), saved.x.shape(), "gradient of an MoE layer's output");
+        // Every product with it would round it again, row by row.
+        let dy = &into_type(ctx, dy.clone(), weights.gate_up.dtype());
+        let ExpertsBack { mut dx, mut dweights, task: experts } = self.experts_backward(ctx, weights, saved, dy, wgrad);
+        let free = saved.exact_x.as_ref().map(|x| {
+            let (routing, dispatch) = (&saved.routing, &saved.dispatch);
+            let choices = ZeroComputationChoices { config: &self.config, weights, routing, dispatch, x };
+            let dy = zero_computation::exact(ctx, &self.config, dy);
+            choices.backward(dy.as_ref().unwrap_or(x), &mut dx, &mut dweights)
+        });
+        let grads = RouterGrads { dweights: &dweights, used: saved.routing.tensors().0, losses, d_next_router_logits };
+        let input = RouterInput::default();
+        let router = self.router(weights, &input);
+        let router = self.timed("router, backward", || router.backward(ctx, &saved.router, grads, &mut dx));
+        let shared = saved.shared.as_ref().zip(weights.shared.as_ref()).map(|(saved, weights)| {
+            let (shared_dx, task) = saved.backward(ctx, weights, self.config.activation, dy);
+            add_assign(ctx, &mut dx, &shared_dx);
+            task
+        });
+        let saved = Arc::clone(saved);
+        let task = MoeGradTask { saved, dy: dy.clone(), router, free, experts, shared, config: self.config.clone() };
+        (dx, task)
+    }
+
+    fn experts_backward(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        saved: &Saved,
+        dy: &Tensor,
+        wgrad: Option<WgradTarget<'_>>,
+    ) -> ExpertsBack {
+        let experts_saved = match &saved.experts {
+            ExpertsPart::Ranks(saved) => {
+                let back = saved.backward(ctx, weights, self.config.activation, dy);
+                return ExpertsBack { dx: back.dx, dweights: back.dweights, task: ExpertsTask::Ranks(back.task) };
+            }
+            ExpertsPart::Here(saved) => kept(saved),
+        };
+        let (rows, experts) = (saved.dispatch.rows(), weights.experts(self.config.activation));
+        let is_done = wgrad.is_some();
+        let mut back = match wgrad {
+            Some(WgradTarget { write, only_used, grads }) => {
+                let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+                let (inputs, options) = ((&saved.x, dy), (write, only_used));
+                experts_backward_with_weight_grad(ctx, inputs, experts, rows, experts_saved, options, into)
+            }
+            None => experts_backward(ctx, dy, experts, rows, experts_saved),
+        };
+        if let Some((_, down)) = &weights.biases {
+            add_bias_row_weight_grads(ctx, dy, down, rows, &mut back.d_row_weights);
+        }
+        let dweights = choice_weight_grads(ctx, rows, &back.d_row_weights);
+        let task = ExpertsTask::Here { dh: back.dh, weighed: back.weighed, is_done };
+        ExpertsBack { dx: back.dx, dweights, task }
+    }
+}
+
+impl MoeGradTask {
+    /// `[T, E]` f32: the gradient of the logits of the MoE layer before; none if this one does not look at them.
+    #[must_use]
+    pub fn d_previous_logits(&self) -> Option<&Tensor> {
+        self.router.as_ref()?.dprevious.as_ref()
+    }
+
+    /// Computes the gradients of all weights of the layer and writes or adds them to those of `target`. An expert without rows gets
+    /// zeros, or is left as it is.
+    pub fn run(self, ctx: &Context, target: WgradTarget<'_>) {
+        let WgradTarget { write, only_used, grads } = target;
+        let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+        let merged = self.timed(|| {
+            let merged = self.merged(ctx);
+            let (inputs, rows) = self.inputs(merged.as_ref());
+            let is_wanted = !self.is_done() && !is_left_out(into.gate_up);
+            match (is_wanted, only_used && write == Write::Replace) {
+                (false, _) => {}
+                (true, true) => experts_weight_grad_of_used(ctx, inputs, self.config.activation, rows, into),
+                (true, false) => experts_weight_grad(ctx, inputs, self.config.activation, rows, write, into),
+            }
+            merged
+        });
+        self.run_rest(ctx, write, merged.as_ref(), grads);
+    }
+
+    /// Whether backward has found the gradients of the experts' matrices.
+    fn is_done(&self) -> bool {
+        matches!(self.experts, ExpertsTask::Here { is_done: true, .. })
+    }
+
+    /// Does the products of experts; where ranks have a meter it learns how long they took.
+    fn timed<R>(&self, work: impl FnOnce() -> R) -> R {
+        match &self.saved.experts {
+            ExpertsPart::Ranks(saved) => saved.time("experts, weights", work),
+            ExpertsPart::Here(_) => work(),
+        }
+    }
+
+    /// The rows that arrived from all ranks, where experts live on several.
+    fn merged(&self, ctx: &Context) -> Option<MergedChunks> {
+        match (&self.saved.experts, &self.experts) {
+            (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) => Some(saved.merged(ctx, task)),
+            _ => None,
+        }
+    }
+
+    /// The inputs of the experts' gradients, and their rows.
+    fn inputs<'a>(&'a self, merged: Option<&'a MergedChunks>) -> (WeightGradInputs<'a>, ExpertRows<'a>) {
+        let Saved { x, experts, dispatch, .. } = &*self.saved;
+        match (experts, &self.experts, merged) {
+            (ExpertsPart::Here(saved), ExpertsTask::Here { dh, weighed, .. }, _) => {
+                let saved = kept(saved);
+                (WeightGradInputs { x, dy: &self.dy, saved, dh, weighed: weighed.as_ref() }, dispatch.rows())
+            }
+            (_, _, Some(merged)) => merged.inputs(),
+            _ => unreachable!("backward makes the task of what forward saved"),
+        }
+    }
+
+    /// All but the experts' matrices.
+    fn run_rest(self, ctx: &Context, write: Write, merged: Option<&MergedChunks>, grads: &mut MoeWeights) {
+        let Saved { x, router, .. } = &*self.saved;
+        if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {
+            let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs(merged);
+            experts_bias_grad(ctx, (dy, dh), rows, write, (gate_up, down));
+        }
+        if let (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) = (&self.saved.experts, &self.experts) {
+            saved.shadow_weight_grads(ctx, x, &self.dy, task, grads);
+        }
+        if let Some(task) = self.router {
+            task.run(ctx, router, x, write, grads);
+        }
+        if let Some(free) = self.free {
+            free.run(write, grads);
+        }
+        if let (Some(task), Some(saved), Some(grads)) = (self.shared, &self.saved.shared, &mut grads.shared) {
+            task.run(ctx, saved, SharedInputs { x, dy: &self.dy, activation: self.config.activation }, write, grads);
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! The forward pass of a layer.
+
+use std::sync::Arc;
+
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::add_assign;
+use moeworks_ops::experts::experts_forward_onto;
+use moeworks_ops::late::Late;
+use moeworks_ops::top_k::{ChoiceSums, choice_sums, choice_sums_in_host};
+use moeworks_tensor::Tensor;
+
+use super::saved::{ExpertsPart, Saved};
+use super::{ForwardInput, MoeLayer, MoeSaved};
+use crate::ep::{ChoiceIds, CrossRank, ExpertsInput, RanksSaved};
+use crate::router::{Decision, RouterSaved, ScoreRouter};
+use crate::shared::{SharedPass, SharedSaved};
+use crate::zero_computation::{self, ZeroComputationChoices};
+use crate::{Dispatch, DispatchRule, MoeWeights, RouterInput, Routing, ZeroComputationShare};
+
+/// A router's decision with the dispatch that follows from it.
+struct Dispatched {
+    routing: Routing,
+    router: RouterSaved,
+    num_rerouted: usize,
+    dispatch: Dispatch,
+}
+
+impl MoeLayer {
+    /// The layer's output `y [T, D]` (f32) for `x [T, D]` (f32 or bf16), and what backward needs.
+    ///
+    /// Products of experts are taken in their weights' type, those of the router in f32. `input` holds what the router looks at
+    /// besides x, and perhaps what the output is added to: a [`RouterInput`] or a [`ForwardInput`]. Panics if `weights`, `x` or
+    /// expert ids have other shapes than the configuration says.
+    #[must_use]
+    pub fn forward<'a>(
+        &self,
+        ctx: &Context,
+        weights: &MoeWeights,
+        x: &Tensor,
+        input: impl Into<ForwardInput<'a>>,
+    ) -> (Tensor, MoeSaved) {
+        let ForwardInput { router: input, base } = input.into();
+        let num_held = self.ranks.as_ref().map_or(self.config.num_experts, |ranks| ranks.held().len());
+        weights.check(&self.config, num_held);
+        assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
+        let dispatched = self.dispatch(ctx, weights, x, &input);
+        let choice_sums = choice_sums_of(ctx, &dispatched.routing, !input.is_inference);
+        let experts = ExpertsInput {
+            weights,
+            activation: self.config.activation,
+            x,
+            dispatch: &dispatched.dispatch,
+            num_choices: dispatched.routing.top_k(),
+            is_training: !input.is_inference,
+            is_forward_only: input.is_forward_only,
+        };
+        // A GPU adds it where outputs are added up; the CPU, or what comes over ranks, at the end.
+        let is_early = ctx.gpu().is_some() && self.ranks.is_none();
+        let (early, late) = if is_early { (base, None) } else { (None, base) };
+        let (mut y, experts_saved) = self.experts_forward(ctx, experts, early);
+        let exact_x = self.add_zero_computation(ctx, experts, &dispatched.routing, &mut y);
+        let shared = add_shared(ctx, experts, &mut y);
+        if let Some(base) = late {
+            add_assign(ctx, &mut y, base);
+        }
+        let Dispatched { routing, router, num_rerouted, dispatch } = dispatched;
+        let saved = Saved {
+            x: x.clone(),
+            exact_x,
+            router,
+            routing,
+            choice_sums,
+            free: ZeroComputationShare::of(&self.config),
+            num_groups: self.config.router.num_groups,
+            takes_expert_ids: self.config.router.takes_expert_ids(),
+            num_rerouted,
+            dispatch,
+            experts: experts_saved,
+            shared,
+        };
+        (y, MoeSaved { inner: Arc::new(saved) })
+    }
+
+    /// Adds the outputs of experts without computation to `y`; returns the exact input that these look at, where there are any.
+    fn add_zero_computation(
+        &self,
+        ctx: &Context,
+        experts: ExpertsInput<'_>,
+        routing: &Routing,
+        y: &mut Tensor,
+    ) -> Option<Tensor> {
+        let ExpertsInput { weights, x, dispatch, .. } = experts;
+        let exact_x = zero_computation::exact(ctx, &self.config, x)?;
+        let choices = ZeroComputationChoices { config: &self.config, weights, routing, dispatch, x: &exact_x };
+        choices.forward(y);
+        Some(exact_x)
+    }
+
+    /// Decides which experts the tokens of `x` go to, and which rows are theirs.
+    fn dispatch(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, input: &RouterInput<'_>) -> Dispatched {
+        let router = self.router(weights, input);
+        let ranks = self.ranks.as_ref().filter(|_| router.decides_across_ranks());
+        let cross_rank = ranks.map(|ranks| CrossRank::of(ranks, x.rows()));
+        let cross_rank = cross_rank.as_ref();
+        let router = ScoreRouter { cross_rank, ..router };
+        let Decision { routing, saved, num_rerouted } = self.timed("router", || router.forward(ctx, x));
+        let priority = router.priority(&saved);
+        let rule = DispatchRule { capacity_ids: router.capacity_ids(&saved), ..router.rule(priority.as_deref()) };
+        let within_capacity = cross_rank.filter(|_| rule.is_shared()).map(|cross_rank| {
+            let ids = rule.capacity_ids.unwrap_or_else(|| routing.expert_ids());
+            let choices = ChoiceIds { ids, top_k: routing.top_k(), num_experts: routing.num_experts() };
+            cross_rank.within_capacity(&rule, choices)
+        });
+        let rule = DispatchRule { shared: within_capacity.as_ref(), ..rule };
+        let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
+        Dispatched { routing, router: saved, num_rerouted, dispatch }
+    }
+
+    /// The sum of the experts' outputs, added to `base` if it is given.
+    fn experts_forward(&self, ctx: &Context, input: ExpertsInput<'_>, base: Option<&Tensor>) -> (Tensor, ExpertsPart) {
+        if let Some(ranks) = &self.ranks {
+            let (y, saved) = RanksSaved::forward(ctx, ranks, input);
+            return (y, ExpertsPart::Ranks(saved));
+        }
+        let ExpertsInput { weights, activation, x, dispatch, is_forward_only, .. } = input;
+        let (experts, biases) = (weights.experts(activation), weights.expert_biases());
+        let (y, saved) = experts_forward_onto(ctx, x, experts, biases, dispatch.rows(), (base, is_forward_only));
+        (y, ExpertsPart::Here(saved))
+    }
+}
+
+/// Adds the output of the shared experts to `y`, if there are any.
+fn add_shared(ctx: &Context, experts: ExpertsInput<'_>, y: &mut Tensor) -> Option<SharedSaved> {
+    let ExpertsInput { weights, x, activation, is_forward_only, .. } = experts;
+    let shared = weights.shared.as_ref()?;
+    let (sum, saved) = SharedSaved::forward(ctx, shared, SharedPass { x, base: y, activation, is_forward_only });
+    *y = sum;
+    Some(saved)
+}
+
+/// The sums of a routing's choices; `are_wanted` where they will surely be looked at.
+fn choice_sums_of(ctx: &Context, routing: &Routing, are_wanted: bool) -> Late<ChoiceSums> {
+    let ((ids, weights), num_experts) = (routing.tensors(), routing.num_experts());
+    if are_wanted {
+        choice_sums(ctx, ids, weights, num_experts)
+    } else {
+        choice_sums_in_host(ids, weights, num_experts)
+    }
+}

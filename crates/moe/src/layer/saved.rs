@@ -1,0 +1,126 @@
+//! The part of forward that backward needs, and what forward decided.
+
+use std::sync::Arc;
+
+use moeworks_ops::experts::ExpertsSaved;
+use moeworks_ops::late::Late;
+use moeworks_ops::top_k::ChoiceSums;
+use moeworks_tensor::Tensor;
+
+use crate::ep::RanksSaved;
+use crate::router::RouterSaved;
+use crate::shared::SharedSaved;
+use crate::{Dispatch, ExpertIds, LayerStats, Routing, ZeroComputationShare};
+
+/// What backward needs of forward, and what forward decided. Cloning shares the tensors.
+#[derive(Clone)]
+pub struct MoeSaved {
+    pub(super) inner: Arc<Saved>,
+}
+
+pub(super) struct Saved {
+    pub(super) x: Tensor,
+    /// `x` in f32, where there are experts without computation.
+    pub(super) exact_x: Option<Tensor>,
+    pub(super) router: RouterSaved,
+    pub(super) routing: Routing,
+    pub(super) choice_sums: Late<ChoiceSums>,
+    pub(super) free: ZeroComputationShare,
+    /// Groups of experts.
+    pub(super) num_groups: usize,
+    /// Whether the layer takes expert ids.
+    pub(super) takes_expert_ids: bool,
+    pub(super) num_rerouted: usize,
+    pub(super) dispatch: Dispatch,
+    pub(super) experts: ExpertsPart,
+    pub(super) shared: Option<SharedSaved>,
+}
+
+/// The part that the experts saved of forward.
+#[allow(clippy::large_enum_variant)] // one for each layer
+pub(super) enum ExpertsPart {
+    /// Nothing where no backward pass was to follow.
+    Here(Option<ExpertsSaved>),
+    Ranks(RanksSaved),
+}
+
+impl MoeSaved {
+    /// The experts that each token went to.
+    #[must_use]
+    pub fn routing(&self) -> &Routing {
+        &self.inner.routing
+    }
+
+    /// The row of each choice.
+    #[must_use]
+    pub fn dispatch(&self) -> &Dispatch {
+        &self.inner.dispatch
+    }
+
+    /// The expert ids of this pass, to be handed in to another pass over the same tokens in
+    /// [`RouterInput::expert_ids`](crate::RouterInput::expert_ids): with the same weights and inputs it gives the same bits. None where the scheme takes none.
+    #[must_use]
+    pub fn expert_ids(&self) -> Option<ExpertIds> {
+        let Saved { routing, .. } = &*self.inner;
+        self.inner.takes_expert_ids.then(|| ExpertIds::of_routing(routing))
+    }
+
+    /// `[T, E]`: each token's distribution over the experts: the softmax of its logits or its scores divided by their sum.
+    #[must_use]
+    pub fn probs(&self) -> &[f32] {
+        self.inner.router.scores.probs.f32s()
+    }
+
+    /// `[T, E]` f32: the router's logits before noise and temperature, which the next MoE layer looks at; kept with
+    /// [gating residuals](crate::RouterConfig::gate_residual) alone.
+    #[must_use]
+    pub fn logits(&self) -> Option<&Tensor> {
+        Some(&self.inner.router.residual.as_ref()?.logits)
+    }
+
+    /// The statistics of the routing.
+    #[must_use]
+    pub fn stats(&self) -> LayerStats {
+        let Saved { x, router, choice_sums, num_rerouted, dispatch, .. } = &*self.inner;
+        let scores = &router.scores;
+        let per_token = 1.0 / x.rows().max(1) as f64;
+        LayerStats {
+            num_tokens: x.rows(),
+            num_choices: dispatch.num_choices(),
+            num_dropped: dispatch.num_dropped(),
+            num_rerouted: *num_rerouted,
+            tokens_per_expert: dispatch.tokens_per_expert().to_vec(),
+            kept_per_expert: dispatch.kept_per_expert(),
+            tokens_per_group: self.tokens_per_group(),
+            mean_prob: scores.sums.probs.iter().map(|sum| (sum * per_token) as f32).collect(),
+            mean_entropy: scores.sums.entropy * per_token,
+            z: scores.sums.lse_squared * per_token,
+            mean_squared_logit: scores.squared_logits[0] * per_token / scores.probs.cols() as f64,
+            sequence_loss: if router.seq_len > 0 { router.sequence_loss() } else { 0.0 },
+            gshard_loss: router.gshard_loss(&choice_sums.firsts),
+            importance: choice_sums.weights.clone(),
+            smooth_load: router.smooth_load.clone(),
+            modalities: router.modality_stats(),
+            free: self.inner.free,
+        }
+    }
+
+    /// `[G]`: the tokens of each group of experts; empty where there is one group.
+    fn tokens_per_group(&self) -> Vec<u32> {
+        let Saved { routing, free, num_groups, .. } = &*self.inner;
+        if *num_groups < 2 {
+            return Vec::new();
+        }
+        let computing = routing.num_experts() - free.num_zero_computation - free.num_null;
+        let size = computing / num_groups;
+        let mut counts = vec![0; *num_groups];
+        let mut last = vec![usize::MAX; *num_groups];
+        for (t, ids) in routing.expert_ids().chunks(routing.top_k()).enumerate() {
+            for group in ids.iter().filter(|id| (**id as usize) < computing).map(|id| *id as usize / size) {
+                counts[group] += u32::from(last[group] != t);
+                last[group] = t;
+            }
+        }
+        counts
+    }
+}

@@ -1,0 +1,178 @@
+//! Expert ids that are handed in: a layer sends tokens to these experts in place of its router's choice.
+//!
+//! Reinforcement learning replays the routing of its rollouts so, since a router that chooses otherwise in the training pass than
+//! it did in the rollout makes training unstable (Ma et al., "Stabilizing MoE reinforcement learning by aligning training and
+//! inference routers", 2510.11370). A layer that is computed again for its backward pass, and tests, hand ids in, too.
+//!
+//! The weights of the experts are computed from the live logits, as they are for a choice, and gradients flow through them; losses
+//! on routers see the live scores and the ids. Only the choice itself is skipped.
+
+use moeworks_ops::Context;
+use moeworks_tensor::Tensor;
+
+use super::blocks;
+use super::config::RouterConfig;
+use super::score_router::ScoreRouter;
+use super::scores::Scores;
+use super::weigh::WeightRule;
+use crate::routing::check_ids;
+use crate::{MoeConfig, NO_EXPERT, Routing, RoutingError};
+
+/// The lists of experts that a scheme takes for tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Replay {
+    /// K experts a token.
+    TopK,
+    /// Any number of experts, the same for all tokens of a pass; a token with fewer has [`NO_EXPERT`] at its end.
+    AnyNumber,
+    /// None, for this reason.
+    Refused(&'static str),
+}
+
+/// Checked expert ids `[T, K]` of a pass's tokens, for [`RouterInput::expert_ids`](crate::RouterInput::expert_ids). Made by
+/// [`MoeLayer::expert_ids`](crate::MoeLayer::expert_ids) from a list, or by [`MoeSaved::expert_ids`](crate::MoeSaved::expert_ids)
+/// from a pass. Cloning shares the list.
+///
+/// ```
+/// use moeworks_moe::{MoeConfig, MoeLayer, MoeWeights, RouterInput};
+/// use moeworks_ops::Context;
+/// use moeworks_tensor::Tensor;
+///
+/// let layer = MoeLayer::new(MoeConfig::plain(4, 8, 8, 2))?;
+/// let ctx = Context::cpu(1);
+/// let weights = MoeWeights::random(&ctx, layer.config(), 1, 0.5);
+/// let x = Tensor::from_slice(ctx.pool(), &[3, 4], &[0.1, 0.7, -0.4, 0.3, 0.9, -0.2, 0.5, 0.0, -0.6, 0.4, 0.2, 0.8]);
+///
+/// let (y, saved) = layer.forward(&ctx, &weights, &x, &RouterInput::default());
+/// let ids = saved.expert_ids().expect("top_k takes expert ids"); // [T, K]
+///
+/// let input = RouterInput { expert_ids: Some(&ids), ..RouterInput::default() };
+/// let (again, _) = layer.forward(&ctx, &weights, &x, &input);
+/// assert_eq!(again.f32s(), y.f32s());
+///
+/// // Ids from elsewhere are checked once: two experts for each of three tokens.
+/// let ids = layer.expert_ids(&ctx, 3, &[0, 1, 7, 2, 3, 4])?;
+/// assert_eq!((ids.num_tokens(), ids.top_k()), (3, 2));
+/// let error = layer.expert_ids(&ctx, 2, &[0, 1, 3, 3]).unwrap_err();
+/// assert_eq!(error.to_string(), "token 1 has expert 3 twice: must be at most once");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct ExpertIds {
+    /// `[T, K]` u32.
+    ids: Tensor,
+    num_experts: usize,
+    /// Whether it is known that no id is [`NO_EXPERT`].
+    is_whole: bool,
+}
+
+impl RouterConfig {
+    /// Whether expert ids can be handed in: a token's choice is then a list of experts, and its weights are a function of its
+    /// logits and that list.
+    #[must_use]
+    pub fn takes_expert_ids(&self) -> bool {
+        !matches!(self.scheme().replay(), Replay::Refused(_))
+    }
+}
+
+impl ExpertIds {
+    /// Checks `ids [T, K]` for `num_tokens` tokens of a layer of `config`.
+    pub(crate) fn new(ctx: &Context, config: &MoeConfig, num_tokens: usize, ids: &[u32]) -> Result<Self, RoutingError> {
+        let num_experts = config.num_choosable();
+        let top_k = match config.router.scheme().replay() {
+            Replay::Refused(reason) => {
+                return Err(RoutingError::NoReplay { scheme: config.router.kind.name(), reason });
+            }
+            Replay::AnyNumber if num_tokens > 0 => (ids.len() / num_tokens).clamp(1, num_experts),
+            Replay::TopK | Replay::AnyNumber => config.top_k,
+        };
+        if ids.len() != num_tokens * top_k {
+            return Err(RoutingError::NumIds { num_ids: ids.len(), num_tokens, top_k });
+        }
+        check_ids(ids, top_k, num_experts)?;
+        let is_whole = !ids.contains(&NO_EXPERT);
+        Ok(Self { ids: Tensor::from_slice(ctx.pool(), &[num_tokens, top_k], ids), num_experts, is_whole })
+    }
+
+    /// The ids of a pass's routing.
+    pub(crate) fn of_routing(routing: &Routing) -> Self {
+        let ids = routing.tensors().0.clone();
+        let is_whole = routing.is_whole() || !ids.u32s().contains(&NO_EXPERT);
+        Self { ids, num_experts: routing.num_experts(), is_whole }
+    }
+
+    /// The ids, row by row.
+    #[must_use]
+    pub fn ids(&self) -> &[u32] {
+        self.ids.u32s()
+    }
+
+    /// T.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.ids.rows()
+    }
+
+    /// K: the experts that a token has room for.
+    #[must_use]
+    pub fn top_k(&self) -> usize {
+        self.ids.cols()
+    }
+
+    /// The ids of some of the tokens.
+    #[must_use]
+    pub fn rows(&self, ctx: &Context, tokens: std::ops::Range<usize>) -> Self {
+        let (k, shape) = (self.top_k(), [tokens.len(), self.top_k()]);
+        let ids = Tensor::from_slice(ctx.pool(), &shape, &self.ids()[tokens.start * k..tokens.end * k]);
+        Self { ids, ..self.clone() }
+    }
+
+    /// Whether no id is [`NO_EXPERT`].
+    pub(super) fn is_whole(&self) -> bool {
+        self.is_whole
+    }
+
+    pub(super) fn tensor(&self) -> &Tensor {
+        &self.ids
+    }
+}
+
+/// A choice with its weights, `[T, K]` each.
+pub(super) struct Weighed {
+    pub(super) ids: Tensor,
+    pub(super) weights: Tensor,
+}
+
+impl ScoreRouter<'_> {
+    /// Panics if ids were handed in that are of another layer or of other tokens.
+    pub(super) fn check_expert_ids(&self, num_tokens: usize) {
+        if let Some(given) = self.input.expert_ids {
+            let expected = (num_tokens, self.config.num_choosable());
+            assert_eq!((given.num_tokens(), given.num_experts), expected, "tokens and experts of expert ids");
+        }
+    }
+
+    /// Puts the ids that were handed in, if there are any, in the place of the choice `own` of a fused operation. Where both are the
+    /// same for a token its weights stay those of that operation, bit for bit.
+    pub(super) fn replayed(&self, ctx: &Context, scores: &Scores, own: Weighed) -> Weighed {
+        let Some(given) = self.input.expert_ids else { return own };
+        let (gates, k, rule) = (scores.gates(), given.top_k(), WeightRule::of(self.config));
+        let e = gates.cols();
+        let mut weights = own.weights.copied(ctx.pool());
+        let rows = blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(gates.f32s(), e));
+        let rows = rows.zip(blocks::of(own.ids.u32s(), k).zip(blocks::of(given.ids(), k)));
+        blocks::for_each(ctx, rows, |_, ((weights, gates), (own, given))| {
+            let ids = own.chunks(k).zip(given.chunks(k));
+            let tokens = weights.chunks_mut(k).zip(gates.chunks(e)).zip(ids);
+            for ((weights, gates), (_, given)) in tokens.filter(|(_, (own, given))| own != given) {
+                rule.weigh(gates, given, weights);
+            }
+        });
+        Weighed { ids: given.tensor().clone(), weights }
+    }
+
+    /// `[T, K]`: the ids that were handed in, if there are any.
+    pub(super) fn given_ids(&self) -> Option<Tensor> {
+        self.input.expert_ids.map(|given| given.tensor().clone())
+    }
+}
