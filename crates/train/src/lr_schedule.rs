@@ -1,6 +1,6 @@
 //! The learning rate as a pure function of the step.
 
-/// What follows the linear warm-up.
+/// The course of the learning rate after the linear warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
     /// Half a cosine down to the minimum at the last step (Loshchilov & Hutter, 1608.03983, without restarts).
@@ -25,7 +25,7 @@ pub struct LrSchedule {
     pub warmup_steps: u64,
     /// All steps of the run.
     pub total_steps: u64,
-    /// What follows the warm-up.
+    /// The course after the warm-up.
     pub decay: Decay,
 }
 
@@ -51,7 +51,7 @@ impl LrSchedule {
     }
 }
 
-/// How far `step` is between `start` (0) and the last step before `end` (1).
+/// The share of the way that `step` is between `start` (0) and the last step before `end` (1).
 fn progress(step: u64, start: u64, end: u64) -> f64 {
     let last = end.saturating_sub(1).max(start);
     if step <= start {

@@ -1,4 +1,4 @@
-//! What is recorded of a training step, and under which names.
+//! The record of a training step, and the names of its figures.
 //!
 //! [`Record`] is a plain value. [`Record::scalars`] is the only place where a number gets its name, so that the JSON
 //! lines, the CSV columns and the TensorBoard tags cannot drift apart. The figures of balance are functions of
@@ -61,7 +61,7 @@ pub struct Record {
     pub is_skipped: bool,
     /// The metrics of the task, such as `train/accuracy`, and `val/accuracy` on steps that were followed by an evaluation.
     pub metrics: Vec<NamedFigure>,
-    /// What the ranks spent the step on, where there are several.
+    /// The times of the ranks in the step, where there are several.
     pub ranks: Option<RanksRecord>,
     /// The MoE layers, in order; empty for a dense model.
     pub layers: Vec<LayerRecord>,
@@ -123,7 +123,7 @@ pub struct LayerRecord {
     pub router_z: f64,
     /// Root mean square of the router's logits.
     pub router_logit_rms: f64,
-    /// What a token's id tells of its expert, on the validation tokens of steps that were followed by an evaluation.
+    /// The specialisation of experts to ids of tokens, on the validation tokens of steps that were followed by an evaluation.
     pub specialization: Option<Specialization>,
     /// Share of the choices for a fixed sample of validation tokens that are those of the planned checkpoint before, on steps
     /// with such a checkpoint; see [`RoutingSample`](crate::routing::RoutingSample).
@@ -190,7 +190,7 @@ impl LayerRecord {
         moe::max_over_mean(&self.tokens_per_expert)
     }
 
-    /// How far the busiest expert is above the even share ([`moe::e_max_violation`], MaxVio): 0 when even.
+    /// The distance of the busiest expert above the even share ([`moe::e_max_violation`], MaxVio): 0 when even.
     #[must_use]
     pub fn e_max_violation(&self) -> f64 {
         moe::e_max_violation(&self.tokens_per_expert)

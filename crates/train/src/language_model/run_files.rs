@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::{ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
 
-/// What a run began with besides its configuration, in its folder.
+/// The file of a run's folder that names the model it began with.
 pub(crate) const ORIGIN_FILE: &str = "origin.json";
 
 /// The content of [`ORIGIN_FILE`].

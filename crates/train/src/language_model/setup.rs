@@ -1,4 +1,4 @@
-//! What a run is set up with, as functions of its configuration.
+//! The setup of a run as functions of its configuration: its context, and whether its memory suffices.
 
 use moeworks_gpu::{Gpu, GpuError};
 use moeworks_infer::system::System;
@@ -43,7 +43,7 @@ pub(super) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ran
     }
 }
 
-/// What the rank that holds the most keeps from step to step.
+/// The memory that the rank with the most keeps from step to step.
 fn state_of_rank(config: &RunConfig) -> RankMemory {
     let is_bf16 = config.train.precision.has_bf16_copies();
     let workload = Workload {
@@ -67,7 +67,7 @@ fn state_of_rank(config: &RunConfig) -> RankMemory {
     RankMemory { gradients, optimizer: of_rank.optimizer * trained, ..of_rank }
 }
 
-/// Of that what a GPU keeps: without the optimizer there are gradients and what products read of weights.
+/// The part of that on a GPU: without the optimizer these are gradients, and the weights that products read.
 fn bytes_on_gpu(config: &RunConfig, of_rank: &RankMemory) -> f64 {
     if !config.train.offload_optimizer {
         return of_rank.state();

@@ -66,7 +66,7 @@ impl LanguageModel {
         Ok(())
     }
 
-    /// What the routers choose for the first validation sequences, on all ranks. `None` for a dense model, one with an encoder, and
+    /// The choices of the routers for the first validation sequences, on all ranks. `None` for a dense model, one with an encoder, and
     /// without validation data.
     fn sample_routing(&self, view: &ModelView<'_, DecoderWeights>) -> Result<Option<RoutingSample>, TrainError> {
         if self.config.model.variant.encoder.is_some() {

@@ -33,7 +33,7 @@ impl WholeLayers {
         self.ranks.experts().attempt(None, start)
     }
 
-    /// What has come; zeros if nothing can.
+    /// Waits for a whole tensor; zeros if none can come.
     fn finish(&self, ctx: &Context, place: usize, slice: &Tensor, pending: Option<PendingWhole>) -> Tensor {
         let experts = self.ranks.experts();
         let whole =

@@ -165,7 +165,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// What all ranks hold, on the root, one tensor after another in memory: each is put together when it is asked for, while the other
+    /// The tensors of all ranks, on the root, one after another in memory: each is put together when it is asked for, while the other
     /// ranks [give](Self::give_tensors) theirs.
     pub(crate) fn whole_one_by_one<'a>(
         &'a self,

@@ -19,7 +19,7 @@ use crate::error::TrainError;
 pub(crate) struct SumsUnderWay {
     pending: Vec<(usize, Pending<Tensor>)>,
     failure: Option<CommError>,
-    /// Where ranks share gradients out: what becomes of them instead.
+    /// The slices that gradients are summed into, where ranks share them out.
     pub(crate) slices: Option<GradSlices>,
 }
 

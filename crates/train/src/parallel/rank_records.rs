@@ -1,4 +1,4 @@
-//! What all ranks measured, brought together.
+//! The records of all ranks, brought together.
 
 use std::path::Path;
 

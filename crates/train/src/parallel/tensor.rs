@@ -11,15 +11,15 @@ use crate::error::TrainError;
 
 /// The groups of a rank that passes the same sequences as others.
 pub(super) struct TensorGroups {
-    /// Those others.
+    /// The ranks that pass the same sequences.
     group: Arc<dyn Communicator>,
     /// The ranks at the same place of such groups.
     peers: Box<dyn Communicator>,
-    /// What goes through the group.
+    /// The account of communication in the group.
     meter: Arc<Meter>,
 }
 
-/// What they hold between them of a model.
+/// The parts of a model that these ranks hold between them.
 pub(super) struct TensorPart {
     ranks: TensorRanks,
     /// The part of each rank of the group.
@@ -57,7 +57,7 @@ impl Ranks {
         Ok(Some(&part.ranks))
     }
 
-    /// What this rank holds with others, if it does so.
+    /// This rank's part in the group, if it has one.
     pub(super) fn tensor_ranks(&self) -> Option<&TensorRanks> {
         self.tensor_part.get().map(|part| &part.ranks)
     }
@@ -67,7 +67,7 @@ impl Ranks {
         self.tensor_part.get().map_or(&[], |part| &part.splits)
     }
 
-    /// What went through the group of ranks with the same sequences since the last call.
+    /// Returns the account of the group of ranks with the same sequences since the last call.
     pub(crate) fn take_tensor_totals(&self) -> Totals {
         self.tensor.as_ref().map_or_else(Totals::default, |groups| groups.meter.take_totals())
     }

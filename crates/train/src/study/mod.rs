@@ -212,7 +212,7 @@ impl Study {
                 let run_dir = self.run_dir(variant.name, seed);
                 let name = run_dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
                 let mut on_event = |event: Event<'_>| on_event(&name, event);
-                if train(config, &run_dir, (requests, watch), &mut on_event)? == Outcome::Stopped {
+                if train(config, &run_dir, requests, watch, &mut on_event)? == Outcome::Stopped {
                     return Ok(None);
                 }
                 runs.push(run_dir);
@@ -227,7 +227,8 @@ impl Study {
 fn train(
     mut config: RunConfig,
     run_dir: &Path,
-    (requests, watch): (&Requests, &Watch),
+    requests: &Requests,
+    watch: &Watch,
     on_event: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, TrainError> {
     let is_begun = run_dir.join(CONFIG_FILE).is_file();

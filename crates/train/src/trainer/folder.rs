@@ -15,7 +15,7 @@ use crate::metrics::{Columns, METRICS_CSV, METRICS_JSONL, MetricsWriter, SAMPLES
 use crate::report::REPORT_HTML;
 use crate::task::Task;
 
-/// What becomes of a run whose folder is taken.
+/// The fate of a run whose folder is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfTaken {
     /// It is refused: the folder must be empty, or not there.
@@ -92,7 +92,7 @@ impl RunFolder {
     }
 }
 
-/// What is written into the folder of a run besides its checkpoints.
+/// The files in the folder of a run besides its checkpoints.
 pub(super) struct RunFiles<'a> {
     config_text: String,
     columns: Columns,
@@ -132,7 +132,7 @@ fn remove_run(run_dir: &Path, store: &Store) -> Result<(), TrainError> {
 }
 
 impl Output {
-    /// That of a new run, and its folder. A folder that was made for it and cannot be filled is removed again.
+    /// Makes the files of a new run, and its folder. A folder that was made for it and cannot be filled is removed again.
     pub(super) fn create(folder: &RunFolder, files: &RunFiles<'_>) -> Result<(Self, PathBuf), TrainError> {
         let was_there = folder.if_taken != IfTaken::Number && folder.path.exists();
         let run_dir = folder.make()?;
@@ -157,14 +157,14 @@ impl Output {
         Self::begin(store, run_dir, files)
     }
 
-    /// That of a run that begins, or begins again, in a folder of its own.
+    /// Makes the files of a run that begins, or begins again, in a folder of its own.
     pub(super) fn begin(store: Store, run_dir: &Path, files: &RunFiles<'_>) -> Result<Self, TrainError> {
         let metrics = MetricsWriter::create(run_dir, &files.columns)?;
         files.write_config(run_dir)?;
         Ok(Self { store, metrics, last_checkpoint: None })
     }
 
-    /// That of a run that goes on from `checkpoint`: what came later is gone.
+    /// Opens the files of a run that goes on from `checkpoint`; later records are removed.
     pub(super) fn go_on(
         store: Store,
         run_dir: &Path,

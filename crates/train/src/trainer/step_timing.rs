@@ -1,4 +1,4 @@
-//! What the ranks spend a step on: each measures itself, and all learn what all measured.
+//! The times of the phases of a step: each rank measures itself, and all learn the times of all.
 
 use std::time::Instant;
 
