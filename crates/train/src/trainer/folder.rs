@@ -92,12 +92,15 @@ impl RunFolder {
     }
 }
 
+/// Writes the files that only a new run has into its folder.
+type BeginRun<'a> = dyn Fn(&Path) -> Result<(), TrainError> + 'a;
+
 /// The files in the folder of a run besides its checkpoints.
 pub(super) struct RunFiles<'a> {
     config_text: String,
     columns: Columns,
     /// Writes what only a new run has.
-    begin: Box<dyn Fn(&Path) -> Result<(), TrainError> + 'a>,
+    begin: Box<BeginRun<'a>>,
 }
 
 impl<'a> RunFiles<'a> {
