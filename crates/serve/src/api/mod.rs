@@ -1,7 +1,7 @@
 //! Requests and answers of the API as plain values: reading them, their bounds, and what is wrong with them.
 //!
 //! Nothing here knows of HTTP, threads or models. A field that changes an answer is used, or refused with its name; the lists of fields
-//! that are accepted and change nothing are in [`common`].
+//! that are accepted and change nothing are in `common.rs`.
 
 mod chat;
 mod common;
