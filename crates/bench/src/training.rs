@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
-use moeworks_model::account::{TrainingMemory, training_flops_per_token};
-use moeworks_model::{Decoder, ModelConfig, ParamSet, PassOptions, TokenBatch};
+use moeworks_model::account::{memory_on_one_rank, training_flops_per_token};
+use moeworks_model::{Decoder, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, peak};
+use moeworks_plan::{Precision, Tokens, Workload};
 use moeworks_tensor::{DType, Purpose, Random};
 use moeworks_train::config::{ConfigError, RunConfig};
 use moeworks_train::optimizer::{AdamWConfig, Optimizer, UpdateScale};
@@ -14,7 +15,7 @@ use moeworks_train::{TrainError, context};
 use crate::timing::median;
 
 /// Memory that the measurement may take.
-const MAX_BYTES: u64 = 2 << 30;
+const MAX_BYTES: f64 = (2_u64 << 30) as f64;
 /// Floating-point operations of a measured step at most: about a second on two cores.
 const MAX_STEP_FLOPS: f64 = 3e11;
 /// Steps that are timed, after one that is not.
@@ -38,10 +39,11 @@ pub struct Speed {
 /// [`TrainError`] where the configuration or its device cannot be used.
 pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, TrainError> {
     let ctx = context(config, None)?;
-    let is_bf16 = config.train.precision.has_bf16_copies();
-    let peak_flops = peak::measure(&ctx).flops(if is_bf16 { DType::BF16 } else { DType::F32 });
+    let precision = config.train.precision;
+    let dtype = if precision.has_bf16_copies() { DType::BF16 } else { DType::F32 };
+    let peak_flops = peak::measure(&ctx).flops(dtype);
     let seq_len = config.train.seq_len;
-    let (model, num_sequences) = shrink(&config.model, config.train.batch_size, seq_len, is_bf16);
+    let (model, num_sequences) = shrink(&config.model, config.train.batch_size, seq_len, precision);
     let seconds = time_steps(&ctx, config, &model, num_sequences)?;
     let measured_flops = training_flops_per_token(&model, seq_len) * (num_sequences * seq_len) as f64;
     let mfu = measured_flops / seconds / peak_flops;
@@ -66,12 +68,13 @@ pub fn memory_bytes_per_s(config: &RunConfig) -> Result<f64, TrainError> {
 }
 
 /// The largest model of the same layer shape, and the number of sequences, that fit the bounds.
-fn shrink(config: &ModelConfig, batch_size: usize, seq_len: usize, is_bf16: bool) -> (ModelConfig, usize) {
+fn shrink(config: &ModelConfig, batch_size: usize, seq_len: usize, precision: Precision) -> (ModelConfig, usize) {
     let mut model = config.clone();
     let mut num_sequences = batch_size;
     let fits = |model: &ModelConfig, num_sequences: usize| {
         let tokens = num_sequences * seq_len;
-        TrainingMemory::of(model, tokens, is_bf16, false).total_bytes() <= MAX_BYTES
+        let workload = Workload { tokens: Tokens::OfEachRank(tokens), precision, zero: 0, expert_gradient_bytes: 4 };
+        memory_on_one_rank(model, &WeightTable::new(model), &workload, false).total() <= MAX_BYTES
             && training_flops_per_token(model, seq_len) * tokens as f64 <= MAX_STEP_FLOPS
     };
     while !fits(&model, num_sequences) {

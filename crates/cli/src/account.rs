@@ -1,7 +1,8 @@
 //! Tables of what a model has and costs, shared by `inspect` and `estimate`.
 
-use moeworks_model::account::{self, Parameters, TrainingMemory};
+use moeworks_model::account::{self, Parameters};
 use moeworks_model::{ModelConfig, WeightTable};
+use moeworks_plan::{Precision, RankMemory, Tokens, Workload};
 use moeworks_train::config::GradientType;
 use serde_json::{Value, json};
 
@@ -49,37 +50,33 @@ pub(crate) struct Training {
 }
 
 impl Training {
-    fn memory(self, config: &ModelConfig, parameters: &Parameters, is_bf16: bool, checkpoint: bool) -> TrainingMemory {
-        let memory = TrainingMemory::of(config, self.tokens, is_bf16, checkpoint).with_frozen(parameters);
-        match self.expert_gradients {
-            GradientType::F32 => memory,
-            GradientType::Bf16 => memory.with_expert_gradients_in_bf16(parameters),
-        }
+    fn memory(self, config: &ModelConfig, table: &WeightTable, precision: Precision, checkpoint: bool) -> RankMemory {
+        let workload = Workload {
+            tokens: Tokens::OfEachRank(self.tokens),
+            precision,
+            zero: 0,
+            expert_gradient_bytes: self.expert_gradients.bytes(),
+        };
+        account::memory_on_one_rank(config, table, &workload, checkpoint)
     }
 }
 
 /// Prints the memory for training the weights of `table` at each precision.
 pub(crate) fn print_training_memory(config: &ModelConfig, table: &WeightTable, training: Training) {
-    let parameters = Parameters::of_table(config, table);
-    let row = |name: &str, is_bf16: bool, checkpoint: bool| {
-        let memory = training.memory(config, &parameters, is_bf16, checkpoint);
-        vec![
-            name.to_owned(),
-            bytes(memory.weights_bytes),
-            bytes(memory.gradients_bytes),
-            bytes(memory.optimizer_bytes),
-            bytes(memory.activations_bytes),
-            bytes(memory.total_bytes()),
-        ]
+    let row = |name: &str, precision: Precision, checkpoint: bool| {
+        let memory = training.memory(config, table, precision, checkpoint);
+        let parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total()];
+        let parts = parts.map(|part| bytes(part.round() as u64));
+        std::iter::once(name.to_owned()).chain(parts).collect()
     };
     let header = format!("training, {} tokens a micro-batch", thousands(training.tokens as u64));
     tables::print(
         &[&header, "weights", "gradients", "optimizer", "activations", "all"],
         &[
-            row("f32", false, false),
-            row("f32, checkpoint_layers", false, true),
-            row("bf16", true, false),
-            row("bf16, checkpoint_layers", true, true),
+            row("f32", Precision::F32, false),
+            row("f32, checkpoint_layers", Precision::F32, true),
+            row("bf16", Precision::Bf16, false),
+            row("bf16, checkpoint_layers", Precision::Bf16, true),
         ],
     );
 }
@@ -110,14 +107,14 @@ pub(crate) fn json(config: &ModelConfig, table: &WeightTable, training: Training
             json!({ "name": part.name, "total": part.total, "active": part.active, "trainable": part.trainable })
         })
         .collect();
-    let memory = |is_bf16| {
-        let memory = training.memory(config, &parameters, is_bf16, false);
+    let memory = |precision| {
+        let memory = training.memory(config, table, precision, false);
         json!({
-            "weights_bytes": memory.weights_bytes,
-            "gradients_bytes": memory.gradients_bytes,
-            "optimizer_bytes": memory.optimizer_bytes,
-            "activations_bytes": memory.activations_bytes,
-            "total_bytes": memory.total_bytes(),
+            "weights_bytes": memory.weights.round() as u64,
+            "gradients_bytes": memory.gradients.round() as u64,
+            "optimizer_bytes": memory.optimizer.round() as u64,
+            "activations_bytes": memory.activations.round() as u64,
+            "total_bytes": memory.total().round() as u64,
         })
     };
     json!({
@@ -127,7 +124,7 @@ pub(crate) fn json(config: &ModelConfig, table: &WeightTable, training: Training
             "trainable": parameters.trainable(),
             "parts": parts,
         },
-        "training": { "tokens": training.tokens, "f32": memory(false), "bf16": memory(true) },
+        "training": { "tokens": training.tokens, "f32": memory(Precision::F32), "bf16": memory(Precision::Bf16) },
         "inference": {
             "f32_bytes": parameters.total() * 4,
             "bf16_bytes": parameters.total() * 2,

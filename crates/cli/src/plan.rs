@@ -7,9 +7,9 @@ mod rows;
 use std::path::{Path, PathBuf};
 
 use moeworks_bench::training::{memory_bytes_per_s, tokens_per_second};
-use moeworks_model::account::{shape, training_flops_per_token};
+use moeworks_model::account::{Kept, shape, training_flops_per_token};
 use moeworks_plan::{Estimate, ModelShape, Precision, RankSpec, Tokens, Topology, Workload, propose, weak_scaling};
-use moeworks_train::config::RunConfig;
+use moeworks_train::config::{RunConfig, TrainConfig};
 use moeworks_train::machine_bytes;
 use serde_json::{Value, json};
 
@@ -114,7 +114,10 @@ fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
         (model_shape(&config)?, workload(&config, tokens))
     } else {
         let precision = Precision::Bf16;
-        (ModelShape::example(), Workload { tokens: Tokens::OfEachRank(SIMULATED_TOKENS), precision, zero: 1 })
+        (
+            ModelShape::example(),
+            Workload { tokens: Tokens::OfEachRank(SIMULATED_TOKENS), precision, zero: 1, expert_gradient_bytes: 4 },
+        )
     };
     let (cluster, place) = match &args.topology {
         Some(file) => (read_topology(file)?, file.display().to_string()),
@@ -162,13 +165,18 @@ fn this_machine(config: &RunConfig, num_ranks: usize) -> Result<Topology, Failur
 }
 
 fn model_shape(config: &RunConfig) -> Result<ModelShape, Failure> {
-    let (seq_len, is_bf16) = (config.train.seq_len, config.train.precision.has_bf16_copies());
-    Ok(shape(&config.model, &config.weight_table()?, seq_len, is_bf16))
+    let TrainConfig { precision, checkpoint_layers, seq_len, .. } = config.train;
+    Ok(shape(&config.model, &config.weight_table()?, seq_len, Kept { precision, checkpoint_layers }))
 }
 
 /// Describes a step of `config`.
 fn workload(config: &RunConfig, tokens: Tokens) -> Workload {
-    Workload { tokens, precision: config.train.precision.kept(), zero: config.parallel.zero }
+    Workload {
+        tokens,
+        precision: config.train.precision,
+        zero: config.parallel.zero,
+        expert_gradient_bytes: config.train.expert_gradients.bytes(),
+    }
 }
 
 fn describe(shape: &ModelShape, workload: &Workload, topology: &Topology, place: &str) {

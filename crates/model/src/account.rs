@@ -1,6 +1,6 @@
 //! What a model costs: parameters, floating-point operations and memory, from its configuration alone.
 
-use moeworks_plan::ModelShape;
+use moeworks_plan::{Layout, ModelShape, Precision, RankMemory, Workload, rank_memory};
 
 use crate::config::ModelConfig;
 use crate::split::TensorSplit;
@@ -165,59 +165,31 @@ pub fn training_flops_per_answer_token(config: &ModelConfig, (source_len, answer
     3.0 * 2.0 * (of_source as f64 * source + of_answer as f64 * answer + pairs * elements) / answer
 }
 
-/// Bytes of a training process by kind.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TrainingMemory {
-    /// f32 weights, and in bf16 precision their bf16 copy.
-    pub weights_bytes: u64,
-    /// Gradients: f32, [those of experts](Self::with_expert_gradients_in_bf16) possibly bf16.
-    pub gradients_bytes: u64,
-    /// The two f32 moments of AdamW.
-    pub optimizer_bytes: u64,
-    /// What forward keeps for backward, for one micro-batch. An estimate: buffers of single operations are not counted.
-    pub activations_bytes: u64,
+/// The memory of a training step on one rank: weights, gradients, optimizer state, and what forward keeps for backward. The last is an
+/// estimate: buffers of single operations are not counted. With an encoder as many tokens are read as are written.
+#[must_use]
+pub fn memory_on_one_rank(
+    config: &ModelConfig,
+    table: &WeightTable,
+    workload: &Workload,
+    checkpoint_layers: bool,
+) -> RankMemory {
+    let kept = Kept { precision: workload.precision, checkpoint_layers };
+    rank_memory(&shape(config, table, 1, kept), workload, &Layout::new(1, 1, 1))
 }
 
-impl TrainingMemory {
-    /// The memory of training with `tokens` tokens a micro-batch, with products in bf16 or f32, with or without
-    /// activation checkpointing. With an encoder as many are read and written each.
-    #[must_use]
-    pub fn of(config: &ModelConfig, tokens: usize, is_bf16: bool, checkpoint_layers: bool) -> Self {
-        let parameters = Parameters::of(config).total();
-        let kept = |config: &ModelConfig| kept_bytes_per_token(config, is_bf16, checkpoint_layers);
-        let kept = kept(config) + config.of_encoder().as_ref().map_or(0, kept);
-        Self {
-            weights_bytes: parameters * if is_bf16 { 6 } else { 4 },
-            gradients_bytes: parameters * 4,
-            optimizer_bytes: parameters * 8,
-            activations_bytes: (kept * tokens) as u64,
-        }
-    }
-
-    /// With gradients and optimizer state of the trainable ones of `parameters` alone. Gradients that a pass cannot leave out are not
-    /// counted.
-    #[must_use]
-    pub fn with_frozen(self, parameters: &Parameters) -> Self {
-        let trainable = parameters.trainable();
-        Self { gradients_bytes: trainable * 4, optimizer_bytes: trainable * 8, ..self }
-    }
-
-    /// With gradients of the trainable routed experts of `parameters` in bf16 instead of f32.
-    #[must_use]
-    pub fn with_expert_gradients_in_bf16(self, parameters: &Parameters) -> Self {
-        Self { gradients_bytes: self.gradients_bytes - 2 * parameters.trainable_of(WeightGroup::Experts), ..self }
-    }
-
-    /// The sum.
-    #[must_use]
-    pub fn total_bytes(&self) -> u64 {
-        self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
-    }
+/// Settings of training that decide what is kept of a token for backward.
+#[derive(Clone, Copy, Debug)]
+pub struct Kept {
+    /// Number format of the products.
+    pub precision: Precision,
+    /// Whether layers keep only their input and compute the rest again.
+    pub checkpoint_layers: bool,
 }
 
-/// What a stack of layers keeps of a token for backward.
-fn kept_bytes_per_token(config: &ModelConfig, is_bf16: bool, checkpoint_layers: bool) -> usize {
-    let product_bytes = if is_bf16 { 2 } else { 4 };
+/// Bytes that a stack of layers keeps of a token for backward.
+fn kept_bytes_per_token(config: &ModelConfig, kept: Kept) -> usize {
+    let product_bytes = kept.precision.bytes();
     let residual = 4 * config.width;
     let narrow = config.variant.latent.map_or(0, |latent| 2 * (latent.query_rank + latent.kv_rank));
     let heads = config.num_heads * config.head_dim + kv_elements(config) + narrow;
@@ -231,7 +203,7 @@ fn kept_bytes_per_token(config: &ModelConfig, is_bf16: bool, checkpoint_layers: 
         2 * residual + product_bytes * (inputs + heads)
     };
     let layers: Vec<usize> = (0..config.num_layers).map(layer).collect();
-    match checkpoint_layers {
+    match kept.checkpoint_layers {
         true => config.num_layers * residual + layers.iter().max().copied().unwrap_or(0),
         false => layers.iter().sum(),
     }
@@ -240,10 +212,13 @@ fn kept_bytes_per_token(config: &ModelConfig, is_bf16: bool, checkpoint_layers: 
 /// The sizes that planning over ranks needs of a model of `config`, whose vocabulary is set, with the weights of `table`, on sequences of
 /// `seq_len`.
 #[must_use]
-pub fn shape(config: &ModelConfig, table: &WeightTable, seq_len: usize, is_bf16: bool) -> ModelShape {
-    let parameters = Parameters::of(config);
+pub fn shape(config: &ModelConfig, table: &WeightTable, seq_len: usize, kept: Kept) -> ModelShape {
+    let parameters = Parameters::of_table(config, table);
     let [experts, active_experts] = parameters.experts();
-    let num_moe_layers = (0..config.num_layers).filter(|&i| config.is_moe_layer(i)).count();
+    let [trained_experts, dense] = [parameters.trainable_of(WeightGroup::Experts), parameters.total() - experts];
+    let share = |trained: u64, all: u64| if all == 0 { 1.0 } else { trained as f64 / all as f64 };
+    let num_moe_layers = config.moe_layers().len();
+    let kept_bytes = |config: &ModelConfig| kept_bytes_per_token(config, kept);
     let params = |specs: &mut dyn Iterator<Item = &WeightSpec>| specs.map(|spec| spec.num_elements() as u64).sum();
     let is_whole = |spec: &&WeightSpec| spec.shard.dim().is_none();
     let is_outside = |spec: &&WeightSpec| !matches!(spec.place, WeightPlace::Layer(_) | WeightPlace::EncoderLayer(_));
@@ -257,9 +232,11 @@ pub fn shape(config: &ModelConfig, table: &WeightTable, seq_len: usize, is_bf16:
         num_experts: config.num_experts,
         top_k: config.top_k,
         expert_params: experts / (config.num_experts * num_moe_layers).max(1) as u64,
-        dense_params: parameters.total() - experts,
+        dense_params: dense,
+        trained_dense: share(parameters.trainable() - trained_experts, dense),
+        trained_experts: share(trained_experts, experts),
         dense_flops: forward_flops_per_token(config, seq_len) - 2.0 * active_experts as f64,
-        activation_bytes: TrainingMemory::of(config, 1, is_bf16, false).activations_bytes as f64,
+        activation_bytes: (kept_bytes(config) + config.of_encoder().as_ref().map_or(0, kept_bytes)) as f64,
     }
 }
 

@@ -1,3 +1,5 @@
+use moeworks_plan::Tokens;
+
 use super::*;
 use crate::config::{ActivationKind, EncoderConfig, LatentAttention, PositionKind, QkNorm, Variant};
 
@@ -145,22 +147,54 @@ fn dense_layers_and_shared_experts_are_counted() {
     assert_eq!(parameters.in_products() - (parameters.active() - part("embedding") - part("norms")), 100 * 256);
 }
 
+/// The memory of a step on 4,096 tokens.
+fn memory(
+    config: &ModelConfig,
+    precision: Precision,
+    checkpoint_layers: bool,
+    expert_gradient_bytes: usize,
+) -> RankMemory {
+    let workload = Workload { tokens: Tokens::OfEachRank(4096), precision, zero: 0, expert_gradient_bytes };
+    memory_on_one_rank(config, &WeightTable::new(config), &workload, checkpoint_layers)
+}
+
 #[test]
 fn checkpointing_keeps_less_and_bf16_keeps_less() {
     let config = ModelConfig { vocab_size: 256, ..ModelConfig::default() };
-    let plain = TrainingMemory::of(&config, 4096, false, false);
-    assert!(TrainingMemory::of(&config, 4096, false, true).activations_bytes < plain.activations_bytes / 2);
-    assert!(TrainingMemory::of(&config, 4096, true, false).activations_bytes < plain.activations_bytes);
+    let plain = memory(&config, Precision::F32, false, 4);
+    assert!(memory(&config, Precision::F32, true, 4).activations < plain.activations / 2.0);
+    assert!(memory(&config, Precision::Bf16, false, 4).activations < plain.activations);
+}
+
+#[test]
+fn a_rank_alone_holds_all_parameters() {
+    let config = ModelConfig { vocab_size: 256, moe_every: 2, ..ModelConfig::default() };
+    let parameters = Parameters::of(&config).total() as f64;
+    let memory = memory(&config, Precision::Bf16, false, 4);
+    assert_eq!([memory.weights, memory.gradients, memory.optimizer], [6.0, 4.0, 8.0].map(|bytes| bytes * parameters));
+    assert_eq!(memory.received, 0.0);
 }
 
 #[test]
 fn gradients_of_experts_in_bf16_take_half_of_theirs() {
     let config = ModelConfig { vocab_size: 256, ..ModelConfig::default() };
-    let plain = TrainingMemory::of(&config, 4096, true, false);
     let experts = Parameters::of(&config).experts()[0];
     assert!(experts > 0);
-    let saved = plain.total_bytes() - plain.with_expert_gradients_in_bf16(&Parameters::of(&config)).total_bytes();
-    assert_eq!(saved, 2 * experts);
+    let [plain, halved] = [4, 2].map(|bytes| memory(&config, Precision::Bf16, false, bytes).total());
+    assert_eq!(plain - halved, 2.0 * experts as f64);
+}
+
+#[test]
+fn frozen_weights_have_neither_gradients_nor_moments() {
+    let config = ModelConfig { vocab_size: 256, ..ModelConfig::default() };
+    let mut table = WeightTable::new(&config);
+    table.freeze(&["*.mlp.experts.*".to_owned(), "model.embed_tokens.*".to_owned()]).unwrap();
+    let trained = Parameters::of_table(&config, &table).trainable() as f64;
+    let workload =
+        Workload { tokens: Tokens::OfEachRank(1), precision: Precision::F32, zero: 0, expert_gradient_bytes: 4 };
+    let memory = memory_on_one_rank(&config, &table, &workload, false);
+    assert_eq!([memory.gradients.round(), memory.optimizer.round()], [4.0 * trained, 8.0 * trained]);
+    assert_eq!(memory.weights, 4.0 * Parameters::of(&config).total() as f64);
 }
 
 /// A tree of 8 clusters of 8 experts, two of them open, costs 24 products of the model's width instead of 64.

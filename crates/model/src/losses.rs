@@ -26,6 +26,8 @@ pub(crate) fn router_losses(
     let balance = match options.balance {
         BalanceKind::Layer => balance_loss_per_layer(&all, coef),
         BalanceKind::Pooled => balance_loss_pooled(&all, coef),
+        // It is reported all the same.
+        BalanceKind::None => balance_loss_pooled(&all, 0.0),
         BalanceKind::Gshard => balance_loss_gshard(&all),
     };
     let groups = group_losses(&all, router, options);

@@ -53,10 +53,12 @@ impl TokenBatch<'_> {
     }
 }
 
-/// Over what the balance loss takes its means.
+/// The auxiliary loss that balances the experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BalanceKind {
+    /// None.
+    None,
     /// Each layer by itself, added up (Switch): 1 a layer when balanced.
     Layer,
     /// All layers together, as `transformers` does: K when balanced.

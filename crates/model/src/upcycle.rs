@@ -3,7 +3,7 @@
 //!
 //! Without noise and with router weights that add up to 1 the new model computes what the dense one does.
 
-use moeworks_moe::{ConfigError, MoeWeights};
+use moeworks_moe::{ConfigError, MoeWeights, ScoreOrder};
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
@@ -55,7 +55,7 @@ pub fn upcycle(
         moe_every: every,
         expert_width: config.dense_width,
         shared_width: 0,
-        softmax_before_topk: true,
+        score_order: ScoreOrder::SoftmaxThenTopK,
         normalize_weights: true,
         ..config.clone()
     };

@@ -1,17 +1,39 @@
 //! What an MoE layer is made of.
 
 use moeworks_ops::Activation;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::{ConfigError, Ramp, RouterConfig};
+use crate::{ConfigError, Ramp, Range, Ranged, RouterConfig};
 
-/// When the softmax is taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The order of softmax and choice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ScoreOrder {
     /// Softmax over all experts, then the top k of the probabilities (Switch, OLMoE, Qwen, Mixtral).
     SoftmaxThenTopK,
     /// Top k of the logits, then softmax over those k (GPT-OSS, Granite). The same as the other order with normalised
     /// weights, up to rounding.
     TopKThenSoftmax,
+}
+
+impl<'de> Deserialize<'de> for ScoreOrder {
+    /// Reads a name, or, as configurations had it before, whether the softmax comes before the choice.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            IsSoftmaxFirst(bool),
+            Name(String),
+        }
+        match Written::deserialize(deserializer) {
+            Ok(Written::IsSoftmaxFirst(true)) => Ok(Self::SoftmaxThenTopK),
+            Ok(Written::IsSoftmaxFirst(false)) => Ok(Self::TopKThenSoftmax),
+            Ok(Written::Name(name)) if name == "softmax_then_top_k" => Ok(Self::SoftmaxThenTopK),
+            Ok(Written::Name(name)) if name == "top_k_then_softmax" => Ok(Self::TopKThenSoftmax),
+            _ => Err(D::Error::custom("must be softmax_then_top_k or top_k_then_softmax")),
+        }
+    }
 }
 
 /// The shape and the rules of an MoE layer.
@@ -27,7 +49,7 @@ pub struct MoeConfig {
     pub expert_width: usize,
     /// What stands between an expert's projections.
     pub activation: Activation,
-    /// When the softmax is taken.
+    /// The order of softmax and choice.
     pub score_order: ScoreOrder,
     /// With [`ScoreOrder::SoftmaxThenTopK`]: whether a token's weights are divided by their sum.
     pub normalize_weights: bool,
@@ -45,6 +67,11 @@ pub struct MoeConfig {
 }
 
 impl MoeConfig {
+    /// The range of [`capacity_factor`](Self::capacity_factor).
+    pub const CAPACITY_FACTOR: Range = Range::FINITE;
+    /// The range of [`jitter`](Self::jitter).
+    pub const JITTER: Range = Range::BELOW_ONE;
+
     /// The plain layer that most models have: SwiGLU experts, the best `top_k` by softmax with weights that sum to one, no
     /// token dropped, nothing shared.
     #[must_use]
@@ -77,12 +104,8 @@ impl MoeConfig {
             let expected = format!("must be from 1 to the number of experts, {}", self.num_experts);
             return Err(ConfigError::new("top_k", self.top_k, expected));
         }
-        if !self.capacity_factor.is_finite() {
-            return Err(ConfigError::new("capacity_factor", self.capacity_factor, "must be a finite number"));
-        }
-        if self.jitter.range().0 < 0.0 || self.jitter.range().1 >= 1.0 {
-            return Err(ConfigError::new("jitter", self.jitter, "must be at least 0 and below 1"));
-        }
+        self.capacity_factor.check("capacity_factor", &Self::CAPACITY_FACTOR)?;
+        self.jitter.check("jitter", &Self::JITTER)?;
         self.router.validate(self.num_experts, self.top_k)
     }
 }

@@ -84,6 +84,7 @@ mod overflow;
 mod ramp;
 mod router;
 mod routing;
+mod settings;
 mod shared;
 mod stats;
 mod weights;
@@ -106,6 +107,7 @@ pub use router::{
     clustered_hash, next_state, schemes_page,
 };
 pub use routing::{NO_EXPERT, Routing, RoutingError};
+pub use settings::{Range, Ranged, Section, Setting};
 pub use stats::{
     LayerStats, Load, ModalityStats, ZeroComputationShare, cv, dead_expert_frac, e_max_violation, expert_diversity,
     load_entropy, max_over_mean, num_dead_experts, share,

@@ -7,16 +7,39 @@
 
 use std::fmt;
 
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+
 use crate::Topology;
 
-/// Which groups have neighbouring ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Order {
+/// The order of ranks: the groups whose ranks are neighbours.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RankOrder {
     /// The ranks of an expert-parallel group are neighbours, so that tokens stay in a node where they can.
     #[default]
-    Together,
+    EpInner,
     /// The ranks of a data-parallel group are neighbours, so that gradients of experts stay in a node and tokens travel.
-    Apart,
+    DpInner,
+}
+
+impl<'de> Deserialize<'de> for RankOrder {
+    /// Reads a name, or, as configurations had it before, whether the ranks of an expert-parallel group are not neighbours.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            IsDpInner(bool),
+            Name(String),
+        }
+        match Written::deserialize(deserializer) {
+            Ok(Written::IsDpInner(false)) => Ok(Self::EpInner),
+            Ok(Written::IsDpInner(true)) => Ok(Self::DpInner),
+            Ok(Written::Name(name)) if name == "ep_inner" => Ok(Self::EpInner),
+            Ok(Written::Name(name)) if name == "dp_inner" => Ok(Self::DpInner),
+            _ => Err(D::Error::custom("must be ep_inner or dp_inner")),
+        }
+    }
 }
 
 /// The sizes of the groups. The number of ranks is their product.
@@ -28,8 +51,8 @@ pub struct Layout {
     pub ep: usize,
     /// Ranks that hold each matrix between them; always neighbours.
     pub tp: usize,
-    /// Which groups have neighbouring ranks.
-    pub order: Order,
+    /// The order of ranks.
+    pub order: RankOrder,
 }
 
 /// A layout that cannot be.
@@ -56,7 +79,7 @@ impl Layout {
     /// A layout with expert-parallel groups of neighbours.
     #[must_use]
     pub fn new(dp: usize, ep: usize, tp: usize) -> Self {
-        Self { dp, ep, tp, order: Order::Together }
+        Self { dp, ep, tp, order: RankOrder::EpInner }
     }
 
     /// Ranks in all.
@@ -84,15 +107,15 @@ impl Layout {
     pub fn place(&self, rank: usize) -> (usize, usize, usize) {
         let (outer, tp) = (rank / self.tp, rank % self.tp);
         match self.order {
-            Order::Together => (outer / self.ep, outer % self.ep, tp),
-            Order::Apart => (outer % self.dp, outer / self.dp, tp),
+            RankOrder::EpInner => (outer / self.ep, outer % self.ep, tp),
+            RankOrder::DpInner => (outer % self.dp, outer / self.dp, tp),
         }
     }
 
     fn rank(&self, dp: usize, ep: usize, tp: usize) -> usize {
         let outer = match self.order {
-            Order::Together => dp * self.ep + ep,
-            Order::Apart => ep * self.dp + dp,
+            RankOrder::EpInner => dp * self.ep + ep,
+            RankOrder::DpInner => ep * self.dp + dp,
         };
         outer * self.tp + tp
     }
@@ -135,7 +158,7 @@ impl Layout {
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "dp {} ep {} tp {}", self.dp, self.ep, self.tp)?;
-        if self.order == Order::Apart { f.write_str(" apart") } else { Ok(()) }
+        if self.order == RankOrder::DpInner { f.write_str(" dp_inner") } else { Ok(()) }
     }
 }
 

@@ -10,7 +10,7 @@
 //!
 //! let topology = Topology::example_cluster(4); // four nodes of eight ranks
 //! let shape = ModelShape::example();
-//! let workload = Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, zero: 0 };
+//! let workload = Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, zero: 0, expert_gradient_bytes: 4 };
 //! let proposals = propose(&shape, &workload, &topology);
 //! assert!(proposals.iter().any(|estimate| estimate.fits));
 //! ```
@@ -35,7 +35,7 @@ mod tune;
 pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::memory::{RankMemory, rank_memory};
 pub use exchange::{Algorithm, Exchange, Moving, Wire};
-pub use layout::{Group, Layout, LayoutError, Order};
+pub use layout::{Group, Layout, LayoutError, RankOrder};
 pub use migrate::{Migration, Peer, domain_transfers, peer, token_share};
 pub use moving::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
 pub use nodes::Nodes;

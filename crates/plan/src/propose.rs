@@ -1,7 +1,7 @@
 //! Which layout to take: every one that the ranks allow, with its costs, the best first.
 
 use crate::cost::estimate::estimate;
-use crate::{Algorithm, Estimate, Exchange, Group, Layout, ModelShape, Order, Precision, Topology, Wire, Workload};
+use crate::{Algorithm, Estimate, Exchange, Group, Layout, ModelShape, RankOrder, Topology, Wire, Workload};
 
 /// All layouts of the ranks of `topology` for `shape`, those that fit in memory first and each part by the seconds of a step,
 /// with the path of the all-to-all that is fastest for it. Of equal layouts the one with fewer groups that talk.
@@ -28,13 +28,13 @@ fn divisors(n: usize, most: usize) -> impl Iterator<Item = usize> {
 }
 
 /// The orders that differ.
-fn orders(topology: &Topology, dp: usize, ep: usize) -> impl Iterator<Item = Order> {
+fn orders(topology: &Topology, dp: usize, ep: usize) -> impl Iterator<Item = RankOrder> {
     let differ = dp > 1 && ep > 1 && topology.node_sizes.len() > 1;
-    [Order::Together, Order::Apart].into_iter().take(if differ { 2 } else { 1 })
+    [RankOrder::EpInner, RankOrder::DpInner].into_iter().take(if differ { 2 } else { 1 })
 }
 
 fn best_path(shape: &ModelShape, workload: &Workload, topology: &Topology, layout: &Layout) -> Estimate {
-    let wire = if workload.precision == Precision::Bf16 { Wire::Bf16 } else { Wire::F32 };
+    let wire = if workload.precision.has_bf16_copies() { Wire::Bf16 } else { Wire::F32 };
     let is_one_node = Group::of(topology, &layout.ep_group(0)).nodes() == 1;
     let algorithms = [Algorithm::Linear, Algorithm::Hierarchical, Algorithm::TwoHop];
     let paths = algorithms.into_iter().take(if is_one_node { 1 } else { 3 });

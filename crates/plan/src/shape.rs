@@ -1,5 +1,7 @@
 //! What a planner has to know of a model and of a step.
 
+use serde::{Deserialize, Serialize};
+
 /// The sizes of a model that costs depend on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
@@ -23,6 +25,10 @@ pub struct ModelShape {
     pub outside_params: u64,
     /// The most ranks that matrices can be cut across.
     pub max_tp: usize,
+    /// Share of `dense_params` that are trained: frozen ones have neither gradients nor moments. 0 to 1.
+    pub trained_dense: f64,
+    /// Share of the experts' parameters that are trained.
+    pub trained_experts: f64,
     /// Operations of a forward pass for a token, without routed experts.
     pub dense_flops: f64,
     /// Bytes that one token keeps for backward.
@@ -66,28 +72,39 @@ impl ModelShape {
             whole_params: (num_layers * 64 * width) as u64,
             outside_params: 2 * head as u64,
             max_tp: 16,
+            trained_dense: 1.0,
+            trained_experts: 1.0,
             dense_flops: 2.0 * (num_layers * attention + head) as f64 + (num_layers * 4096 * 2 * width) as f64,
             activation_bytes: (num_layers * 2 * (8 * width + 6 * 2 * expert_width)) as f64,
         }
     }
 }
 
-/// Number format of matrices and of tokens on the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Number format of the matrices that compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Precision {
-    /// Four bytes.
+    /// f32 throughout.
     F32,
-    /// Two bytes; weights also have an f32 master.
+    /// Mixed: bf16 matrix products with f32 sums, f32 master weights, optimizer, norms, router and losses.
     Bf16,
+    /// As `bf16`; the products of experts and dense feed-forwards, forward and back to their inputs, in FP8 (e4m3).
+    Fp8,
 }
 
 impl Precision {
-    /// Bytes of a number.
+    /// Returns whether products are made of bf16 copies of the weights.
+    #[must_use]
+    pub fn has_bf16_copies(self) -> bool {
+        self != Self::F32
+    }
+
+    /// Bytes of a number in memory and on the wire.
     #[must_use]
     pub fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
-            Self::Bf16 => 2,
+            Self::Bf16 | Self::Fp8 => 2,
         }
     }
 
@@ -96,7 +113,7 @@ impl Precision {
     pub fn weight_bytes(self) -> usize {
         match self {
             Self::F32 => 4,
-            Self::Bf16 => 6,
+            Self::Bf16 | Self::Fp8 => 6,
         }
     }
 }
@@ -136,4 +153,6 @@ pub struct Workload {
     /// What copies of a weight share between them: 0 nothing, 1 its optimizer state, 2 its gradient, too, 3 and the weight itself (the
     /// stages of ZeRO).
     pub zero: u8,
+    /// Bytes of a gradient of an expert's weight: 4 in f32, 2 in bf16. All other gradients are f32.
+    pub expert_gradient_bytes: usize,
 }

@@ -36,10 +36,7 @@ fn row(shape: &ModelShape, workload: &Workload, topology: &Topology) -> ScalingR
     let ep = (1..=num_ranks.min(shape.num_experts.max(1))).rev().find(|ep| num_ranks.is_multiple_of(*ep)).unwrap_or(1);
     let layout = Layout::new(num_ranks / ep, ep, 1);
     let of = |exchange: &Exchange| estimate(shape, workload, topology, &layout, exchange);
-    let wire = match workload.precision {
-        crate::Precision::F32 => Wire::F32,
-        crate::Precision::Bf16 => Wire::Bf16,
-    };
+    let wire = if workload.precision.has_bf16_copies() { Wire::Bf16 } else { Wire::F32 };
     let best = |candidates: &[Exchange]| {
         let estimates = candidates.iter().map(of);
         estimates.min_by(|a, b| a.time.total().total_cmp(&b.time.total())).unwrap_or_else(|| of(&Exchange::plain(wire)))

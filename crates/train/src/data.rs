@@ -7,12 +7,14 @@
 
 mod blend;
 mod dataset;
+mod error;
 mod mix;
 mod order;
 mod windows;
 
 pub use blend::{Blend, BlendCursor};
 pub use dataset::{Dataset, DatasetOptions, Part};
+pub use error::DatasetError;
 pub use mix::Mix;
 pub use order::Permutation;
 pub use windows::{Split, Windows};

@@ -11,6 +11,7 @@ use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_plan::Layout;
 
 use crate::config::ConfigError;
+use crate::data::DatasetError;
 use crate::metrics::MetricsError;
 use crate::report::ReportError;
 
@@ -23,6 +24,9 @@ pub enum TrainError {
     /// The data cannot be used.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// The data cannot be trained on.
+    #[error(transparent)]
+    Dataset(DatasetError),
     /// A checkpoint cannot be written or read.
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -160,5 +164,14 @@ impl TrainError {
     pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { path, source }
+    }
+}
+
+impl From<DatasetError> for TrainError {
+    fn from(error: DatasetError) -> Self {
+        match error {
+            DatasetError::Data(error) => Self::Data(error),
+            error => Self::Dataset(error),
+        }
     }
 }

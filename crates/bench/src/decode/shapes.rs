@@ -4,6 +4,7 @@ use std::path::Path;
 
 use moeworks_model::hf::ModelFolder;
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig, QkNorm, WeightRole};
+use moeworks_moe::ScoreOrder;
 use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{DType, Purpose, Random, Tensor, bf16};
 
@@ -68,7 +69,7 @@ fn olmoe(num_layers: usize) -> ModelConfig {
         top_k: 8,
         expert_width: 1024,
         tie_embeddings: false,
-        softmax_before_topk: true,
+        score_order: ScoreOrder::SoftmaxThenTopK,
         normalize_weights: false,
         max_seq_len: 4096,
         ..ModelConfig::default()

@@ -1,6 +1,6 @@
 //! The reasons for the layout that `moeworks plan` proposes.
 
-use moeworks_plan::{Estimate, Order, Topology};
+use moeworks_plan::{Estimate, RankOrder, Topology};
 
 use super::rows::{layout_name, milliseconds};
 use crate::progress::bytes;
@@ -18,9 +18,9 @@ pub(super) fn explain(found: &[Estimate], zero: u8, topology: &Topology) {
         );
         return;
     }
-    let apart = if best.layout.order == Order::Apart { " --set parallel.apart=true" } else { "" };
+    let order = if best.layout.order == RankOrder::DpInner { " --set parallel.rank_order=dp_inner" } else { "" };
     let shared = if zero > 0 { format!(" --set parallel.zero={zero}") } else { String::new() };
-    println!("Proposed: --dp {} --ep {} --tp {}{apart}{shared}", best.layout.dp, best.layout.ep, best.layout.tp);
+    println!("Proposed: --dp {} --ep {} --tp {}{order}{shared}", best.layout.dp, best.layout.ep, best.layout.tp);
     println!(
         "  memory   {} weights, {} gradients, {} optimizer, {} activations, {} received rows; a rank has {}",
         bytes(memory.weights as u64),

@@ -1,6 +1,6 @@
 //! The results of `moeworks plan` as JSON.
 
-use moeworks_plan::{Estimate, Order, ScalingRow};
+use moeworks_plan::{Estimate, RankOrder, ScalingRow};
 use serde_json::{Value, json};
 
 pub(super) fn as_json(estimate: &Estimate) -> Value {
@@ -9,7 +9,9 @@ pub(super) fn as_json(estimate: &Estimate) -> Value {
         "dp": layout.dp,
         "ep": layout.ep,
         "tp": layout.tp,
-        "apart": layout.order == Order::Apart,
+        "rank_order": layout.order,
+        // The name before `rank_order`.
+        "apart": layout.order == RankOrder::DpInner,
         "algorithm": format!("{:?}", exchange.algorithm).to_lowercase(),
         "chunks": exchange.chunks,
         "fits": fits,

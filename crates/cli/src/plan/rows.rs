@@ -1,6 +1,6 @@
 //! The rows of the tables of `moeworks plan`.
 
-use moeworks_plan::{Algorithm, Estimate, Order, ScalingRow};
+use moeworks_plan::{Algorithm, Estimate, RankOrder, ScalingRow};
 
 use crate::progress::{bytes, thousands};
 
@@ -36,9 +36,9 @@ pub(super) fn table_row(estimate: &Estimate) -> Vec<String> {
 
 pub(super) fn layout_name(estimate: &Estimate) -> String {
     let layout = &estimate.layout;
-    let apart = if layout.order == Order::Apart { ", apart" } else { "" };
+    let order = if layout.order == RankOrder::DpInner { ", dp_inner" } else { "" };
     format!(
-        "dp {}, ep {}, tp {}{apart}{}",
+        "dp {}, ep {}, tp {}{order}{}",
         layout.dp,
         layout.ep,
         layout.tp,

@@ -78,6 +78,35 @@ impl Batch {
 }
 
 impl Batch {
+    /// Makes each document of the sequences a piece of its own: [`segments`](Self::segments) become the lengths of the documents, or of
+    /// the parts of them that are in a sequence. `separator` ends a document and belongs to it.
+    ///
+    /// A document's last word still predicts the separator. The separator predicts nothing: the token behind it begins another document,
+    /// of which nothing can be known, so that its target becomes [`IGNORE`]. A sequence that begins within a document begins a piece
+    /// there. This is what Megatron-LM does with `--reset-position-ids --reset-attention-mask --eod-mask-loss` (its
+    /// `get_ltor_masks_and_position_ids` masks the loss where the input is the separator), and what TRL's packing does (position ids
+    /// from 0 in each example, and the first token of each is no label). torchtitan's document mask blocks attention alike, but keeps
+    /// that target.
+    pub fn separate_documents(&mut self, separator: u32) {
+        self.segments.clear();
+        let seq_len = self.seq_len.max(1);
+        for (inputs, targets) in self.inputs.chunks(seq_len).zip(self.targets.chunks_mut(seq_len)) {
+            let mut start = 0;
+            for at in (0..inputs.len()).filter(|&at| inputs[at] == separator) {
+                targets[at] = IGNORE;
+                self.segments.push(at + 1 - start);
+                start = at + 1;
+            }
+            self.segments.extend((start < inputs.len()).then_some(inputs.len() - start));
+        }
+    }
+
+    /// Returns how many tokens have a loss.
+    #[must_use]
+    pub fn num_targets(&self) -> usize {
+        self.targets.iter().filter(|&&target| target != IGNORE).count()
+    }
+
     /// Takes the loss from the tokens `text_start`, which begin every document: nobody asks a model for them. Returns how many there
     /// were. `eos` ends the document before.
     pub fn ignore_text_starts(&mut self, text_start: &[u32], eos: Option<u32>) -> usize {

@@ -109,19 +109,6 @@ pub enum DataError {
         /// The tokens that it lacks.
         missing: &'static str,
     },
-    /// Fewer tokens than a sequence has.
-    #[error(
-        "{place}: {tokens} tokens, but a sequence needs {needed} (train.seq_len + 1); \
-             give more data or lower train.seq_len"
-    )]
-    TooShort {
-        /// The data.
-        place: String,
-        /// Tokens that there are.
-        tokens: u64,
-        /// Tokens that are needed.
-        needed: u64,
-    },
     /// A document that the tokenizer refuses.
     #[error("{}: cannot be tokenised: {problem}", path.display())]
     Tokenizer {

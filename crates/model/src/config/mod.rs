@@ -3,7 +3,7 @@
 mod rotary;
 mod variant;
 
-use moeworks_moe::{ConfigError, MoeConfig, Ramp, RouterConfig, ScoreOrder};
+use moeworks_moe::{ConfigError, MoeConfig, Ramp, Range, RouterConfig, ScoreOrder, Section as _, settings};
 use moeworks_ops::Activation;
 use serde::{Deserialize, Serialize};
 
@@ -55,93 +55,85 @@ impl From<ActivationKind> for Activation {
     }
 }
 
-/// The shape and the rules of a decoder language model with an MoE feed-forward in every `moe_every`-th layer.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ModelConfig {
-    /// V. 0 means: the tokenizer's size, known once the tokenizer is.
-    pub vocab_size: usize,
-    /// D.
-    pub width: usize,
-    /// L.
-    pub num_layers: usize,
-    /// H: query heads.
-    pub num_heads: usize,
-    /// Key and value heads; divides `num_heads`.
-    pub num_kv_heads: usize,
-    /// Width of one head, even.
-    pub head_dim: usize,
-    /// Norm of queries and keys.
-    pub qk_norm: QkNorm,
-    /// E; 0 makes the model dense.
-    pub num_experts: usize,
-    /// K.
-    pub top_k: usize,
-    /// F: hidden width of one expert.
-    pub expert_width: usize,
-    /// Hidden width of the shared experts together; 0 for none.
-    pub shared_width: usize,
-    /// Layer i is an MoE layer if (i + 1) is a multiple of this.
-    pub moe_every: usize,
-    /// Hidden width of the dense feed-forward of the other layers.
-    pub dense_width: usize,
-    /// Activation of experts and of the dense feed-forward.
-    pub activation: ActivationKind,
-    /// Softmax over all experts before the choice (true) or over the chosen ones after it (false).
-    pub softmax_before_topk: bool,
-    /// Whether a token's router weights are divided by their sum.
-    pub normalize_weights: bool,
-    /// See [`MoeConfig::capacity_factor`].
-    pub capacity_factor: f32,
-    /// See [`MoeConfig::jitter`].
-    pub jitter: Ramp,
-    /// Whether the output projection is the embedding.
-    pub tie_embeddings: bool,
-    /// Base of the rotary embedding.
-    pub rope_theta: f64,
-    /// Epsilon of RMS norms.
-    pub norm_eps: f32,
-    /// The longest sequence the model is made for. Not a limit with relative positions.
-    pub max_seq_len: usize,
-    /// Standard deviation of initial weights (truncated at three); output projections of blocks are divided by sqrt(2 L).
-    pub init_std: f32,
-    /// How tokens and experts find each other.
-    pub router: RouterConfig,
-    /// What published families do differently.
-    #[serde(skip_serializing_if = "Variant::is_plain")]
-    pub variant: Variant,
-}
+/// Bounds of the sizes of a model, so that no product of them overflows: a configuration may come from a file.
+const MAX_WIDTH: u64 = 1 << 20;
+const MAX_LAYERS: u64 = 1 << 14;
+const MAX_HEADS: u64 = 1 << 14;
+const MAX_EXPERTS: u64 = 1 << 20;
 
-impl Default for ModelConfig {
-    /// The `tiny` preset: 4 layers, width 256, 8 experts of width 512, two of them a token.
-    fn default() -> Self {
-        Self {
-            vocab_size: 0,
-            width: 256,
-            num_layers: 4,
-            num_heads: 4,
-            num_kv_heads: 4,
-            head_dim: 64,
-            qk_norm: QkNorm::Head,
-            num_experts: 8,
-            top_k: 2,
-            expert_width: 512,
-            shared_width: 0,
-            moe_every: 1,
-            dense_width: 1024,
-            activation: ActivationKind::Swiglu,
-            softmax_before_topk: true,
-            normalize_weights: true,
-            capacity_factor: 0.0,
-            jitter: Ramp::ZERO,
-            tie_embeddings: false,
-            rope_theta: 10_000.0,
-            norm_eps: 1e-6,
-            max_seq_len: 1024,
-            init_std: 0.02,
-            router: RouterConfig::default(),
-            variant: Variant::default(),
-        }
+settings! {
+    /// The model's shape and rules.
+    ///
+    /// A decoder language model with an MoE feed-forward in every `moe_every`-th layer. The default is the `tiny` preset: 4 layers, width
+    /// 256, 8 experts of width 512, two of them a token.
+    #[serde(deny_unknown_fields, default)]
+    pub struct ModelConfig in "" {
+        /// Tokens that the model knows; 0: as many as the tokenizer has.
+        ///
+        /// V. It is known once the tokenizer is.
+        vocab_size: usize = 0, in Range::whole(0..=1 << 24);
+        /// Width of the residual stream (D).
+        width: usize = 256, in Range::whole(1..=MAX_WIDTH);
+        /// Layers (L).
+        num_layers: usize = 4, in Range::whole(1..=MAX_LAYERS);
+        /// Query heads (H).
+        num_heads: usize = 4, in Range::whole(1..=MAX_HEADS);
+        /// Key and value heads; divides num_heads.
+        num_kv_heads: usize = 4, in Range::whole(1..=MAX_HEADS);
+        /// Width of a head, even.
+        head_dim: usize = 64, in Range::whole(1..=1 << 14);
+        /// Norm of queries and keys: none, head (Qwen3) or whole (OLMoE).
+        qk_norm: QkNorm = QkNorm::Head;
+        /// Experts of an MoE layer (E); 0: a dense model.
+        num_experts: usize = 8, in Range::whole(0..=MAX_EXPERTS);
+        /// Experts that a token goes to (K), 1 to num_experts.
+        top_k: usize = 2, in Range::whole(0..=MAX_EXPERTS);
+        /// Hidden width of an expert (F).
+        expert_width: usize = 512, in Range::whole(0..=MAX_WIDTH);
+        /// Hidden width of all shared experts together; 0: none.
+        shared_width: usize = 0, in Range::whole(0..=MAX_WIDTH);
+        /// Every how many layers the feed-forward is an MoE.
+        ///
+        /// Layer i is an MoE layer if (i + 1) is a multiple of this.
+        moe_every: usize = 1, in Range::AT_LEAST_ONE;
+        /// Hidden width of the dense feed-forward of the other layers.
+        dense_width: usize = 1024, in Range::whole(0..=MAX_WIDTH);
+        /// Activation of experts and dense feed-forwards: swiglu, gelu or relu.
+        activation: ActivationKind = ActivationKind::Swiglu;
+        /// Order of softmax and choice: softmax_then_top_k (over all experts), or top_k_then_softmax (over the chosen ones).
+        score_order: ScoreOrder = ScoreOrder::SoftmaxThenTopK, was "softmax_before_topk";
+        /// Whether a token's router weights are divided by their sum.
+        normalize_weights: bool = true;
+        /// Above 0: an expert takes ceil(factor K T / E) tokens, later ones are dropped; 0: none is ever dropped;
+        /// below 0: none is dropped up to |factor| times the even share.
+        ///
+        /// See [`MoeConfig::capacity_factor`].
+        capacity_factor: f32 = 0.0, in MoeConfig::CAPACITY_FACTOR;
+        /// In training, router inputs are multiplied by a number in [1 - jitter, 1 + jitter]: a number or a ramp.
+        ///
+        /// See [`MoeConfig::jitter`].
+        jitter: Ramp = Ramp::ZERO, in MoeConfig::JITTER;
+        /// Whether the output projection is the embedding.
+        tie_embeddings: bool = false;
+        /// Base of the rotary embedding.
+        rope_theta: f64 = 10_000.0, in Range::POSITIVE;
+        /// Epsilon of the RMS norms.
+        norm_eps: f32 = 1e-6, in Range::POSITIVE;
+        /// The longest sequence that the model is made for.
+        ///
+        /// Not a limit with relative positions.
+        max_seq_len: usize = 1024, in Range::whole(1..=1 << 30);
+        /// Standard deviation of the initial weights.
+        ///
+        /// The normal distribution is truncated at three deviations; output projections of blocks are divided by sqrt(2 L).
+        init_std: f32 = 0.02, in Range::NOT_NEGATIVE;
+    }
+    besides {
+        /// The router: how tokens are assigned to experts.
+        router: RouterConfig;
+        /// Deviations of published families from the plain model.
+        #[serde(skip_serializing_if = "Variant::is_plain")]
+        variant: Variant;
     }
 }
 
@@ -226,7 +218,7 @@ impl ModelConfig {
                 top_k: default.top_k,
                 expert_width: default.expert_width,
                 shared_width: default.shared_width,
-                softmax_before_topk: default.softmax_before_topk,
+                score_order: default.score_order,
                 normalize_weights: default.normalize_weights,
                 router: default.router,
                 ..c
@@ -235,8 +227,8 @@ impl ModelConfig {
             c.variant.router_bias = false;
         }
         // Normalised weights are the same in either order.
-        c.normalize_weights |= !c.softmax_before_topk;
-        c.softmax_before_topk = true;
+        c.normalize_weights |= c.score_order == ScoreOrder::TopKThenSoftmax;
+        c.score_order = ScoreOrder::SoftmaxThenTopK;
         if of_decoder.is_empty() && of_encoder.as_ref().is_none_or(|(dense, _)| dense.is_empty()) {
             c.dense_width = default.dense_width;
         }
@@ -286,11 +278,7 @@ impl ModelConfig {
             top_k: self.top_k,
             expert_width: self.expert_width,
             activation: self.activation.into(),
-            score_order: if self.softmax_before_topk {
-                ScoreOrder::SoftmaxThenTopK
-            } else {
-                ScoreOrder::TopKThenSoftmax
-            },
+            score_order: self.score_order,
             normalize_weights: self.normalize_weights,
             capacity_factor: self.capacity_factor,
             jitter: self.jitter,
@@ -306,20 +294,7 @@ impl ModelConfig {
 
     /// Checks every setting; `vocab_size` may still be 0.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        let positive = [
-            ("width", self.width),
-            ("num_layers", self.num_layers),
-            ("num_heads", self.num_heads),
-            ("num_kv_heads", self.num_kv_heads),
-            ("head_dim", self.head_dim),
-            ("moe_every", self.moe_every),
-            ("max_seq_len", self.max_seq_len),
-        ];
-        for (setting, value) in positive {
-            if value == 0 {
-                return Err(ConfigError::new(setting, value, "must be at least 1"));
-            }
-        }
+        self.check_ranges()?;
         self.check_sizes()?;
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             let expected = format!("must divide num_heads, {}", self.num_heads);
@@ -334,14 +309,6 @@ impl ModelConfig {
         let has_dense_layer = (0..self.num_layers).any(|i| !self.is_moe_layer(i));
         if has_dense_layer && self.dense_width == 0 {
             return Err(ConfigError::new("dense_width", 0, "must be at least 1: some layers are dense"));
-        }
-        for (setting, value) in [("norm_eps", f64::from(self.norm_eps)), ("rope_theta", self.rope_theta)] {
-            if !(value > 0.0 && value.is_finite()) {
-                return Err(ConfigError::new(setting, value, "must be a positive number"));
-            }
-        }
-        if !(self.init_std >= 0.0 && self.init_std.is_finite()) {
-            return Err(ConfigError::new("init_std", self.init_std, "must be a number of at least 0"));
         }
         if self.num_experts > 0 { self.moe().validate() } else { Ok(()) }?;
         if !self.router.modality_experts.is_empty() && self.router.modality_boundaries.is_empty() {
@@ -370,26 +337,8 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Refuses sizes that no model has, so that no product of them overflows: a configuration may come from a file.
+    /// Refuses experts of which a layer has more weights than any model, so that no product of sizes overflows.
     fn check_sizes(&self) -> Result<(), ConfigError> {
-        let limits = [
-            ("vocab_size", self.vocab_size, 1 << 24),
-            ("width", self.width, 1 << 20),
-            ("num_layers", self.num_layers, 1 << 14),
-            ("num_heads", self.num_heads, 1 << 14),
-            ("num_kv_heads", self.num_kv_heads, 1 << 14),
-            ("head_dim", self.head_dim, 1 << 14),
-            ("num_experts", self.num_experts, 1 << 20),
-            ("expert_width", self.expert_width, 1 << 20),
-            ("shared_width", self.shared_width, 1 << 20),
-            ("dense_width", self.dense_width, 1 << 20),
-            ("max_seq_len", self.max_seq_len, 1 << 30),
-        ];
-        for (setting, value, limit) in limits {
-            if value > limit {
-                return Err(ConfigError::new(setting, value, format!("must be at most {limit}")));
-            }
-        }
         let experts = self.num_experts * self.expert_width;
         if experts.checked_mul(2 * self.width).is_none_or(|elements| elements > 1 << 48) {
             let expected = "must keep the experts of a layer below 2^48 weights";

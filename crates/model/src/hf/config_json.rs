@@ -4,6 +4,7 @@
 //! other programs find theirs, and both are read. Keys that we do not know are none of our business here: they are kept
 //! when a folder is saved from another (see `Origin`).
 
+use moeworks_moe::ScoreOrder;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -63,7 +64,7 @@ fn write_experts(config: &ModelConfig, map: &mut Map<String, Value>) {
     map.insert("num_experts".into(), config.num_experts.into());
     map.insert("num_local_experts".into(), config.num_experts.into());
     map.insert("num_experts_per_tok".into(), config.top_k.into());
-    let normalizes = config.normalize_weights || !config.softmax_before_topk;
+    let normalizes = config.normalize_weights || config.score_order == ScoreOrder::TopKThenSoftmax;
     map.insert("norm_topk_prob".into(), normalizes.into());
     map.insert("output_router_logits".into(), false.into());
     map.insert("router_aux_loss_coef".into(), 0.001.into());

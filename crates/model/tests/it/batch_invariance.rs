@@ -1,6 +1,7 @@
 //! Batch invariance of whole models: a token's logits have the same bits alone, in a batch, and in whatever pieces its text came.
 
 use moeworks_model::{Decoder, DecoderWeights, KvCache, LatentAttention, ModelConfig, QkNorm, Variant, WeightRole};
+use moeworks_moe::ScoreOrder;
 use moeworks_ops::{Context, Isa, quantized};
 use moeworks_tensor::DType;
 
@@ -23,7 +24,7 @@ fn olmoe() -> ModelConfig {
         num_experts: 16,
         top_k: 4,
         expert_width: 32,
-        softmax_before_topk: true,
+        score_order: ScoreOrder::SoftmaxThenTopK,
         normalize_weights: false,
         tie_embeddings: false,
         max_seq_len: 2000,

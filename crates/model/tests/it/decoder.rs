@@ -5,7 +5,7 @@ use moeworks_model::{
     ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, PassOptions,
     PassStats, QkNorm, RouterNoise, Rules, TokenBatch,
 };
-use moeworks_moe::{EntropyRule, LayerStats, Ramp, RouterConfig, RouterKind};
+use moeworks_moe::{EntropyRule, LayerStats, Ramp, RouterConfig, RouterKind, ScoreOrder};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;
@@ -294,7 +294,7 @@ proptest! {
             shared_width,
             moe_every,
             dense_width: expert_width,
-            softmax_before_topk: before,
+            score_order: [ScoreOrder::TopKThenSoftmax, ScoreOrder::SoftmaxThenTopK][usize::from(before)],
             normalize_weights: normalize,
             capacity_factor,
             tie_embeddings: tie,

@@ -8,7 +8,7 @@ use std::path::Path;
 use moeworks_model::hf::{ComingWeights, LoadError, ModelFolder, SaveOptions, load_model, save_coming, save_model};
 use moeworks_model::safetensors::{FileDType, ModelFiles, SafetensorsError};
 use moeworks_model::{ActivationKind, Decoder, ModelConfig, ParamSet, QkNorm, Tokenizer, WeightTable};
-use moeworks_moe::Ramp;
+use moeworks_moe::{Ramp, ScoreOrder};
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Tensor};
 use serde_json::{Value, json};
@@ -46,11 +46,14 @@ fn a_model_is_saved_as_the_family_that_computes_it() {
         "qwen3_moe",
     );
     assert_saved_as(
-        ModelConfig { softmax_before_topk: false, normalize_weights: false, ..small_config() },
+        ModelConfig { score_order: ScoreOrder::TopKThenSoftmax, normalize_weights: false, ..small_config() },
         "qwen3_moe",
     );
     assert_saved_as(ModelConfig { qk_norm: QkNorm::Whole, normalize_weights: false, ..all_moe.clone() }, "olmoe");
-    assert_saved_as(ModelConfig { qk_norm: QkNorm::Whole, softmax_before_topk: false, ..all_moe.clone() }, "olmoe");
+    assert_saved_as(
+        ModelConfig { qk_norm: QkNorm::Whole, score_order: ScoreOrder::TopKThenSoftmax, ..all_moe.clone() },
+        "olmoe",
+    );
     assert_saved_as(ModelConfig { qk_norm: QkNorm::None, jitter: Ramp::constant(0.25), ..all_moe.clone() }, "mixtral");
     assert_saved_as(ModelConfig { num_experts: 0, ..small_config() }, "qwen3");
     assert_saved_as(
@@ -245,7 +248,7 @@ fn messages_about_settings_name_the_keys_of_the_file() {
     for (key, value, parts) in [
         ("num_key_value_heads", json!(3), ["num_key_value_heads = 3", "num_attention_heads, 4"]),
         ("num_experts_per_tok", json!(6), ["num_experts_per_tok = 6", "5"]),
-        ("hidden_size", json!(0), ["hidden_size = 0", "at least 1"]),
+        ("hidden_size", json!(0), ["hidden_size = 0", "from 1 to 1048576"]),
         (
             "rope_parameters",
             json!({"rope_type": "linear", "factor": -2.0}),

@@ -10,6 +10,7 @@ use std::process::Command;
 
 use moeworks_model::hf::{SaveOptions, save_model};
 use moeworks_model::{ModelConfig, QkNorm, Tokenizer};
+use moeworks_moe::ScoreOrder;
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
 use serde_json::{Value, json};
@@ -81,7 +82,15 @@ fn folders_written_here_load_in_transformers_with_the_same_logits_and_ids() {
     let all_moe = ModelConfig { moe_every: 1, ..small_config() };
     let configs = [
         ("qwen3_moe", small_config()),
-        ("qwen3_moe", ModelConfig { tie_embeddings: true, softmax_before_topk: false, head_dim: 6, ..small_config() }),
+        (
+            "qwen3_moe",
+            ModelConfig {
+                tie_embeddings: true,
+                score_order: ScoreOrder::TopKThenSoftmax,
+                head_dim: 6,
+                ..small_config()
+            },
+        ),
         ("olmoe", ModelConfig { qk_norm: QkNorm::Whole, normalize_weights: false, ..all_moe.clone() }),
         ("mixtral", ModelConfig { qk_norm: QkNorm::None, rope_theta: 500.0, ..all_moe }),
         ("qwen3", ModelConfig { num_experts: 0, ..small_config() }),

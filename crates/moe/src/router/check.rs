@@ -1,56 +1,38 @@
-//! The settings that a router may have, each with the one line that says what would be right.
+//! Checks of a router's settings against each other. The range of each by itself is in the table of settings.
 
 use super::config::{RouterConfig, num_modalities};
-use super::scheme::{Check, RouterOption, Sizes, at_most, positive, wrong};
+use super::scheme::{Check, RouterOption, Sizes, at_most, wrong};
 use super::schemes::RouterKind;
+use crate::Section as _;
 use crate::overflow::Overflow;
-
-fn within(setting: &'static str, value: f64, (low, high): (f64, f64)) -> Check {
-    if (low..=high).contains(&value) {
-        return Ok(());
-    }
-    wrong(setting, &value, format!("must be a number from {low} to {high}"))
-}
 
 impl RouterConfig {
     /// Checks every setting, for `num_experts` computing experts of which a token takes `top_k`.
     pub(crate) fn validate(&self, num_experts: usize, top_k: usize) -> Check {
         let sizes = Sizes { num_experts, top_k };
+        self.check_ranges()?;
         self.check_kind(top_k)?;
         for &kind in RouterKind::ALL {
+            self.check_scheme(kind)?;
             self.schemes.get(kind).check_settings(sizes)?;
         }
         self.scheme().check(self, sizes)?;
         self.check_groups(num_experts, top_k)?;
         self.check_modalities(num_experts, top_k)?;
         self.check_sparsemixer(top_k)?;
-        self.check_numbers()
+        at_most("router.zero_experts", self.num_zero_computation(), 1 << 16)
     }
 
-    fn check_numbers(&self) -> Check {
-        positive("router.routed_scale", f64::from(self.routed_scale))?;
-        positive("router.free_ratio", f64::from(self.free_ratio))?;
-        positive("router.temperature", self.temperature.range().0)?;
-        for (setting, value) in
-            [("router.bias_update_rate", self.bias_update_rate), ("router.noise_std", self.noise_std)]
-        {
-            if value.range().0 < 0.0 {
-                return wrong(setting, &value, "must be a number of at least 0");
-            }
-        }
-        if self.input_dropout.range().0 < 0.0 || self.input_dropout.range().1 >= 1.0 {
-            return wrong("router.input_dropout", &self.input_dropout, "must be at least 0 and below 1");
-        }
-        within("router.random_share", self.random_share, (0.0, 1.0))?;
-        within("router.random_fade", self.random_fade, (0.0, 1.0))?;
-        at_most("router.zero_experts", self.num_zero_computation(), 1 << 16)
+    /// Checks the own settings of a scheme by themselves.
+    ///
+    /// # Errors
+    /// The first that is out of its range.
+    pub fn check_scheme(&self, kind: RouterKind) -> Check {
+        self.schemes.get(kind).check_ranges()
     }
 
     fn check_sparsemixer(&self, top_k: usize) -> Check {
         let jitter = self.sparsemixer_jitter;
-        if !(jitter >= 0.0 && jitter.is_finite()) {
-            return wrong("router.sparsemixer_jitter", &jitter, "must be a number of at least 0");
-        }
         if jitter > 0.0 && (top_k != 2 || !self.scheme().allows(RouterOption::Sparsemixer)) {
             let expected = "must be 0 unless a token goes to two experts and kind is top_k";
             return wrong("router.sparsemixer_jitter", &jitter, expected);
@@ -87,11 +69,11 @@ impl RouterConfig {
     }
 
     fn check_groups(&self, num_experts: usize, top_k: usize) -> Check {
-        if self.num_groups == 0 || !num_experts.is_multiple_of(self.num_groups) {
+        if !num_experts.is_multiple_of(self.num_groups) {
             let expected = format!("must divide the number of experts, {num_experts}");
             return wrong("router.num_groups", &self.num_groups, expected);
         }
-        if self.top_groups == 0 || self.top_groups > self.num_groups {
+        if self.top_groups > self.num_groups {
             let expected = format!("must be from 1 to router.num_groups, {}", self.num_groups);
             return wrong("router.top_groups", &self.top_groups, expected);
         }

@@ -6,8 +6,11 @@ use super::scheme::{FusedOps, RoutingScheme, TableSource};
 use super::schemes::{RouterKind, Schemes};
 use super::scores::Gate;
 use crate::ConfigError;
-use crate::Ramp;
 use crate::overflow::Overflow;
+use crate::{Ramp, Range, settings};
+
+/// No router has more experts without computation.
+const MAX_ZERO_COMPUTATION: u64 = 1 << 16;
 
 /// The function that makes scores of logits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,105 +35,99 @@ pub enum GroupScore {
     TopTwo,
 }
 
-/// The settings of a router.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct RouterConfig {
-    /// The scheme.
-    pub kind: RouterKind,
-    /// The function that makes scores of logits.
-    pub scores: ScoreFunction,
-    /// A bias on each expert's score that counts in the choice and not in the weight; it is state and no weight: it has no
-    /// gradient, and training moves it by [`bias_update_rate`](Self::bias_update_rate) (auxiliary-loss-free balance, Wang et
-    /// al., 2408.15664).
-    pub expert_bias: bool,
-    /// Gamma: after each step the bias of an expert below the mean load rises by this, that of one above falls.
-    pub bias_update_rate: Ramp,
-    /// Groups of consecutive experts, such as those of one device; divides E.
-    pub num_groups: usize,
-    /// Groups that a token's experts may be in.
-    pub top_groups: usize,
-    /// The score that groups are chosen by.
-    pub group_score: GroupScore,
-    /// Multiplies the weights at the end (DeepSeek's `routed_scaling_factor`).
-    pub routed_scale: f32,
-    /// Above 0: of a token's two experts each is weighed by a softmax over the experts that come as close to the highest as
-    /// twice this, relative to the score, the first without regard to the second and the second without the first
-    /// (sparsemixer, Liu et al., 2409.12136, PhiMoE). In training they are drawn from it.
-    pub sparsemixer_jitter: f32,
-    /// Deviation of normal noise on the logits in training (1/E in V-MoE, 2106.05974); 0: none.
-    pub noise_std: Ramp,
-    /// The share of elements of the router's input that training sets to 0, the others growing by as much.
-    pub input_dropout: Ramp,
-    /// Logits are divided by this before scores are taken; its last value holds outside training.
-    pub temperature: Ramp,
-    /// The share of a run over which choices are random.
-    pub random_share: f64,
-    /// The share of a run, after that, over which the probability of a random choice falls to 0.
-    pub random_fade: f64,
-    /// Experts that give nothing (Jin et al., "MoE++", 2410.07348, equation 3). Where weights are divided by their sum theirs count;
-    /// in the authors' program they do not: null experts are like that.
-    pub zero_experts: usize,
-    /// Experts that give the token itself (MoE++, equation 4).
-    pub copy_experts: usize,
-    /// Experts that give a mixture of the token and a learned vector (MoE++, equation 5).
-    pub constant_experts: usize,
-    /// Experts that give nothing and do not count in the normalisation of weights; the balance loss takes their mean load
-    /// for each (Zeng et al., "AdaMoE", 2406.13233).
-    pub null_experts: usize,
-    /// Whether the logits of the MoE layer before, times a learned matrix, are added to this one's (MoE++, equation 6).
-    pub gate_residual: bool,
-    /// Tau: the share in the balance loss and in the capacity of an expert without computation is this (in the loss) and
-    /// one over this (in the capacity) of that of others (MoE++, equations 7 and 8; 0.75 in most of its experiments).
-    pub free_ratio: f32,
-    /// Token ids at which a new modality begins, such as "1000, 2000": ids below 1000 are modality 0, and so on. Empty: one
-    /// modality, or those of [`RouterInput::modalities`](crate::RouterInput::modalities).
-    pub modality_boundaries: String,
-    /// The number of experts reserved for each modality, such as "4, 2": the first four for modality 0, the next two for
-    /// modality 1; the others are shared. Empty: all are shared.
-    pub modality_experts: String,
-    /// The fate of a choice whose expert has no room.
-    pub overflow: Overflow,
-    /// Tokens that share a capacity (GShard's local groups); 0: all tokens of a microbatch, those of all ranks.
-    pub local_group: usize,
-    /// Ids of tokens that the model knows, for schemes with a table of them: no setting, but set by whoever makes a layer.
-    #[serde(skip)]
-    pub num_token_ids: usize,
-    /// The settings that schemes have of their own.
-    #[serde(flatten)]
-    pub schemes: Schemes,
-}
-
-impl Default for RouterConfig {
-    fn default() -> Self {
-        Self {
-            kind: RouterKind::default(),
-            scores: ScoreFunction::Softmax,
-            expert_bias: false,
-            bias_update_rate: Ramp::constant(1e-3),
-            num_groups: 1,
-            top_groups: 1,
-            group_score: GroupScore::Max,
-            routed_scale: 1.0,
-            sparsemixer_jitter: 0.0,
-            noise_std: Ramp::ZERO,
-            input_dropout: Ramp::ZERO,
-            temperature: Ramp::constant(1.0),
-            random_share: 0.0,
-            random_fade: 0.1,
-            zero_experts: 0,
-            copy_experts: 0,
-            constant_experts: 0,
-            null_experts: 0,
-            gate_residual: false,
-            free_ratio: 0.75,
-            modality_boundaries: String::new(),
-            modality_experts: String::new(),
-            overflow: Overflow::Drop,
-            local_group: 0,
-            num_token_ids: 0,
-            schemes: Schemes::default(),
-        }
+settings! {
+    /// The router: how tokens are assigned to experts.
+    #[serde(default)]
+    pub struct RouterConfig in "router." {
+        /// The scheme.
+        kind: RouterKind = RouterKind::default();
+        /// Function from logits to scores: softmax or sigmoid.
+        scores: ScoreFunction = ScoreFunction::Softmax;
+        /// Whether each expert has a bias that counts in the choice only, moved by load and not by gradient.
+        ///
+        /// It is state and no weight; training moves it by [`bias_update_rate`](Self::bias_update_rate) (auxiliary-loss-free balance,
+        /// Wang et al., 2408.15664).
+        expert_bias: bool = false;
+        /// Step by which the bias of an expert below the mean load rises, and of one above it falls: a number or a ramp, such as
+        /// "step 0.001 to 0 over 0.965" (DeepSeek-V3).
+        bias_update_rate: Ramp = Ramp::constant(1e-3), in Range::NOT_NEGATIVE;
+        /// Groups of consecutive experts; divides num_experts.
+        num_groups: usize = 1, in Range::whole(1..=1 << 20);
+        /// Groups that the experts of a token may be in.
+        top_groups: usize = 1, in Range::whole(1..=1 << 20);
+        /// Score of a group: max, or top_two: the sum of its two highest scores.
+        group_score: GroupScore = GroupScore::Max;
+        /// Factor on the weights of a token's experts.
+        ///
+        /// DeepSeek's `routed_scaling_factor`, applied at the end.
+        routed_scale: f32 = 1.0, in Range::POSITIVE;
+        /// Above 0: sparsemixer (PhiMoE): in training two experts are drawn from those within twice this of the highest score.
+        ///
+        /// Of a token's two experts each is weighed by a softmax over the experts that come as close to the highest as twice this,
+        /// relative to the score, the first without regard to the second and the second without the first (Liu et al., 2409.12136).
+        sparsemixer_jitter: f32 = 0.0, in Range::NOT_NEGATIVE;
+        /// Deviation of normal noise on the logits in training, a number or a ramp; 0: none.
+        ///
+        /// V-MoE takes 1/E (2106.05974).
+        noise_std: Ramp = Ramp::ZERO, in Range::NOT_NEGATIVE;
+        /// Share of elements of the router's input that training leaves out, a number or a ramp.
+        ///
+        /// The other elements grow by as much.
+        input_dropout: Ramp = Ramp::ZERO, in Range::BELOW_ONE;
+        /// Logits are divided by this: a number or a ramp, whose end holds outside training.
+        temperature: Ramp = Ramp::constant(1.0), in Range::POSITIVE;
+        /// Share of the run over which choices are random.
+        random_share: f64 = 0.0, in Range::SHARE;
+        /// Share of the run, after that, over which random choices become rare.
+        random_fade: f64 = 0.1, in Range::SHARE;
+        /// Experts whose output is zero (MoE++).
+        ///
+        /// Jin et al., 2410.07348, equation 3. Where weights are divided by their sum those of these experts count; in the authors' program
+        /// they do not: null experts are like that.
+        zero_experts: usize = 0, in Range::whole(0..=MAX_ZERO_COMPUTATION);
+        /// Experts that return the token itself (MoE++).
+        ///
+        /// Equation 4.
+        copy_experts: usize = 0, in Range::whole(0..=MAX_ZERO_COMPUTATION);
+        /// Experts that return a mixture of the token and a learned vector (MoE++).
+        ///
+        /// Equation 5.
+        constant_experts: usize = 0, in Range::whole(0..=MAX_ZERO_COMPUTATION);
+        /// Experts whose output is zero and whose weights do not count when a token's weights are normalised (AdaMoE).
+        ///
+        /// The balance loss takes their mean load for each (Zeng et al., 2406.13233).
+        null_experts: usize = 0, in Range::whole(0..=MAX_ZERO_COMPUTATION);
+        /// Whether the logits of the MoE layer before, times a learned matrix, are added (MoE++).
+        ///
+        /// Equation 6.
+        gate_residual: bool = false;
+        /// Weight of an expert without computation in the balance loss (tau of MoE++).
+        ///
+        /// In the capacity its share is one over this (equations 7 and 8; 0.75 in most of MoE++'s experiments).
+        free_ratio: f32 = 0.75, in Range::POSITIVE;
+        /// Token ids at which modalities begin after the first, such as "1000, 2000".
+        ///
+        /// Ids below 1000 are modality 0, and so on. Empty: one modality, or those of
+        /// [`RouterInput::modalities`](crate::RouterInput::modalities).
+        modality_boundaries: String = String::new();
+        /// Experts reserved for each modality, such as "4, 2"; the others are shared.
+        ///
+        /// The first four are for modality 0, the next two for modality 1. Empty: all are shared.
+        modality_experts: String = String::new();
+        /// Choices beyond an expert's capacity: drop later tokens, priority (drop those of lower score), reroute to the next expert.
+        overflow: Overflow = Overflow::Drop;
+        /// Tokens that share a capacity; 0: all of a microbatch.
+        ///
+        /// GShard's local groups; 0 counts the tokens of all ranks.
+        local_group: usize = 0, in Range::COUNT;
+    }
+    besides {
+        /// Ids of tokens that the model knows, for schemes with a table of them: no setting, but set by whoever makes a layer.
+        #[serde(skip)]
+        num_token_ids: usize;
+        /// The settings that schemes have of their own.
+        #[serde(flatten)]
+        schemes: Schemes;
     }
 }
 

@@ -37,7 +37,7 @@ fn section(kind: RouterKind, page: &mut String) {
         page.push_str("| setting | default | values | |\n| --- | --- | --- | --- |\n");
         for setting in doc.settings {
             let (comment, default) = (setting.comment.replace('\n', " "), setting.default);
-            let _ = writeln!(page, "| `router.{}` | `{default}` | {} | {comment} |", setting.name, setting.range);
+            let _ = writeln!(page, "| `router.{}` | `{default}` | {} | {comment} |", setting.name, setting.values());
         }
         page.push('\n');
     }

@@ -16,7 +16,7 @@ use super::scores::{Gate, Scores};
 use super::state::{StepStats, WeightShape};
 use crate::ConfigError;
 use crate::weights::NamedTensor;
-use crate::{MoeConfig, MoeWeights};
+use crate::{MoeConfig, MoeWeights, Range, Ranged};
 
 /// The result of a check of settings.
 pub(crate) type Check = Result<(), ConfigError>;
@@ -24,16 +24,6 @@ pub(crate) type Check = Result<(), ConfigError>;
 /// An error about `setting`: its value, and what would be right.
 pub(crate) fn wrong(setting: &'static str, value: &dyn ToString, expected: impl Into<String>) -> Check {
     Err(ConfigError::new(setting, value.to_string(), expected))
-}
-
-/// Checks that a setting is a number above 0.
-pub(crate) fn positive(setting: &'static str, value: f64) -> Check {
-    if value > 0.0 && value.is_finite() { Ok(()) } else { wrong(setting, &value, "must be a number above 0") }
-}
-
-/// Checks that a setting is above 0 and at most 1.
-pub(crate) fn share(setting: &'static str, value: f64) -> Check {
-    if value > 0.0 && value <= 1.0 { Ok(()) } else { wrong(setting, &value, "must be above 0 and at most 1") }
 }
 
 /// Checks that a setting is at most `limit`.
@@ -102,10 +92,20 @@ pub struct SettingDoc {
     pub name: &'static str,
     /// Its default, as in TOML. A test compares it with the value that a configuration has.
     pub default: &'static str,
-    /// The values that it may have.
-    pub range: &'static str,
+    /// The values that it may have, whatever other settings are.
+    pub range: Range,
+    /// Its values in words, where the range does not say them all; empty where it does.
+    pub values: &'static str,
     /// Its comment in a configuration file.
     pub comment: &'static str,
+}
+
+impl SettingDoc {
+    /// Its values in words.
+    #[must_use]
+    pub fn values(&self) -> String {
+        if self.values.is_empty() { self.range.to_string() } else { self.values.into() }
+    }
 }
 
 /// A variant of a scheme with settings of its own, for the routing study.
@@ -151,6 +151,16 @@ impl SchemeDoc {
     pub(crate) const fn new(text: &'static str, source: &'static str) -> Self {
         Self { text, source, settings: &[], companions: &[], variants: &[], bench: None, is_synthetic: false }
     }
+
+    /// Checks the value of one of the scheme's own settings by its range.
+    ///
+    /// # Panics
+    /// If the scheme has no setting `name`, its name below `model`.
+    pub(crate) fn check(&self, name: &'static str, value: &impl Ranged) -> Check {
+        let is_it = |setting: &&SettingDoc| name.strip_prefix("router.") == Some(setting.name);
+        let setting = self.settings.iter().find(is_it).expect("a setting of the scheme");
+        value.check(name, &setting.range)
+    }
 }
 
 /// A routing scheme. Its value is its own settings.
@@ -160,7 +170,12 @@ pub(crate) trait RoutingScheme: Send + Sync {
 
     // Settings.
 
-    /// Checks the scheme's own settings, whichever scheme is chosen.
+    /// Checks the scheme's own settings by their ranges.
+    fn check_ranges(&self) -> Check {
+        Ok(())
+    }
+
+    /// Checks the scheme's own settings against the layer's sizes, whichever scheme is chosen.
     fn check_settings(&self, _sizes: Sizes) -> Check {
         Ok(())
     }

@@ -123,7 +123,7 @@ fn settings_out_of_range_are_refused_by_name() {
         format!("{setting} = {value}: {expected}")
     };
     assert_eq!(error(&|r| r.num_groups = 3), "router.num_groups = 3: must divide the number of experts, 8");
-    assert_eq!(error(&|r| r.num_groups = 0), "router.num_groups = 0: must divide the number of experts, 8");
+    assert_eq!(error(&|r| r.num_groups = 0), "router.num_groups = 0: must be from 1 to 1048576");
     assert_eq!(error(&|r| r.top_groups = 2), "router.top_groups = 2: must be from 1 to router.num_groups, 1");
     assert_eq!(
         error(&|r| r.num_groups = 4),

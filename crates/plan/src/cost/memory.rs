@@ -1,4 +1,5 @@
-//! What a rank holds of a model under a layout, and the memory that a training step takes there.
+//! The model of memory: what a rank holds of a model under a layout, and what a training step takes there. `inspect`, `estimate`, `plan`
+//! and the check before a run all ask it.
 
 use crate::{Layout, ModelShape, Workload};
 
@@ -10,7 +11,7 @@ const F32: f64 = 4.0;
 pub struct RankMemory {
     /// Weights, and the copy that products read; where ranks share them out, their slices and what is whole at a time.
     pub weights: f64,
-    /// f32 gradients, as many as are there at a time.
+    /// Gradients, as many as are there at a time.
     pub gradients: f64,
     /// Two f32 moments.
     pub optimizer: f64,
@@ -66,24 +67,41 @@ impl Share<'_> {
         ((self.shape.dense_params as f64 - whole) / self.layout.tp as f64, whole)
     }
 
-    /// A rank's slices of its parameters, where copies share them out.
-    fn sliced_params(&self) -> f64 {
+    /// A rank's slices of its parameters outside the experts and in them, where copies share them out.
+    fn slices(&self) -> (f64, f64) {
         let (dense, experts) = self.params();
-        dense / (self.layout.dp * self.layout.ep) as f64 + experts / self.layout.dp as f64
+        (dense / (self.layout.dp * self.layout.ep) as f64, experts / self.layout.dp as f64)
+    }
+
+    /// Their sum.
+    fn sliced_params(&self) -> f64 {
+        let (dense, experts) = self.slices();
+        dense + experts
+    }
+
+    /// Trained parameters of so many outside the experts and in them.
+    fn trained(&self, (dense, experts): (f64, f64)) -> (f64, f64) {
+        (dense * self.shape.trained_dense, experts * self.shape.trained_experts)
+    }
+
+    /// Bytes of the gradients of so many parameters outside the experts and in them.
+    fn gradient_bytes(&self, params: (f64, f64)) -> f64 {
+        let (dense, experts) = self.trained(params);
+        dense * F32 + experts * self.workload.expert_gradient_bytes as f64
     }
 
     /// Parameters whose optimizer state a rank keeps.
     pub(super) fn updated_params(&self) -> f64 {
-        let (dense, experts) = self.params();
-        if self.workload.zero >= 1 { self.sliced_params() } else { dense + experts }
+        let (dense, experts) = self.trained(if self.workload.zero >= 1 { self.slices() } else { self.params() });
+        dense + experts
     }
 
     /// Parameters that are whole at a time where copies share them out: those of two layers, and of what belongs to no layer.
-    fn passing_params(&self) -> f64 {
+    fn passing_params(&self) -> (f64, f64) {
         let (dense, experts) = self.params();
         let outside = dense * self.shape.outside_params as f64 / self.shape.dense_params.max(1) as f64;
         let layers = |params: f64, num: usize| params * (2.0 / num.max(1) as f64).min(1.0);
-        outside + layers(dense - outside, self.shape.num_layers) + layers(experts, self.shape.num_moe_layers)
+        (outside + layers(dense - outside, self.shape.num_layers), layers(experts, self.shape.num_moe_layers))
     }
 
     fn memory(&self) -> RankMemory {
@@ -92,10 +110,11 @@ impl Share<'_> {
         let rows = self.tokens() / self.layout.tp as f64 * (self.shape.top_k * self.shape.num_moe_layers) as f64;
         let is_sent = if self.layout.num_expert_ranks() > 1 { 1.0 } else { 0.0 };
         let (kept, passing) = (precision.weight_bytes() as f64, self.passing_params());
-        let shared = |slices: f64, of_passing: f64| self.sliced_params() * slices + passing * of_passing;
+        let weights = || self.sliced_params() * kept + (passing.0 + passing.1) * precision.bytes() as f64;
+        let gradients = || self.gradient_bytes(self.slices()) + self.gradient_bytes(passing);
         RankMemory {
-            weights: if zero >= 3 { shared(kept, precision.bytes() as f64) } else { (dense + experts) * kept },
-            gradients: if zero >= 2 { shared(F32, F32) } else { (dense + experts) * F32 },
+            weights: if zero >= 3 { weights() } else { (dense + experts) * kept },
+            gradients: if zero >= 2 { gradients() } else { self.gradient_bytes((dense, experts)) },
             optimizer: self.updated_params() * 2.0 * F32,
             activations: self.tokens() * self.activation_bytes(),
             received: is_sent * rows * (self.shape.width * precision.bytes()) as f64,

@@ -1,6 +1,6 @@
 //! Groups of ranks.
 
-use moeworks_plan::{Group, Layout, LayoutError, Order, Topology};
+use moeworks_plan::{Group, Layout, LayoutError, RankOrder, Topology};
 use proptest::prelude::*;
 
 #[test]
@@ -8,11 +8,11 @@ fn groups_together_and_apart() {
     let together = Layout::new(2, 4, 1);
     assert_eq!(together.ep_group(5), [4, 5, 6, 7]);
     assert_eq!(together.dp_group(5), [1, 5]);
-    let apart = Layout { order: Order::Apart, ..together };
+    let apart = Layout { order: RankOrder::DpInner, ..together };
     assert_eq!(apart.ep_group(5), [1, 3, 5, 7]);
     assert_eq!(apart.dp_group(5), [4, 5]);
     assert_eq!(apart.dense_group(5), [0, 1, 2, 3, 4, 5, 6, 7]);
-    assert_eq!(apart.to_string(), "dp 2 ep 4 tp 1 apart");
+    assert_eq!(apart.to_string(), "dp 2 ep 4 tp 1 dp_inner");
 }
 
 #[test]
@@ -38,7 +38,7 @@ proptest! {
     /// The groups of a kind cut the ranks into parts, and each rank is in its own at its place.
     #[test]
     fn groups_are_a_partition(dp in 1..5_usize, ep in 1..5_usize, tp in 1..4_usize, is_apart: bool) {
-        let order = if is_apart { Order::Apart } else { Order::Together };
+        let order = if is_apart { RankOrder::DpInner } else { RankOrder::EpInner };
         let layout = Layout { order, ..Layout::new(dp, ep, tp) };
         for rank in 0..layout.num_ranks() {
             let (at_dp, at_ep, at_tp) = layout.place(rank);

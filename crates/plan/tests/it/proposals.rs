@@ -2,10 +2,11 @@
 
 use moeworks_plan::cost::estimate::estimate;
 use moeworks_plan::{
-    Exchange, Layout, ModelShape, Order, Precision, Tokens, Topology, Wire, Workload, propose, weak_scaling,
+    Exchange, Layout, ModelShape, Precision, RankOrder, Tokens, Topology, Wire, Workload, propose, weak_scaling,
 };
 
-const WORKLOAD: Workload = Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, zero: 0 };
+const WORKLOAD: Workload =
+    Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, zero: 0, expert_gradient_bytes: 4 };
 
 #[test]
 fn tokens_stay_in_the_node_where_that_is_possible() {
@@ -15,7 +16,7 @@ fn tokens_stay_in_the_node_where_that_is_possible() {
         let layout = Layout { order, ..Layout::new(2, 8, 1) };
         estimate(&shape, &WORKLOAD, &topology, &layout, &Exchange::plain(Wire::Bf16))
     };
-    let (together, apart) = (of(Order::Together), of(Order::Apart));
+    let (together, apart) = (of(RankOrder::EpInner), of(RankOrder::DpInner));
     assert!(together.time.all_to_all < apart.time.all_to_all / 4.0, "{together:?}");
     assert!(together.traffic.cluster_bytes < apart.traffic.cluster_bytes);
 }
@@ -56,10 +57,13 @@ fn the_memory_of_a_rank_is_that_of_its_parameters() {
         whole_params: 100,
         outside_params: 200,
         max_tp: 2,
+        trained_dense: 1.0,
+        trained_experts: 1.0,
         dense_flops: 0.0,
         activation_bytes: 10.0,
     };
-    let workload = Workload { tokens: Tokens::OfEachRank(5), precision: Precision::F32, zero: 1 };
+    let workload =
+        Workload { tokens: Tokens::OfEachRank(5), precision: Precision::F32, zero: 1, expert_gradient_bytes: 4 };
     let topology = Topology::example_cluster(1).resized(6);
     let exchange = Exchange::plain(Wire::F32);
     let memory = estimate(&shape, &workload, &topology, &Layout::new(2, 3, 1), &exchange).memory;

@@ -1,53 +1,49 @@
-//! Where text comes from and how it becomes tokens, as settings.
+//! The settings of training text and its tokenizer.
 
 use std::path::PathBuf;
 
 use moeworks_infer::data::{CachePlace, DataFormat, TextOptions};
+use moeworks_moe::{Range, settings};
 use serde::{Deserialize, Serialize};
 
 use super::RunConfig;
 
-/// Where text comes from and how it becomes tokens.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct DataConfig {
-    /// Files, folders and globs, relative to the folder that the program is started in, and `-` for standard input; empty for the
-    /// text of the checkout that the program stands in. With a weight behind each, such as `books=0.3`, training draws from them in
-    /// proportion.
-    pub paths: Vec<String>,
-    /// How files hold documents.
-    pub format: DataFormat,
-    /// How text becomes tokens.
-    pub tokenizer: TokenizerChoice,
-    /// Tokens of a tokenizer that is trained on the data (`tokenizer = "bpe"`).
-    pub bpe_vocab_size: usize,
-    /// Share of the tokens held out for validation, 0 to 0.5.
-    pub validation_fraction: f64,
-    /// Which tokens those are: the same text and sequence length give the same ones whatever the seed of training is.
-    pub validation_seed: u64,
-    /// Field of a JSON line and column of a Parquet file that holds the text.
-    pub text_field: String,
-    /// The run or model folder whose embeddings `router.hash = "clustered"` clusters; empty for none.
-    #[serde(serialize_with = "super::as_text")]
-    pub hash_embeddings: PathBuf,
-    /// Folder of tokenised data; empty for the user's cache folder.
-    #[serde(serialize_with = "super::as_text")]
-    pub cache_dir: PathBuf,
-}
-
-impl Default for DataConfig {
-    fn default() -> Self {
-        Self {
-            paths: Vec::new(),
-            format: DataFormat::Auto,
-            tokenizer: TokenizerChoice::Bytes,
-            bpe_vocab_size: 8192,
-            validation_fraction: 0.05,
-            validation_seed: 1,
-            text_field: "text".into(),
-            hash_embeddings: PathBuf::new(),
-            cache_dir: PathBuf::new(),
-        }
+settings! {
+    /// Training text and its tokenizer.
+    #[serde(deny_unknown_fields, default)]
+    pub struct DataConfig in "data." {
+        /// Text files, folders, globs, .jsonl, .json, .csv, .parquet, also .gz and .zst; - is standard input; []: the text of this
+        /// checkout. A weight behind each, such as "books=0.3", says in what proportion training draws from them.
+        ///
+        /// Paths are relative to the folder that the program is started in.
+        paths: Vec<String> = Vec::new();
+        /// auto: by names and first bytes; or text, json (rows), csv or parquet for all files.
+        format: DataFormat = DataFormat::Auto;
+        /// bytes, bpe (trained on the data) or the path of a tokenizer.json.
+        tokenizer: TokenizerChoice = TokenizerChoice::Bytes;
+        /// Tokens of a tokenizer trained on the data.
+        ///
+        /// At least one for each byte and one that ends a document.
+        bpe_vocab_size: usize = 8192, in Range::whole(257..=1 << 24);
+        /// Whether the documents of a sequence are separate: no token sees another document, positions begin at 0 in each, and
+        /// the first token of a document is not predicted from the one before.
+        ///
+        /// See [`Batch::separate_documents`](moeworks_infer::data::Batch::separate_documents).
+        separate_documents: bool = false;
+        /// Share of the tokens held out for validation, 0 to 0.5.
+        validation_fraction: f64 = 0.05, in Range::number(0.0..=0.5);
+        /// Seed that chooses the held-out tokens, independent of train.seed.
+        ///
+        /// The same text and sequence length give the same ones whatever the seed of training is.
+        validation_seed: u64 = 1, in Range::COUNT;
+        /// Field of JSON rows and column of CSV and Parquet files that holds the text; a.b is field b within a.
+        text_field: String = "text".into();
+        /// Run or model whose embeddings model.router.hash = "clustered" clusters.
+        #[serde(serialize_with = "super::as_text")]
+        hash_embeddings: PathBuf = PathBuf::new();
+        /// Folder of tokenised data; "": moeworks in the user's cache folder.
+        #[serde(serialize_with = "super::as_text")]
+        cache_dir: PathBuf = PathBuf::new();
     }
 }
 

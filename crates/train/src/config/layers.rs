@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 use serde::Deserialize;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
@@ -11,28 +12,11 @@ use toml::{Spanned, Table, Value};
 use moeworks_model::ModelConfig;
 use moeworks_model::hf::ModelFolder;
 
+use super::table::{SettingRow, setting_rows};
 use super::{ConfigError, RunConfig, TokenizerChoice, presets, schemes};
 
 /// The setting that brings others with it.
 const SCHEME: &str = "model.router.kind";
-
-/// Settings that are a number or the text of a ramp.
-const RAMPS: [&str; 14] = [
-    "model.jitter",
-    "model.router.bias_update_rate",
-    "model.router.noise_std",
-    "model.router.input_dropout",
-    "model.router.temperature",
-    "train.balance_coef",
-    "train.device_coef",
-    "train.communication_coef",
-    "train.sequence_coef",
-    "train.importance_coef",
-    "train.load_coef",
-    "train.local_entropy_coef",
-    "train.global_entropy_coef",
-    "train.z_coef",
-];
 
 /// What a user asks for, from the weakest layer to the strongest: defaults, preset, file, single settings.
 #[derive(Clone, Debug, Default)]
@@ -146,12 +130,14 @@ struct Settings {
     table: Table,
     /// Where each setting was given, for messages about values that only clash with others.
     origins: BTreeMap<String, String>,
+    /// The table of settings.
+    rows: Rc<[SettingRow]>,
 }
 
 impl Settings {
     fn new(config: RunConfig) -> Self {
         let table = super::print::to_table(&config);
-        Self { config, table, origins: BTreeMap::new() }
+        Self { config, table, origins: BTreeMap::new(), rows: setting_rows().into() }
     }
 
     fn put_file(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
@@ -179,6 +165,10 @@ impl Settings {
 
     fn put(&mut self, given: Given<'_>) -> Result<(), ConfigError> {
         let Given { setting, value, text, origin } = given;
+        let rows = Rc::clone(&self.rows);
+        let row = rows.iter().find(|row| row.name == setting || row.old_name.as_deref() == Some(setting));
+        let (setting, is_ramp) = row.map_or((setting, false), |row| (row.name.as_str(), row.is_ramp));
+        let is_old = setting != given.setting;
         let Some(current) = find(&mut self.table, setting) else {
             return Err(ConfigError::Unknown { origin, setting: setting.into(), hint: self.hint(setting) });
         };
@@ -189,7 +179,11 @@ impl Settings {
             value: shown.clone(),
             expected,
         };
-        *current = fit(value, current, text, RAMPS.contains(&setting)).map_err(|expected| wrong(expected.into()))?;
+        *current = match value {
+            // What a setting was before it got another name.
+            Value::Boolean(_) if is_old => value,
+            value => fit(value, current, text, is_ramp).map_err(|expected| wrong(expected.into()))?,
+        };
         let kind = self.config.model.router.kind;
         self.config = RunConfig::deserialize_table(&self.table).map_err(wrong)?;
         self.origins.insert(setting.into(), origin.clone());

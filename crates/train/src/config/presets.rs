@@ -1,7 +1,7 @@
 //! Named starting points: model shapes that the literature has shown to work, with training settings that suit them.
 
 use moeworks_model::{ActivationKind, ModelConfig, QkNorm};
-use moeworks_moe::Ramp;
+use moeworks_moe::{Ramp, ScoreOrder};
 
 use super::{ConfigError, RunConfig, TokenizerChoice, TrainConfig};
 
@@ -82,7 +82,7 @@ fn olmoe_like() -> (ModelConfig, TrainConfig, usize) {
         num_experts: 64,
         top_k: 8,
         expert_width: 256,
-        softmax_before_topk: true,
+        score_order: ScoreOrder::SoftmaxThenTopK,
         normalize_weights: false,
         norm_eps: 1e-5,
         max_seq_len: 4096,
@@ -108,7 +108,7 @@ fn switch_like() -> (ModelConfig, TrainConfig, usize) {
         moe_every: 2,
         dense_width: 1536,
         activation: ActivationKind::Relu,
-        softmax_before_topk: true,
+        score_order: ScoreOrder::SoftmaxThenTopK,
         normalize_weights: false,
         capacity_factor: 1.25,
         jitter: Ramp::constant(1e-2),
@@ -132,7 +132,7 @@ fn deepseek_like() -> (ModelConfig, TrainConfig, usize) {
         top_k: 6,
         expert_width: 176,
         shared_width: 352,
-        softmax_before_topk: true,
+        score_order: ScoreOrder::SoftmaxThenTopK,
         normalize_weights: false,
         max_seq_len: 4096,
         ..ModelConfig::default()

@@ -7,7 +7,7 @@ use moeworks_infer::data::{Batch, DataError, Encode, Notes, ReadSummary, SpanLen
 use moeworks_tensor::{Purpose, Random};
 
 use super::windows::Split;
-use super::{Blend, Mix, Permutation, Windows};
+use super::{Blend, DatasetError, Mix, Permutation, Windows};
 use crate::config::RunConfig;
 
 /// The stream of random numbers that orders the held-out windows; epochs never get this far.
@@ -90,13 +90,16 @@ pub struct Dataset {
     blend: Blend,
     options: DatasetOptions,
     spans: Option<SpanRule>,
+    /// The token that ends a document, where the documents of a sequence are separate.
+    separator: Option<u32>,
     num_files: usize,
 }
 
 impl Dataset {
     /// Reads the sources of `mix` through the token cache and splits each as `config` says. Warns in one line of rows that are
     /// passed over.
-    pub fn open(config: &RunConfig, mix: &Mix, tokenizer: &dyn Encode) -> Result<Self, DataError> {
+    pub fn open(config: &RunConfig, mix: &Mix, tokenizer: &dyn Encode) -> Result<Self, DatasetError> {
+        let separator = separator(config, tokenizer)?;
         let (options, place) = (DatasetOptions::of(config), config.cache_place());
         let (mut parts, mut notes, mut num_files) = (Vec::new(), Notes::default(), 0);
         for source in mix.sources() {
@@ -107,11 +110,11 @@ impl Dataset {
         }
         mix.warn(&notes);
         let parts = parts.into_iter().map(|(tokens, name)| part(tokens, options, name)).collect::<Result<_, _>>()?;
-        Ok(Self { parts, blend: Blend::new(mix.weights()), options, spans: None, num_files })
+        Ok(Self { parts, blend: Blend::new(mix.weights()), options, spans: None, separator, num_files })
     }
 
     /// Batches of `tokens`. `place` names the data where it is too short for one sequence.
-    pub fn new(tokens: Arc<TokenStore>, options: DatasetOptions, place: &str) -> Result<Self, DataError> {
+    pub fn new(tokens: Arc<TokenStore>, options: DatasetOptions, place: &str) -> Result<Self, DatasetError> {
         Self::blended(vec![(tokens, place.into())], &[1.0], options)
     }
 
@@ -120,10 +123,10 @@ impl Dataset {
         sources: Vec<(Arc<TokenStore>, String)>,
         weights: &[f64],
         options: DatasetOptions,
-    ) -> Result<Self, DataError> {
+    ) -> Result<Self, DatasetError> {
         let num_files = sources.len();
         let parts = sources.into_iter().map(|(tokens, name)| part(tokens, options, name)).collect::<Result<_, _>>()?;
-        Ok(Self { parts, blend: Blend::new(weights), options, spans: None, num_files })
+        Ok(Self { parts, blend: Blend::new(weights), options, spans: None, separator: None, num_files })
     }
 
     /// The sources.
@@ -181,6 +184,12 @@ impl Dataset {
         Self { spans: rule, ..self }
     }
 
+    /// The same texts with documents that do not see each other, each ended by `separator`.
+    #[must_use]
+    pub fn with_separate_documents(self, separator: u32) -> Self {
+        Self { separator: Some(separator), ..self }
+    }
+
     /// What a sequence becomes where spans are left out.
     #[must_use]
     pub fn span_lengths(&self) -> Option<SpanLengths> {
@@ -191,6 +200,28 @@ impl Dataset {
     #[must_use]
     pub fn targets_per_sequence(&self) -> usize {
         self.span_lengths().map_or(self.options.seq_len, |lengths| lengths.answer)
+    }
+
+    /// Tokens of step `step`, on all ranks, that have a loss.
+    #[must_use]
+    pub fn targets_of_step(&self, step: u64) -> usize {
+        let num_micro = self.options.grad_accumulation;
+        if self.separator.is_none() {
+            return self.options.batch_size * self.targets_per_sequence() * num_micro;
+        }
+        let mut batch = Batch::default();
+        let count = |micro| {
+            self.fill_train_batch(step, micro, &mut batch);
+            batch.num_targets()
+        };
+        (0..num_micro).map(count).sum::<usize>().max(1)
+    }
+
+    /// Makes the documents of a filled batch separate where they are to be.
+    fn separate(&self, batch: &mut Batch) {
+        if let Some(separator) = self.separator {
+            batch.separate_documents(separator);
+        }
     }
 
     /// Adds the window of `tokens` that begins at token `start`; `random` says what is left out.
@@ -251,6 +282,7 @@ impl Dataset {
             let random = Random::new(self.options.seed, Purpose::Spans, position);
             self.push(tokens, split.train.tokens(permutation.at(item)).start, &random, batch);
         }
+        self.separate(batch);
     }
 
     /// The first `max_batches` batches of the held-out windows, all of them for 0. They come in a fixed mixed order, so
@@ -274,6 +306,7 @@ impl Dataset {
                 let random = Random::new(seed, Purpose::Spans, VALIDATION_STREAM - position);
                 self.push(tokens, split.validation.tokens(orders[source].at(item)).start, &random, &mut batch);
             }
+            self.separate(&mut batch);
             batch
         })
     }
@@ -284,15 +317,23 @@ fn seed_of(seed: u64, source: usize) -> u64 {
     seed.wrapping_add((source as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
+/// The token that ends a document, where `config` asks for separate ones.
+fn separator(config: &RunConfig, tokenizer: &dyn Encode) -> Result<Option<u32>, DatasetError> {
+    if !config.data.separate_documents {
+        return Ok(None);
+    }
+    tokenizer.eos().map(Some).ok_or(DatasetError::NoSeparator)
+}
+
 /// A source of `tokens`, split as the options say.
-fn part(tokens: Arc<TokenStore>, options: DatasetOptions, name: String) -> Result<Part, DataError> {
+fn part(tokens: Arc<TokenStore>, options: DatasetOptions, name: String) -> Result<Part, DatasetError> {
     let DatasetOptions { seq_len, validation_fraction, validation_seed, .. } = options;
     if tokens.is_empty() {
-        return Err(DataError::NoText { place: name, skipped: String::new() });
+        return Err(DataError::NoText { place: name, skipped: String::new() }.into());
     }
     let split = Split::new(tokens.len(), seq_len as u64, validation_fraction, validation_seed);
     if split.train.is_empty() {
-        return Err(DataError::TooShort { place: name, tokens: tokens.len(), needed: seq_len as u64 + 1 });
+        return Err(DatasetError::TooShort { place: name, tokens: tokens.len(), needed: seq_len as u64 + 1 });
     }
     if split.validation.is_empty() && validation_fraction > 0.0 {
         tracing::warn!("{name}: too short to hold anything out for validation");

@@ -117,3 +117,86 @@ fn data_shorter_than_a_sequence_says_what_there_is_and_what_is_needed() {
     assert_eq!(error.to_string(), expected);
     assert_eq!(dataset(8, OPTIONS).parts()[0].train().len(), 1);
 }
+
+/// The token that ends documents.
+const EOS: u32 = 5;
+
+/// Documents of random lengths, each ended by [`EOS`].
+fn documents(lens: &[u64]) -> Dataset {
+    let mut tokens = Vec::new();
+    for (i, &len) in lens.iter().enumerate() {
+        tokens.extend((0..len).map(|at| 10 + (i as u32 * 31 + at as u32) % 90));
+        tokens.push(EOS);
+    }
+    Dataset::new(Arc::new(TokenStore::from(tokens)), OPTIONS, "here").unwrap().with_separate_documents(EOS)
+}
+
+proptest! {
+    #[test]
+    fn the_pieces_of_a_batch_are_its_documents(lens in prop::collection::vec(1_u64..30, 10..60), step in 0_u64..9) {
+        let data = documents(&lens);
+        let batches = (0..2).map(|micro| data.train_batch(step, micro)).chain(data.validation_batches(0));
+        let batches: Vec<Batch> = batches.collect();
+        prop_assert!(batches.len() > 2, "some are held out");
+        for batch in &batches {
+            prop_assert_eq!(batch.tokens().check_segments(), Ok(()));
+            let ends = batch.inputs.iter().filter(|&&id| id == EOS).count();
+            prop_assert!(batch.segments.len() >= ends.max(batch.num_sequences));
+            prop_assert_eq!(batch.num_targets(), batch.inputs.len() - ends);
+        }
+        prop_assert_eq!(data.targets_of_step(step), batches[..2].iter().map(Batch::num_targets).sum::<usize>());
+    }
+
+    /// A resumed run asks for the batch of a step, whatever its size; a rank keeps its share of the sequences.
+    #[test]
+    fn resumed_runs_and_ranks_take_the_same_pieces(lens in prop::collection::vec(1_u64..30, 10..60), num_ranks in 1_usize..4) {
+        let data = documents(&lens);
+        let mut whole = Batch::default();
+        data.fill_sequences(0, 12, &mut whole);
+        let steps = [(0, 0), (0, 1), (1, 0), (1, 1)].map(|(step, micro)| data.train_batch(step, micro));
+        let pieces = |batches: &[Batch]| batches.iter().flat_map(|batch| batch.segments.clone()).collect::<Vec<_>>();
+        prop_assert_eq!(pieces(&steps), &whole.segments[..]);
+        let shares: Vec<Batch> = (0..num_ranks).map(|rank| {
+            let mut share = whole.clone();
+            share.keep(12 * rank / num_ranks..12 * (rank + 1) / num_ranks);
+            share
+        }).collect();
+        prop_assert_eq!(pieces(&shares), &whole.segments[..]);
+        prop_assert!(shares.iter().all(|share| share.tokens().check_segments().is_ok()));
+    }
+}
+
+#[test]
+fn without_separate_documents_a_sequence_is_one_piece_and_all_its_tokens_have_a_target() {
+    let data = dataset(1000, OPTIONS);
+    assert!(data.train_batch(0, 0).segments.is_empty());
+    assert_eq!(data.targets_of_step(3), 3 * 7 * 2);
+}
+
+#[test]
+fn separate_documents_need_a_tokenizer_that_ends_them() {
+    struct Endless;
+    impl Encode for Endless {
+        fn encode(&self, _: &str, _: &mut Vec<u32>) -> Result<(), String> {
+            Ok(())
+        }
+
+        fn eos(&self) -> Option<u32> {
+            None
+        }
+
+        fn vocab_size(&self) -> usize {
+            256
+        }
+
+        fn fingerprint(&self) -> u128 {
+            0
+        }
+    }
+    let mut config = RunConfig::default();
+    assert_eq!(separator(&config, &Endless).unwrap(), None);
+    config.data.separate_documents = true;
+    let error = separator(&config, &Endless).unwrap_err().to_string();
+    assert!(error.starts_with("data.separate_documents = true: the tokenizer has no token that ends"), "{error}");
+    assert_eq!(separator(&config, &moeworks_model::Tokenizer::bytes()).unwrap(), Some(256));
+}

@@ -4,7 +4,7 @@ use moeworks_model::{BalanceKind, PassOptions, RouterNoise};
 use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_tensor::DType;
 
-use crate::config::{BalanceChoice, RunConfig, ScheduleKind};
+use crate::config::{RunConfig, ScheduleKind};
 use crate::data::Dataset;
 use crate::lr_schedule::{Decay, LrSchedule};
 use crate::optimizer::AdamWConfig;
@@ -16,15 +16,10 @@ pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microba
     let train = &config.train;
     let num_micro = batch.num;
     let share = |coefficient: &Ramp| (coefficient.at(batch.progress) / num_micro as f64) as f32;
-    let balance = match train.balance {
-        BalanceChoice::Layer => BalanceKind::Layer,
-        BalanceChoice::Pooled | BalanceChoice::None => BalanceKind::Pooled,
-        BalanceChoice::Gshard => BalanceKind::Gshard,
-    };
     let most = (config.model.moe().num_choosable().max(1) as f64).ln();
     PassOptions {
-        balance,
-        balance_coef: if train.balance == BalanceChoice::None { 0.0 } else { share(&train.balance_coef) },
+        balance: train.balance,
+        balance_coef: if train.balance == BalanceKind::None { 0.0 } else { share(&train.balance_coef) },
         device_coef: share(&train.device_coef),
         communication_coef: share(&train.communication_coef),
         sequence_coef: share(&train.sequence_coef),
@@ -41,7 +36,7 @@ pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microba
         first_token: 0,
         noise: Some(RouterNoise { seed: train.seed, step: batch.number() }),
         checkpoint_layers: train.checkpoint_layers,
-        grad_scale: 1.0 / (train.batch_size * dataset.targets_per_sequence() * num_micro) as f32,
+        grad_scale: 1.0 / dataset.targets_of_step(batch.step) as f32,
     }
 }
 

@@ -110,6 +110,7 @@ fn check_resumable(run_dir: &Path, stored: &RunConfig, given: &RunConfig) -> Res
         let mut settings = Vec::new();
         flatten("model", serde_json::to_value(&config.model)?, &mut settings);
         settings.push(("data.tokenizer".to_owned(), String::from(config.data.tokenizer.clone())));
+        settings.push(("data.separate_documents".to_owned(), config.data.separate_documents.to_string()));
         settings.push(("data.validation_seed".to_owned(), config.data.validation_seed.to_string()));
         settings.push(("data.bpe_vocab_size".to_owned(), config.data.bpe_vocab_size.to_string()));
         settings.push(("data.hash_embeddings".to_owned(), config.data.hash_embeddings.display().to_string()));

@@ -2,12 +2,12 @@
 
 use moeworks_gpu::{Gpu, GpuError};
 use moeworks_infer::system::System;
-use moeworks_model::account::{Parameters, shape};
-use moeworks_model::{Tokenizer, WeightGroup, WeightTable};
+use moeworks_model::account::{Kept, shape};
+use moeworks_model::{Tokenizer, WeightTable};
 use moeworks_ops::Context;
 use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
 
-use crate::config::{ConfigError, GradientType, Precision, RunConfig};
+use crate::config::{ConfigError, Precision, RunConfig, TrainConfig};
 use crate::error::TrainError;
 use crate::parallel::Ranks;
 
@@ -45,26 +45,17 @@ pub(super) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ran
 
 /// The memory that the rank with the most keeps from step to step.
 fn state_of_rank(config: &RunConfig) -> RankMemory {
-    let is_bf16 = config.train.precision.has_bf16_copies();
+    let TrainConfig { precision, checkpoint_layers, expert_gradients, seq_len, .. } = config.train;
     let workload = Workload {
         tokens: Tokens::OfEachRank(0),
-        precision: config.train.precision.kept(),
+        precision,
         zero: config.parallel.zero,
+        expert_gradient_bytes: expert_gradients.bytes(),
     };
     // Settings that give no table are refused where a run begins.
     let table = config.weight_table().unwrap_or_else(|_| WeightTable::new(&config.model));
-    let shape = shape(&config.model, &table, config.train.seq_len, is_bf16);
-    let of_rank = rank_memory(&shape, &workload, &config.parallel.layout());
-    let parameters = Parameters::of_table(&config.model, &table);
-    // Frozen weights have neither gradients nor moments: about the same share on each rank.
-    let trained = parameters.trainable() as f64 / parameters.total().max(1) as f64;
-    // On one rank, gradients of experts may be half as long.
-    let of_experts = match config.train.expert_gradients {
-        GradientType::F32 => 0,
-        GradientType::Bf16 => 2 * parameters.trainable_of(WeightGroup::Experts),
-    };
-    let gradients = of_rank.gradients * trained - of_experts as f64;
-    RankMemory { gradients, optimizer: of_rank.optimizer * trained, ..of_rank }
+    let shape = shape(&config.model, &table, seq_len, Kept { precision, checkpoint_layers });
+    rank_memory(&shape, &workload, &config.parallel.layout())
 }
 
 /// The part of that on a GPU: without the optimizer these are gradients, and the weights that products read.
@@ -72,7 +63,7 @@ fn bytes_on_gpu(config: &RunConfig, of_rank: &RankMemory) -> f64 {
     if !config.train.offload_optimizer {
         return of_rank.state();
     }
-    let precision = config.train.precision.kept();
+    let precision = config.train.precision;
     let read = precision.bytes() as f64 / precision.weight_bytes() as f64;
     of_rank.weights * read + of_rank.gradients
 }
@@ -105,7 +96,10 @@ pub fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Context, Gpu
 
 #[cfg(test)]
 mod tests {
+    use moeworks_model::account::Parameters;
+
     use super::*;
+    use crate::config::GradientType;
 
     #[test]
     fn of_18_bytes_a_weight_6_are_on_a_gpu_without_the_optimizer_and_2_less_with_gradients_of_experts_in_bf16() {

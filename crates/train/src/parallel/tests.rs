@@ -9,7 +9,7 @@ use moeworks_model::{
 };
 use moeworks_moe::{EntropyRule, Overflow, Ramp, RouterConfig, RouterKind, ScoreFunction};
 use moeworks_ops::linear::Write;
-use moeworks_plan::{Algorithm, Exchange, Moving, Order, Placement, Wire};
+use moeworks_plan::{Algorithm, Exchange, Moving, Placement, RankOrder, Wire};
 use moeworks_tensor::{DType, Purpose, Random};
 
 use super::gather::Held;
@@ -351,7 +351,7 @@ fn tokens_of_a_group_go_to_experts_in_runs_of_any_length() {
         check(&Case { num_sequences, checkpoint_layers: true, ..sliced((1, 2, 2), model()) });
     }
     let mut apart = sliced((2, 2, 2), model());
-    apart.layout.order = Order::Apart;
+    apart.layout.order = RankOrder::DpInner;
     check(&apart);
     for kind in [RouterKind::NoisyTopK, RouterKind::Hash] {
         check(&sliced((1, 1, 2), ModelConfig { router: RouterConfig { kind, ..RouterConfig::default() }, ..model() }));
@@ -440,7 +440,7 @@ fn gradients_and_weights_that_ranks_share_out_are_those_of_one_rank() {
 #[test]
 fn groups_that_lie_apart_give_the_step_of_one_rank() {
     let mut case = case(2, 3);
-    case.layout.order = Order::Apart;
+    case.layout.order = RankOrder::DpInner;
     check(&case);
 }
 

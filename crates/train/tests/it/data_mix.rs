@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use moeworks_infer::data::{DataError, ReadPhase, Watch};
 use moeworks_model::Tokenizer;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
-use moeworks_train::data::{Dataset, Mix};
+use moeworks_train::data::{Dataset, DatasetError, Mix};
 use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart, LanguageModelTrainer};
 use moeworks_train::{Event, Outcome, Requests, TrainError, resumed_config};
 
@@ -61,7 +61,7 @@ impl Texts {
         self.0.path().join(name).display().to_string()
     }
 
-    fn dataset(&self, names: &[&str]) -> Result<Dataset, DataError> {
+    fn dataset(&self, names: &[&str]) -> Result<Dataset, DatasetError> {
         let paths: Vec<String> = names.iter().map(|name| self.path(name)).collect();
         let config = config(&self.0.path().join("cache"), &paths, &[]);
         Dataset::open(&config, &Mix::find(&config.data.texts(), &Watch::default())?, &Tokenizer::bytes())

@@ -9,5 +9,6 @@ mod freeze;
 mod listed;
 mod lost_ranks;
 mod offload;
+mod pages;
 mod real_text;
 mod steps;

@@ -1,6 +1,7 @@
 //! GPT-OSS (2508.10925): attention sinks, alternating sliding windows, biases everywhere, a clamped SwiGLU. Experts are
 //! transposed on disk, the columns of gate and up alternate; OpenAI published them in blocks of four-bit floats (MXFP4).
 
+use moeworks_moe::ScoreOrder;
 use serde_json::{Map, Value, json};
 
 use crate::config::{ActivationKind, ModelConfig, RopeScaling};
@@ -62,7 +63,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     config.variant.output_bias = config.variant.qkv_bias;
     config.variant.sinks = true;
     keys.experts(&mut config, "intermediate_size")?;
-    config.softmax_before_topk = false;
+    config.score_order = ScoreOrder::TopKThenSoftmax;
     config.normalize_weights = true;
     config.variant.router_bias = true;
     config.variant.feed_forward_bias = true;

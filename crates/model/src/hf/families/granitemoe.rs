@@ -1,5 +1,6 @@
 //! Granite-MoE: stacked experts, softmax over the chosen logits, multipliers on embeddings, attention, residuals and logits.
 
+use moeworks_moe::ScoreOrder;
 use serde_json::{Map, Value, json};
 
 use crate::config::ModelConfig;
@@ -49,7 +50,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     config.variant.qkv_bias = keys.flag("attention_bias")?;
     config.variant.output_bias = config.variant.qkv_bias;
     keys.experts(&mut config, "intermediate_size")?;
-    config.softmax_before_topk = false;
+    config.score_order = ScoreOrder::TopKThenSoftmax;
     config.normalize_weights = true;
     config.variant.attention_scale = keys.multiplier("attention_multiplier")?;
     config.variant.embedding_multiplier = keys.multiplier("embedding_multiplier")?;

@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::router::blocks;
 use crate::router::logits::{LogitGrads, NoisyInput, PROJECTION, SavedLogits, SchemeLogits, store};
-use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc, Sizes, at_most, positive};
+use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc};
 use crate::router::score_router::ScoreRouter;
 use crate::router::state::{Init, WeightShape};
-use crate::{MoeConfig, MoeWeights};
+use crate::{MoeConfig, MoeWeights, Range};
 
 /// `[1]`: the logarithm of one over the temperature.
 const LOG_SCALE: &str = "log_scale";
@@ -26,13 +26,15 @@ static DOC: SchemeDoc = SchemeDoc {
         SettingDoc {
             name: "cosine_dim",
             default: "0",
-            range: "0 to 65536",
+            range: Range::whole(0..=1 << 16),
+            values: "",
             comment: "Width of the cosine router's projection; 0: 256, or the width of the model if that is less.",
         },
         SettingDoc {
             name: "cosine_temperature",
             default: "0.5",
-            range: "above 0",
+            range: Range::POSITIVE,
+            values: "",
             comment: "The temperature that the cosine router's learned one starts from.",
         },
     ],
@@ -75,9 +77,9 @@ impl RoutingScheme for Cosine {
         &DOC
     }
 
-    fn check_settings(&self, _: Sizes) -> Check {
-        positive("router.cosine_temperature", f64::from(self.temperature))?;
-        at_most("router.cosine_dim", self.dim, 1 << 16)
+    fn check_ranges(&self) -> Check {
+        DOC.check("router.cosine_temperature", &self.temperature)?;
+        DOC.check("router.cosine_dim", &self.dim)
     }
 
     fn matrix_shape(&self, config: &MoeConfig) -> [usize; 2] {

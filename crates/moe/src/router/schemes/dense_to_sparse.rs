@@ -8,28 +8,31 @@ use crate::router::input::RouterInput;
 use crate::router::logits::{NoisyInput, SchemeLogits};
 use crate::router::noise::LogitNoise;
 use crate::router::replay::Replay;
-use crate::router::scheme::{Check, FusedOps, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, share, wrong};
+use crate::router::scheme::{Check, FusedOps, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, wrong};
 use crate::router::score_router::ScoreRouter;
-use crate::{MoeConfig, Ramp, RampShape};
+use crate::{MoeConfig, Ramp, RampShape, Range};
 
 static DOC: SchemeDoc = SchemeDoc {
     settings: &[
         SettingDoc {
             name: "dense_start",
             default: "0",
-            range: "0, or top_k to num_experts",
+            range: Range::whole(0..=1 << 20),
+            values: "0, or from top_k to num_experts",
             comment: "Experts of a token that dense_to_sparse begins with; 0: all.",
         },
         SettingDoc {
             name: "dense_share",
             default: "0.25",
-            range: "above 0, at most 1",
+            range: Range::POSITIVE_SHARE,
+            values: "",
             comment: "Share of the run's steps over which dense_to_sparse falls to top_k experts.",
         },
         SettingDoc {
             name: "dense_shape",
             default: "\"linear\"",
-            range: "linear, cosine, exponential or step",
+            range: Range::Any,
+            values: "linear, cosine, exponential or step",
             comment: "The way of that fall: linear, cosine, exponential (in equal factors) or step (all at once).",
         },
     ],
@@ -77,8 +80,9 @@ impl RoutingScheme for DenseToSparse {
         &DOC
     }
 
-    fn check_settings(&self, _: Sizes) -> Check {
-        share("router.dense_share", self.share)
+    fn check_ranges(&self) -> Check {
+        DOC.check("router.dense_start", &self.start)?;
+        DOC.check("router.dense_share", &self.share)
     }
 
     fn check(&self, _: &RouterConfig, Sizes { num_experts, top_k }: Sizes) -> Check {

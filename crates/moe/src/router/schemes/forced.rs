@@ -5,6 +5,7 @@ use moeworks_ops::random::fill_gumbels;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::Range;
 use crate::router::config::RouterConfig;
 use crate::router::input::Draw;
 use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, wrong};
@@ -23,25 +24,29 @@ static DOC: SchemeDoc = SchemeDoc {
         SettingDoc {
             name: "forced_load",
             default: "\"balanced\"",
-            range: "balanced, zipf or hot",
+            range: Range::Any,
+            values: "balanced, zipf or hot",
             comment: "The load that forced gives experts: balanced (each as many tokens), zipf or hot (some get more).",
         },
         SettingDoc {
             name: "forced_zipf",
             default: "1.0",
-            range: "0 to 16",
+            range: Range::number(0.0..=16.0),
+            values: "",
             comment: "With zipf: expert i, from 1, is drawn with a probability of 1 over i to the power of this.",
         },
         SettingDoc {
             name: "forced_hot_experts",
             default: "1",
-            range: "1 to num_experts",
+            range: Range::whole(1..=1 << 20),
+            values: "from 1 to num_experts",
             comment: "With hot: the first experts that are hot.",
         },
         SettingDoc {
             name: "forced_hot_share",
             default: "0.5",
-            range: "0 to 1",
+            range: Range::SHARE,
+            values: "",
             comment: "With hot: the probability that a choice is one of these.",
         },
     ],
@@ -114,17 +119,10 @@ impl RoutingScheme for Forced {
         &DOC
     }
 
-    fn check_settings(&self, _: Sizes) -> Check {
-        if !(0.0..=16.0).contains(&self.zipf) {
-            return wrong("router.forced_zipf", &self.zipf, "must be a number from 0 to 16");
-        }
-        if !(0.0..=1.0).contains(&self.hot_share) {
-            return wrong("router.forced_hot_share", &self.hot_share, "must be a number from 0 to 1");
-        }
-        if self.hot_experts == 0 {
-            return wrong("router.forced_hot_experts", &0, "must be at least 1");
-        }
-        Ok(())
+    fn check_ranges(&self) -> Check {
+        DOC.check("router.forced_zipf", &self.zipf)?;
+        DOC.check("router.forced_hot_share", &self.hot_share)?;
+        DOC.check("router.forced_hot_experts", &self.hot_experts)
     }
 
     fn check(&self, _: &RouterConfig, Sizes { num_experts, .. }: Sizes) -> Check {

@@ -4,24 +4,26 @@ use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use crate::NO_EXPERT;
 use crate::router::input::Draw;
 use crate::router::replay::Replay;
-use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc, Sizes, share};
+use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc};
 use crate::router::score_router::ScoreRouter;
+use crate::{NO_EXPERT, Range};
 
 static DOC: SchemeDoc = SchemeDoc {
     settings: &[
         SettingDoc {
             name: "second",
             default: "\"random\"",
-            range: "always, random or threshold",
+            range: Range::Any,
+            values: "always, random or threshold",
             comment: "When gshard's second expert is used: always, random (by its weight) or threshold.",
         },
         SettingDoc {
             name: "second_threshold",
             default: "0.5",
-            range: "above 0, at most 1",
+            range: Range::POSITIVE_SHARE,
+            values: "",
             comment: "Its threshold: 0.5 in GShard, 0.2 in ST-MoE.",
         },
     ],
@@ -69,8 +71,8 @@ impl RoutingScheme for Gshard {
         &DOC
     }
 
-    fn check_settings(&self, _: Sizes) -> Check {
-        share("router.second_threshold", f64::from(self.second_threshold))
+    fn check_ranges(&self) -> Check {
+        DOC.check("router.second_threshold", &self.second_threshold)
     }
 
     fn fixed_top_k(&self) -> Option<usize> {

@@ -12,7 +12,7 @@ use crate::router::scheme::{RouterOption, RoutingScheme, SchemeDoc, SettingDoc, 
 use crate::router::score_router::ScoreRouter;
 use crate::router::scores::Scores;
 use crate::router::state::{Init, WeightShape};
-use crate::{MoeConfig, MoeWeights};
+use crate::{MoeConfig, MoeWeights, Range};
 
 /// In the state of a router: `[ids, K]`, the experts of each id of a token as numbers, -1 for none.
 const HASH_TABLE: &str = "hash_table";
@@ -24,7 +24,8 @@ static DOC: SchemeDoc = SchemeDoc {
     settings: &[SettingDoc {
         name: "hash",
         default: "\"random\"",
-        range: "random, balanced or clustered",
+        range: Range::Any,
+        values: "random, balanced or clustered",
         comment: "Which experts hash sends ids of tokens to: random ones, balanced by how often ids stand in the\n\
                   training text, or clustered: those of ids with near embeddings (data.hash_embeddings) are the same.",
     }],

@@ -32,7 +32,7 @@ use crate::router::replay::Replay;
 use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, wrong};
 use crate::router::score_router::ScoreRouter;
 use crate::router::state::{Init, WeightShape};
-use crate::{MoeConfig, MoeWeights};
+use crate::{MoeConfig, MoeWeights, Range};
 
 /// The vectors of the clusters, level by level from the top; those of the experts are the router's matrix.
 const TREE: &str = "tree.weight";
@@ -42,14 +42,16 @@ static DOC: SchemeDoc = SchemeDoc {
         SettingDoc {
             name: "tree",
             default: "\"\"",
-            range: "numbers of at least 2 whose product divides the number of experts",
+            range: Range::Any,
+            values: "numbers of at least 2 whose product divides the number of experts",
             comment: "Clusters of hierarchical: how many, how many in each of these, and so on, such as \"8\" or \"4, 4\";\n\
                       empty: one level, about as many as each has experts.",
         },
         SettingDoc {
             name: "tree_beam",
             default: "0",
-            range: "at least as many as leave a token top_k experts",
+            range: Range::whole(0..=1 << 20),
+            values: "at least as many as leave a token top_k experts",
             comment: "Clusters that a token opens at each level; 0: top_k.",
         },
     ],
@@ -109,6 +111,10 @@ impl Hierarchical {
 impl RoutingScheme for Hierarchical {
     fn doc(&self) -> &'static SchemeDoc {
         &DOC
+    }
+
+    fn check_ranges(&self) -> Check {
+        DOC.check("router.tree_beam", &self.beam)
     }
 
     fn check_settings(&self, sizes: Sizes) -> Check {

@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::router::config::RouterConfig;
 use crate::router::logits::{LogitGrads, NoisyInput, PROJECTION, SavedLogits, SchemeLogits, product};
-use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc, Sizes, at_most, wrong};
+use crate::router::scheme::{Check, FusedOps, RoutingScheme, SchemeDoc, SettingDoc, Sizes, wrong};
 use crate::router::score_router::ScoreRouter;
 use crate::router::state::{Init, WeightShape};
-use crate::{MoeConfig, MoeWeights};
+use crate::{MoeConfig, MoeWeights, Range};
 
 /// Added to the mean square that a projected token is divided by the root of.
 const EPS: f32 = 1e-6;
@@ -23,13 +23,15 @@ static DOC: SchemeDoc = SchemeDoc {
         SettingDoc {
             name: "low_rank_dim",
             default: "0",
-            range: "0 to 65536",
+            range: Range::whole(0..=1 << 16),
+            values: "",
             comment: "Dimensions that low_rank projects tokens to; 0: half the number of experts, as in X-MoE.",
         },
         SettingDoc {
             name: "low_rank_normalize",
             default: "false",
-            range: "true or false; false with one dimension",
+            range: Range::Any,
+            values: "true or false; false with one dimension",
             comment: "Whether low_rank divides a projected token by its root mean square, so that its length does not matter.",
         },
     ],
@@ -66,8 +68,8 @@ impl RoutingScheme for LowRank {
         &DOC
     }
 
-    fn check_settings(&self, _: Sizes) -> Check {
-        at_most("router.low_rank_dim", self.dim, 1 << 16)
+    fn check_ranges(&self) -> Check {
+        DOC.check("router.low_rank_dim", &self.dim)
     }
 
     fn check(&self, _: &RouterConfig, Sizes { num_experts, .. }: Sizes) -> Check {

@@ -7,14 +7,12 @@ use serde::{Deserialize, Serialize};
 use crate::router::choice;
 use crate::router::config::RouterConfig;
 use crate::router::replay::Replay;
-use crate::router::scheme::{
-    Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, Weighing, positive, wrong,
-};
+use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Weighing};
 use crate::router::score_router::ScoreRouter;
 use crate::router::scores::{Gate, Scores};
 use crate::router::state::{Init, StepStats, WeightShape, sign};
 use crate::weights::NamedTensor;
-use crate::{LayerStats, MoeConfig, MoeWeights};
+use crate::{LayerStats, MoeConfig, MoeWeights, Range};
 
 /// In the state of a router: `[1]`, the weight of the L1 loss.
 const L1_WEIGHT: &str = "l1_weight";
@@ -24,19 +22,22 @@ static DOC: SchemeDoc = SchemeDoc {
         SettingDoc {
             name: "l1_start",
             default: "1e-8",
-            range: "above 0",
+            range: Range::POSITIVE,
+            values: "",
             comment: "The weight of relu's L1 loss at the beginning.",
         },
         SettingDoc {
             name: "l1_rate",
             default: "1.2",
-            range: "at least 1",
+            range: Range::at_least(1.0),
+            values: "",
             comment: "The factor by which it changes in a step, to hold the mean number of experts at top_k.",
         },
         SettingDoc {
             name: "l1_balanced",
             default: "true",
-            range: "true or false",
+            range: Range::Any,
+            values: "true or false",
             comment: "Whether the L1 loss of relu weighs an expert's gates by its load, which balances it.",
         },
     ],
@@ -72,12 +73,9 @@ impl RoutingScheme for Relu {
         &DOC
     }
 
-    fn check_settings(&self, _: Sizes) -> Check {
-        positive("router.l1_start", f64::from(self.l1_start))?;
-        if self.l1_rate >= 1.0 && self.l1_rate.is_finite() {
-            return Ok(());
-        }
-        wrong("router.l1_rate", &self.l1_rate, "must be a number of at least 1")
+    fn check_ranges(&self) -> Check {
+        DOC.check("router.l1_start", &self.l1_start)?;
+        DOC.check("router.l1_rate", &self.l1_rate)
     }
 
     /// A token has all experts whose weight is not 0: there is none to go to instead.

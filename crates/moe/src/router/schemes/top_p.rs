@@ -4,9 +4,10 @@ use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
+use crate::Range;
 use crate::router::choice;
 use crate::router::replay::Replay;
-use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc, Sizes, share};
+use crate::router::scheme::{Check, RouterOption, RoutingScheme, SchemeDoc, SettingDoc};
 use crate::router::score_router::ScoreRouter;
 use crate::router::scores::Scores;
 
@@ -14,7 +15,8 @@ static DOC: SchemeDoc = SchemeDoc {
     settings: &[SettingDoc {
         name: "top_p",
         default: "0.4",
-        range: "above 0, at most 1",
+        range: Range::POSITIVE_SHARE,
+        values: "",
         comment: "top_p takes the fewest experts whose probabilities add up to this.",
     }],
     companions: &[("model.normalize_weights", "false"), ("train.local_entropy_coef", "1e-4")],
@@ -45,8 +47,8 @@ impl RoutingScheme for TopP {
         &DOC
     }
 
-    fn check_settings(&self, _: Sizes) -> Check {
-        share("router.top_p", f64::from(self.p))
+    fn check_ranges(&self) -> Check {
+        DOC.check("router.top_p", &self.p)
     }
 
     fn allows(&self, option: RouterOption) -> bool {
