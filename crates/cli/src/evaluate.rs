@@ -75,7 +75,8 @@ fn print(model: &Model, result: &Evaluation) {
 /// The tokens of the texts, through the same cache as in training.
 fn tokens_of(model: &Model, args: &EvaluateArgs) -> Result<TokenStore, Failure> {
     let sources = Sources::find(&args.text.texts(), &reading::watch(Arc::default()))?;
-    let tokens = TokenStore::open(&sources, &model.tokenizer, &RunConfig::default().cache_place())?;
+    let place = RunConfig::default().cache_place(sources.watch().user_cache());
+    let tokens = TokenStore::open(&sources, &model.tokenizer, &place)?;
     tokens.notes().warn();
     notice!("Data:       {}", tokens.summary(sources.num_files()));
     if tokens.len() < 2 {

@@ -20,6 +20,7 @@ mod chat;
 mod completions;
 mod convert;
 mod doctor;
+mod environment;
 mod estimate;
 mod evaluate;
 mod exit_code;

@@ -11,7 +11,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Registry};
 
 use crate::args::TalkArgs;
-use crate::{output, terminal};
+use crate::{environment, output, terminal};
 
 /// The filter of the subscriber that this library installed; none where it found another.
 static FILTER: OnceLock<Option<Handle<EnvFilter, Registry>>> = OnceLock::new();
@@ -27,7 +27,8 @@ impl Log {
             TalkArgs { verbose: true, .. } => Some("info"),
             _ => None,
         };
-        let of_environment = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+        let asked = || environment::log_filter().and_then(|filter| EnvFilter::try_new(filter).ok());
+        let of_environment = || asked().unwrap_or_else(|| EnvFilter::new("warn"));
         set(level.map_or_else(of_environment, EnvFilter::new));
         Self(())
     }

@@ -89,6 +89,5 @@ fn say_of_rank(rank: usize, error: &dyn std::fmt::Display) {
 /// Whether a launcher started this process beside others.
 #[cfg(unix)]
 fn is_one_of_many() -> bool {
-    let is_alone = |name: &&str| std::env::var(name).is_ok_and(|size| size == "1");
-    moeworks_comm::mpi::is_launched() && !["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"].iter().any(is_alone)
+    moeworks_comm::mpi::is_launched() && !crate::environment::is_launched_alone()
 }

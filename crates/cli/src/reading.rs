@@ -8,6 +8,7 @@ use indicatif::ProgressBar;
 use moeworks_infer::data::{ReadPhase, ReadProgress, Watch};
 use moeworks_train::data::Dataset;
 
+use crate::environment;
 use crate::progress::{bytes, duration, live_line, thousands};
 
 /// The least time that is shown on a terminal.
@@ -16,10 +17,10 @@ const MOMENT: Duration = Duration::from_millis(400);
 /// Without a terminal a line is printed at most this often, and the first one after as long.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
-/// A watch that shows how far reading is, which ends soon after `stop` is set.
+/// A watch that shows how far reading is, which ends soon after `stop` is set and keeps tokens in the user's cache folder.
 pub(crate) fn watch(stop: Arc<AtomicBool>) -> Watch {
     let display = Mutex::new(Display { bar: live_line(), pass: None });
-    Watch::new(stop).with_listener(move |progress| {
+    Watch::new(stop).with_user_cache(environment::cache_folder()).with_listener(move |progress| {
         display.lock().unwrap_or_else(PoisonError::into_inner).show(progress);
     })
 }

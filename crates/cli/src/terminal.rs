@@ -1,11 +1,12 @@
 //! Whether a stream is a terminal that obeys escape codes, and whether the user wants them.
 
-use std::env;
 use std::io::{IsTerminal, stderr, stdout};
+
+use crate::environment;
 
 /// Whether colours and lines that are drawn anew may go to standard error.
 pub(crate) fn stderr_takes_escapes() -> bool {
-    takes_escapes(stderr().is_terminal(), |name| env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    takes_escapes(stderr().is_terminal(), environment::variable)
 }
 
 /// Whether `NO_COLOR` (<https://no-color.org>), `CLICOLOR=0` or `TERM=dumb` ask for plain text, or there is no terminal.

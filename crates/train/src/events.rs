@@ -240,12 +240,10 @@ fn seconds_in_name(path: &Path) -> Option<u64> {
     path.file_name()?.to_str()?.strip_prefix(FILE_PREFIX)?.split('.').next()?.parse().ok()
 }
 
-/// The machine's name for the file name, as TensorBoard's own writers do; only letters, digits, '-' and '_'.
+/// The machine's name for the file name, as TensorBoard's own writers do; only letters, digits, '-' and '_'. Where the system does not
+/// say it, `localhost`.
 fn host_name() -> String {
-    let name = fs::read_to_string("/proc/sys/kernel/hostname")
-        .ok()
-        .or_else(|| std::env::var("HOSTNAME").or_else(|_| std::env::var("COMPUTERNAME")).ok())
-        .unwrap_or_default();
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name: String = name.trim().chars().filter(|c| c.is_ascii_alphanumeric() || "-_".contains(*c)).collect();
     if name.is_empty() { "localhost".to_owned() } else { name }
 }

@@ -13,6 +13,7 @@ use rustyline::validate::{ValidationContext, ValidationResult, Validator};
 use rustyline::{Config, Context, Editor, Helper};
 
 use super::commands::NAMES;
+use crate::environment;
 use crate::failure::Failure;
 
 const PROMPT: &str = "> ";
@@ -51,7 +52,7 @@ impl Input {
 
     /// Whether Ctrl-C at the prompt is read as a key. A terminal without escape codes sends a signal instead.
     pub(super) fn reads_interrupts(&self) -> bool {
-        self.is_terminal() && std::env::var("TERM").is_ok_and(|term| !["dumb", "cons25", "emacs"].contains(&&*term))
+        self.is_terminal() && environment::terminal_gives_keys()
     }
 
     pub(super) fn next(&mut self) -> Result<Typed, Failure> {
@@ -122,11 +123,9 @@ impl Terminal {
     }
 }
 
-/// `$XDG_STATE_HOME/moeworks/history`, or that below `~/.local/state`.
+/// The file of lines that were typed, `history` in the user's folder for state.
 fn history_file() -> Option<PathBuf> {
-    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let state = folder("XDG_STATE_HOME").or_else(|| Some(folder("HOME")?.join(".local/state")))?;
-    Some(state.join("moeworks/history"))
+    environment::state_folder().map(|folder| folder.join("history"))
 }
 
 /// The message that typed text stands for: without the quotes around several lines, and without the backslashes that end lines.

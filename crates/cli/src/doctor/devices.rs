@@ -7,6 +7,7 @@ use moeworks_gpu::{Gpu, GpuError, Nvrtc};
 use serde_json::json;
 
 use super::{Finding, State};
+use crate::environment;
 use crate::progress::bytes;
 
 /// Everything about GPUs and MPI.
@@ -94,8 +95,8 @@ fn mpi() -> Finding {
 
 /// The programs that start processes as ranks.
 fn launchers() -> Finding {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let find = |name: &str| std::env::split_paths(&path).map(|folder| folder.join(name)).find(|file| file.is_file());
+    let folders = environment::program_folders();
+    let find = |name: &str| folders.iter().map(|folder| folder.join(name)).find(|file| file.is_file());
     let found: Vec<String> =
         ["mpirun", "mpiexec", "srun"].into_iter().filter_map(find).map(|file| file.display().to_string()).collect();
     let text = if found.is_empty() { "none on the path (mpirun, mpiexec, srun)".to_owned() } else { found.join(", ") };

@@ -10,6 +10,7 @@ use moeworks_train::config::RunConfig;
 use serde_json::json;
 
 use super::{Finding, State};
+use crate::environment;
 use crate::progress::bytes;
 use crate::version;
 
@@ -113,7 +114,7 @@ fn runs(system: &System) -> Finding {
 
 /// Looks at the folders for tokenised data.
 fn cache(system: &System) -> Finding {
-    let place_of_cache = RunConfig::default().cache_place();
+    let place_of_cache = RunConfig::default().cache_place(environment::cache_folder().as_deref());
     let folders = place_of_cache.folders();
     let advice = "set data.cache_dir, or XDG_CACHE_HOME, to a folder that can be written";
     let mut findings = folders.iter().map(|folder| place(system, "cache", folder, advice));
@@ -169,7 +170,7 @@ fn open_files() -> Finding {
 }
 
 fn terminal() -> Finding {
-    let kind = std::env::var("TERM").unwrap_or_default();
+    let kind = environment::terminal();
     let is_terminal = std::io::stderr().is_terminal();
     let text = match (is_terminal, kind.as_str()) {
         (false, _) => "none: progress is shown as plain lines",

@@ -1,5 +1,7 @@
 //! A crate uses only crates on lower floors (ARCHITECTURE.md).
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The floors of the house, from the ground. Crates of one floor do not use each other.
@@ -40,4 +42,54 @@ fn crates_use_only_crates_on_lower_floors() {
             }
         }
     }
+}
+
+/// Files besides the door that may read environment variables: devices and MPI libraries find theirs so.
+const READERS: [&str; 10] = [
+    "comm/src/mpi/",
+    "gpu/src/blas.rs",
+    "gpu/src/kernel_cache.rs",
+    "gpu/src/library.rs",
+    "gpu/src/tensor_map.rs",
+    "gpu/src/testing.rs",
+    "ops/src/cuda/grouped.rs",
+    "ops/src/isa.rs",
+    "cli/src/environment.rs",
+    "cli/build.rs",
+];
+
+/// All Rust files under `dir`.
+fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn environment_variables_are_read_at_the_door_alone() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the folder of all crates");
+    let mut files = Vec::new();
+    for entry in fs::read_dir(crates).expect("a folder") {
+        let dir = entry.expect("an entry").path();
+        if dir.join("src").is_dir() {
+            sources(&dir.join("src"), &mut files);
+        }
+    }
+    assert!(files.len() > 300, "all sources are read");
+    let reads = |file: &&PathBuf| {
+        let text = fs::read_to_string(file).expect("text");
+        ["env::var", "var_os(", "env::vars", "from_env("].iter().any(|way| text.contains(way))
+    };
+    let name = |file: &PathBuf| file.strip_prefix(crates).expect("in the folder").display().to_string();
+    let readers: Vec<String> =
+        files.iter().filter(reads).map(name).filter(|name| !name.ends_with("tests.rs")).collect();
+    let others: Vec<&String> =
+        readers.iter().filter(|name| !READERS.iter().any(|reader| name.starts_with(reader))).collect();
+    assert!(others.is_empty(), "read in crates/cli/src/environment.rs and handed on: {others:?}");
+    assert!(readers.iter().any(|name| name == "cli/src/environment.rs"), "the door is found");
 }

@@ -9,8 +9,8 @@ use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::ops::{ControlFlow, Range};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::{Duration, SystemTime};
-use std::{env, thread};
 
 use moeworks_model::files::Unfinished;
 use moeworks_ops::MappedFile;
@@ -38,13 +38,10 @@ pub struct CachePlace {
 }
 
 impl CachePlace {
-    /// The folder `moeworks` in the user's cache folder, and then `fallback`.
+    /// The program's folder in the user's cache folder, if there is one, and then `fallback`.
     #[must_use]
-    pub fn of_user(fallback: PathBuf) -> Self {
-        let absolute = |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let user = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
-        let folders = user.map(|folder| folder.join("moeworks")).into_iter().chain([fallback]);
-        Self { folders: folders.collect() }
+    pub fn of_user(user: Option<&Path>, fallback: PathBuf) -> Self {
+        Self { folders: user.map(PathBuf::from).into_iter().chain([fallback]).collect() }
     }
 
     /// The folders, in the order in which they are tried.

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::fmt;
 use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,12 +12,13 @@ use super::{DataError, Notes};
 /// Who is told how far reading is.
 type Listener = Arc<dyn Fn(ReadProgress) + Send + Sync>;
 
-/// A companion of all reading: says whether to stop, and is told how far it is.
+/// A companion of all reading: says whether to stop and where tokens are kept, and is told how far it is.
 #[derive(Clone, Default)]
 pub struct Watch {
     stop: Arc<AtomicBool>,
     listener: Option<Listener>,
     is_silent: bool,
+    user_cache: Option<PathBuf>,
 }
 
 impl fmt::Debug for Watch {
@@ -38,11 +40,23 @@ impl Watch {
         Self { listener: Some(Arc::new(listener)), ..self }
     }
 
+    /// Keeps tokens in `folder`, the program's in the user's cache folder, where no setting names another; none if there is none.
+    #[must_use]
+    pub fn with_user_cache(self, folder: Option<PathBuf>) -> Self {
+        Self { user_cache: folder, ..self }
+    }
+
+    /// The program's folder in the user's cache folder.
+    #[must_use]
+    pub fn user_cache(&self) -> Option<&Path> {
+        self.user_cache.as_deref()
+    }
+
     /// A watch by which reading stops like this one, and which is told nothing and warns of nothing: that of ranks which read
     /// what another one has read.
     #[must_use]
     pub fn silent(&self) -> Self {
-        Self { stop: Arc::clone(&self.stop), listener: None, is_silent: true }
+        Self { listener: None, is_silent: true, ..self.clone() }
     }
 
     /// Warns of `notes`, unless another rank does.

@@ -1,6 +1,6 @@
 //! The settings of training text and its tokenizer.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use moeworks_infer::data::{CachePlace, DataFormat, TextOptions};
 use moeworks_moe::{Range, settings};
@@ -48,12 +48,12 @@ settings! {
 }
 
 impl RunConfig {
-    /// The folders for tokenised data: `data.cache_dir`, or else those of the user and then `cache` in the folder of runs.
+    /// The folders for tokenised data: `data.cache_dir`, or else the user's, if there is one, and then `cache` in the folder of runs.
     #[must_use]
-    pub fn cache_place(&self) -> CachePlace {
+    pub fn cache_place(&self, user: Option<&Path>) -> CachePlace {
         let folder = &self.data.cache_dir;
         if folder.as_os_str().is_empty() {
-            CachePlace::of_user(self.run.out.join("cache"))
+            CachePlace::of_user(user, self.run.out.join("cache"))
         } else {
             CachePlace::at(folder)
         }

@@ -100,9 +100,10 @@ impl Dataset {
     /// passed over.
     pub fn open(config: &RunConfig, mix: &Mix, tokenizer: &dyn Encode) -> Result<Self, DatasetError> {
         let separator = separator(config, tokenizer)?;
-        let (options, place) = (DatasetOptions::of(config), config.cache_place());
+        let options = DatasetOptions::of(config);
         let (mut parts, mut notes, mut num_files) = (Vec::new(), Notes::default(), 0);
         for source in mix.sources() {
+            let place = config.cache_place(source.watch().user_cache());
             let tokens = TokenStore::open(source, tokenizer, &place)?;
             notes.merge(tokens.notes());
             num_files += source.num_files();
