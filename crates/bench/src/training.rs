@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use moeworks_model::account::{memory_on_one_rank, training_flops_per_token};
-use moeworks_model::{Decoder, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
+use moeworks_model::{Decoder, GradTarget, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, peak};
 use moeworks_plan::{Precision, Tokens, Workload};
@@ -102,7 +102,7 @@ fn time_steps(
     let seq_len = config.train.seq_len;
     let decoder = Decoder::new(model.clone())?;
     let at = config.train.optimizer_context(ctx);
-    let mut weights = decoder.init(ctx, 0);
+    let mut weights = decoder.init(ctx, 0, None);
     let mut compute = config.train.precision.has_bf16_copies().then(|| weights.compute_copy(&at, DType::BF16));
     let mut grads = weights.gradients(ctx, decoder.weight_table(), config.train.expert_gradients.dtype());
     let adamw = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
@@ -119,7 +119,9 @@ fn time_steps(
         let start = Instant::now();
         let current = compute.as_ref().unwrap_or(&weights);
         // Random ids are in range by construction; a batch that does not fit would be a bug found by the tests.
-        if let Err(error) = decoder.forward_backward(ctx, current, &batch, &options, Write::Replace, &mut grads) {
+        if let Err(error) =
+            decoder.forward_backward(ctx, current, &[batch], &options, GradTarget::new(Write::Replace, &mut grads))
+        {
             unreachable!("{error}");
         }
         let scale = UpdateScale { lr: 1e-4, grad_scale: 1.0 };

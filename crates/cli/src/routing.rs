@@ -7,7 +7,7 @@ use std::sync::Arc;
 use moeworks_infer::data::Sources;
 use moeworks_infer::open::{Model, Source};
 use moeworks_infer::store::Resolved;
-use moeworks_model::Rules;
+use moeworks_model::Mode;
 use moeworks_train::routing::{RoutedText, first_tokens, routing_page};
 
 use crate::args::RoutingArgs;
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     }
     let token_ids = first_tokens(&sources, &model.tokenizer, args.max_tokens)?;
     // Without a capacity both rules are the same.
-    let window = (SEQ_LEN.min(config.max_seq_len), Rules::Training);
+    let window = (SEQ_LEN.min(config.max_seq_len), Mode::TrainForward);
     let text = RoutedText::new(&model.ctx, (&model.decoder, &model.weights), &model.tokenizer, token_ids, window)?;
     let page = routing_page(&text, &name_of(&args.model), &facts(&model, source.run(), &text, &sources));
     write_whole(&out, &page)?;

@@ -115,7 +115,7 @@ pub fn evaluate(
         if spans.is_none() {
             num_ignored += batch.ignore_text_starts(model.tokenizer.text_start(), model.tokenizer.eos_id());
         }
-        add(&mut stats, model.decoder.evaluate(&model.ctx, &model.weights, &batch.tokens())?);
+        add(&mut stats, model.decoder.evaluate(&model.ctx, &model.weights, &batch.tokens(), None)?);
         num_sequences += batch.num_sequences as u64;
         let num_tokens = tokens.len();
         let num_tokens_done = (num_sequences * seq_len as u64).min(num_tokens);

@@ -1,46 +1,38 @@
 //! Models with an encoder: the encoder reads a source once, the decoder writes a text and attends to what was read (T5,
 //! 1910.10683; Switch Transformers, 2101.03961).
 
-use std::borrow::Cow;
+use std::sync::Arc;
 
-use moeworks_moe::{ConfigError, LayerStats, LossGrad, MoeSaved, RouterInput};
+use moeworks_moe::{ConfigError, LayerStats, LossGrad};
 use moeworks_ops::Context;
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::config::ModelConfig;
-use crate::decoder::{Decoder, feed_forwards};
-use crate::layers::attention::{AttentionBlock, WRONG_KIND};
-use crate::layers::feed_forward::FeedForwardBlock;
-use crate::layers::norm::Norm;
-use crate::layers::relative::Relative;
-use crate::layers::stack::Stack;
-use crate::layers::training::{Flow, LayerRecord, Training};
-use crate::layers::{Memory, Pass};
+use crate::decoder::Decoder;
+use crate::layers::attention::WRONG_KIND;
+use crate::layers::layer::{Flow, ResidualStream};
+use crate::layers::norm::{Norm, NormBackward};
+use crate::layers::weight_grads::TaskSink;
+use crate::layers::{EncoderOutput, RouterRules, Sequences};
+use crate::mode::Mode;
 use crate::pass::{BatchError, PassOptions, TokenBatch};
-use crate::weights::{DecoderWeights, EncoderWeights};
+use crate::stage::{RoutingHook, Stage, TrainingPass};
+use crate::weights::{DecoderWeights, EncoderWeights, WeightTable};
 
-/// An encoder: layers that see the whole source, and a norm.
+/// An encoder: a stage whose layers see the whole source, and a norm.
 #[derive(Debug)]
 pub(crate) struct Encoder {
-    config: ModelConfig,
-    num_decoder_layers: usize,
-    attention: Vec<AttentionBlock>,
-    training: Vec<FeedForwardBlock>,
-    inference: Vec<FeedForwardBlock>,
+    stage: Stage,
 }
 
 /// What an encoder made of the sources of a training pass, and what its backward needs.
 pub(crate) struct Encoded<'a> {
-    pass: Pass<'a>,
-    batch: &'a TokenBatch<'a>,
-    options: &'a PassOptions,
-    records: Vec<LayerRecord>,
-    /// The statistics of the MoE layers.
-    pub(crate) stats: Vec<LayerStats>,
+    training: TrainingPass<'a>,
     /// The residual stream behind the last layer, and the statistics of its norm.
-    last: (Tensor, Tensor),
+    last: Tensor,
+    norm: Tensor,
     /// `[T, D]` in the type of the weights' products.
     pub(crate) result: Tensor,
 }
@@ -54,86 +46,74 @@ pub struct SourceBatch<'a> {
     pub num_sequences: usize,
 }
 
+impl SourceBatch<'_> {
+    /// The sequences of a pass over the sources, of which there is at least one.
+    fn sequences(&self) -> Sequences {
+        Sequences::whole(self.num_sequences, self.ids.len() / self.num_sequences)
+    }
+}
+
 impl Encoder {
-    /// The encoder of `config`, the configuration of its layers, before so many of a decoder.
-    pub(crate) fn new(config: ModelConfig, num_decoder_layers: usize) -> Result<Self, ConfigError> {
-        let attention = (0..config.num_layers).map(|i| AttentionBlock::new(&config, i, None)).collect();
-        let training = feed_forwards(&config, &config.moe(), None, |_| false)?;
-        let inference = feed_forwards(&config, &config.inference_moe(), None, |_| false)?;
-        Ok(Self { config, num_decoder_layers, attention, training, inference })
+    /// The encoder of a model with the weights of `table`, before so many layers of a decoder; `config` is that of its layers.
+    pub(crate) fn new(
+        config: ModelConfig,
+        table: Arc<WeightTable>,
+        num_decoder_layers: usize,
+    ) -> Result<Self, ConfigError> {
+        Ok(Self { stage: Stage::encoder(config, table, num_decoder_layers)? })
     }
 
-    fn stack<'a>(&'a self, feed_forward: &'a [FeedForwardBlock]) -> Stack<'a> {
-        let expert_capacity = self.config.variant.expert_capacity;
-        Stack { attention: &self.attention, cross: None, feed_forward, expert_capacity }
+    /// The embedded ids.
+    fn embed(ctx: &Context, weights: &DecoderWeights, ids: &[u32]) -> ResidualStream {
+        let table = of(weights).embedding.as_ref().unwrap_or(&weights.embedding);
+        ResidualStream { x: embedding(ctx, ids, table, DType::F32), router_logits: None }
     }
 
-    /// A pass over `num_sequences` sources in `ids`, and the embedded ids.
-    fn begin<'a>(
-        &self,
-        ctx: &'a Context,
-        weights: &DecoderWeights,
-        SourceBatch { ids, num_sequences }: SourceBatch<'_>,
-    ) -> (Pass<'a>, Tensor) {
-        let encoder = of(weights);
-        let seq_len = ids.len() / num_sequences;
-        let relative = Relative::of(&self.config, encoder.relative.as_ref(), false, [seq_len; 2]);
-        let pass = Pass { relative, ..Pass::new(ctx, None, num_sequences, seq_len, 0) };
-        let x = embedding(ctx, ids, encoder.embedding.as_ref().unwrap_or(&weights.embedding), DType::F32);
-        (pass, x)
+    fn norm(&self) -> Norm {
+        Norm { eps: self.stage.config().norm_eps }
     }
 
     /// The norm behind the last layer of `x`, and its statistics.
     fn end(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> (Tensor, Tensor) {
         let dtype = weights.compute_dtype().of_activations();
-        Norm { eps: self.config.norm_eps }.forward(ctx, &of(weights).final_norm, x, dtype)
+        self.norm().forward(ctx, &of(weights).final_norm, x, dtype)
     }
 
-    /// What the encoder makes of `ids`, `[T, D]` in the type of the weights' products.
+    /// The result `[T, D]` for `sources`, in the type of the weights' products.
     fn forward(
         &self,
         ctx: &Context,
         weights: &DecoderWeights,
         sources: SourceBatch<'_>,
-        watch: impl FnMut(usize, &MoeSaved),
+        hook: Option<RoutingHook<'_>>,
     ) -> Tensor {
-        let (pass, x) = self.begin(ctx, weights, sources);
-        let input =
-            RouterInput { token_ids: sources.ids, is_inference: true, is_forward_only: true, ..RouterInput::default() };
-        let layer = |i: usize| Cow::Borrowed(&of(weights).layers[i]);
-        let x = self.stack(&self.inference).forward(&pass, layer, x, &input, None, watch);
-        self.end(ctx, weights, &x).0
+        let sequences = sources.sequences();
+        let rules = RouterRules::plain(sources.ids, &sequences);
+        let pass = self.stage.pass(ctx, weights, Mode::Infer, sequences, rules, None);
+        let stream = Self::embed(ctx, weights, sources.ids);
+        let stream = self.stage.forward_layers(&pass, weights, stream, None, hook);
+        self.end(ctx, weights, &stream.x).0
     }
 
-    /// As [`forward`](Self::forward) of a batch's sources by the rules of training.
+    /// The result for a batch's sources by the rules of training.
     pub(crate) fn training_forward<'a>(
-        &self,
+        &'a self,
         ctx: &'a Context,
         weights: &DecoderWeights,
-        batch: &'a TokenBatch<'a>,
-        options: &'a PassOptions,
+        batch: &TokenBatch<'a>,
+        options: &PassOptions,
     ) -> Encoded<'a> {
-        let (pass, mut x) = self.begin(ctx, weights, batch.source_batch());
-        let training = self.training(&pass, (batch, options));
-        let (mut records, mut stats, mut previous) = (Vec::new(), Vec::new(), None);
-        for layer in of(weights).layers.iter().enumerate() {
-            let (y, record) = training.forward(layer, x, &mut previous, &mut stats);
-            records.push(record);
-            x = y;
+        let sources = batch.source_batch();
+        let rules = self.stage.training_rules(sources.ids, options);
+        let pass = self.stage.pass(ctx, weights, Mode::Train, sources.sequences(), rules, None);
+        let stream = Self::embed(ctx, weights, sources.ids);
+        let mut training = TrainingPass::new(&self.stage, pass, stream, options);
+        for (index, layer) in of(weights).layers.iter().enumerate() {
+            training.forward(index, layer);
         }
-        stats.extend(records.iter().filter_map(LayerRecord::stats));
-        let (result, statistics) = self.end(ctx, weights, &x);
-        Encoded { pass, batch, options, records, stats, last: (x, statistics), result }
-    }
-
-    fn training<'a>(
-        &'a self,
-        pass: &'a Pass<'a>,
-        (batch, options): (&'a TokenBatch<'a>, &'a PassOptions),
-    ) -> Training<'a> {
-        let num_layers = self.attention.len() + self.num_decoder_layers;
-        let (stack, token_ids) = (self.stack(&self.training), batch.sources);
-        Training { stack, pass, token_ids, options, layers_before: 0, num_layers }
+        let last = training.finish_forward().x;
+        let (result, norm) = self.end(ctx, weights, &last);
+        Encoded { training, last, norm, result }
     }
 
     /// Writes the gradients of the encoder's weights, from that of its result; `loss_grads` are those of its routers. Where its
@@ -141,36 +121,41 @@ impl Encoder {
     pub(crate) fn backward(
         &self,
         weights: &DecoderWeights,
-        (encoded, d_result): (Encoded<'_>, &Tensor),
-        mut loss_grads: Vec<LossGrad>,
+        encoded: Encoded<'_>,
+        d_result: &Tensor,
+        loss_grads: Vec<LossGrad>,
         write: Write,
         grads: &mut DecoderWeights,
     ) {
-        let Encoded { pass, batch, options, records, last: (x, statistics), .. } = encoded;
-        let (ctx, encoder) = (pass.ctx, of(weights));
+        let Encoded { mut training, last, norm, .. } = encoded;
+        let (ctx, encoder) = (training.pass.ctx, of(weights));
         let DecoderWeights { encoder: Some(into), embedding: shared, .. } = grads else { panic!("{WRONG_KIND}") };
-        let (norm, d_norm) = (&encoder.final_norm, &mut into.final_norm);
-        let norm_of = Norm { eps: self.config.norm_eps };
-        let mut flow =
-            Flow::new(ctx, norm_of.backward_onto(ctx, norm, (&x, &statistics), (d_result, None), write, d_norm), None);
-        let training = self.training(&pass, (batch, options));
-        for (i, record) in records.into_iter().enumerate().rev() {
-            let layer = (i, &encoder.layers[i]);
-            training.backward(layer, record, (&mut flow, &mut loss_grads), write, &mut into.layers[i]);
+        let around = NormBackward { x: &last, statistics: &norm, dy: d_result, base: None };
+        let dx = self.norm().backward(ctx, &encoder.final_norm, around, write, &mut into.final_norm);
+        drop(last);
+        let mut flow = Flow::new(dx, loss_grads);
+        for (index, layer) in encoder.layers.iter().enumerate().rev() {
+            training.backward(index, layer, &mut flow, &mut TaskSink::Run(write), &mut into.layers[index]);
         }
+        let pass = &training.pass;
         pass.relative_backward(&flow, write, into.relative.as_mut());
         if let (Some(own), Write::Replace) = (&mut into.embedding, write) {
             own.f32s_mut().fill(0.0);
         }
-        embedding_backward(ctx, batch.sources, &flow.dx, into.embedding.as_mut().unwrap_or(shared));
+        embedding_backward(ctx, pass.token_ids(), &flow.dx, into.embedding.as_mut().unwrap_or(shared));
     }
 }
 
 impl Encoded<'_> {
+    /// The statistics of the MoE layers.
+    pub(crate) fn stats(&self) -> &[LayerStats] {
+        self.training.stats()
+    }
+
     /// The result as the decoder's layers need it.
-    pub(crate) fn memory(&self, weights: &DecoderWeights) -> Memory {
-        let Pass { ctx, num_sequences, seq_len, .. } = self.pass;
-        Memory::new(ctx, &weights.layers, &self.result, (num_sequences, seq_len))
+    pub(crate) fn output(&self, weights: &DecoderWeights) -> EncoderOutput {
+        let pass = &self.training.pass;
+        EncoderOutput::new(pass.ctx, &weights.layers, &self.result, pass.sequences)
     }
 }
 
@@ -187,43 +172,18 @@ impl<'a> TokenBatch<'a> {
 }
 
 impl Decoder {
-    /// Reads `sources`, once for however much the decoder writes. Fails if the model has no encoder.
+    /// Reads `sources`, once for however much the decoder writes. `hook` sees what each MoE layer of the encoder decided. Fails if the
+    /// model has no encoder.
     pub fn encode(
         &self,
         ctx: &Context,
         weights: &DecoderWeights,
         sources: &SourceBatch<'_>,
-    ) -> Result<Memory, BatchError> {
-        self.encode_watched(ctx, weights, sources, |_, _| ())
-    }
-
-    /// As [`encode`](Self::encode), showing `watch` what each MoE layer of the encoder decided, with the layer's index.
-    pub fn encode_watched(
-        &self,
-        ctx: &Context,
-        weights: &DecoderWeights,
-        sources: &SourceBatch<'_>,
-        watch: impl FnMut(usize, &MoeSaved),
-    ) -> Result<Memory, BatchError> {
+        hook: Option<RoutingHook<'_>>,
+    ) -> Result<EncoderOutput, BatchError> {
         let encoder = self.encoder().ok_or(BatchError::NoEncoder)?;
         self.check_sources(sources)?;
-        let encoded = encoder.forward(ctx, weights, *sources, watch);
-        let SourceBatch { ids, num_sequences } = *sources;
-        Ok(Memory::new(ctx, &weights.layers, &encoded, (num_sequences, ids.len() / num_sequences)))
-    }
-
-    /// As [`logits`](Self::logits), for texts that answer the sources in `memory`, in their order. Every text begins with
-    /// the encoder's `start_id`.
-    pub fn logits_given(
-        &self,
-        ctx: &Context,
-        weights: &DecoderWeights,
-        memory: &Memory,
-        inputs: &[u32],
-    ) -> Result<Tensor, BatchError> {
-        let num_sequences = memory.num_sequences;
-        let seq_len = inputs.len() / num_sequences.max(1);
-        self.check_shape(&TokenBatch { inputs, targets: inputs, num_sequences, seq_len, ..TokenBatch::default() })?;
-        Ok(self.all_logits(ctx, weights, Some(memory), inputs, num_sequences))
+        let encoded = encoder.forward(ctx, weights, *sources, hook);
+        Ok(EncoderOutput::new(ctx, &weights.layers, &encoded, sources.sequences()))
     }
 }

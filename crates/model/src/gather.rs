@@ -1,6 +1,5 @@
 //! Weights of which a rank keeps a part, and which are whole only while a pass needs them.
 
-use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -26,26 +25,8 @@ impl Decoder {
     /// The same decoder for weights that are parts of what it needs: passes ask `gather` for the whole, layer by layer.
     #[must_use]
     pub fn gathering(mut self, gather: Arc<dyn Gather>) -> Self {
-        self.gather = Some(gather);
+        self.stage.gather = Some(gather);
         self
-    }
-
-    /// The weights of a pass with whole tensors outside the layers, if `weights` are parts.
-    pub(crate) fn gathered(&self, ctx: &Context, weights: &DecoderWeights) -> Option<DecoderWeights> {
-        self.gather.as_ref().map(|gather| gather.outside(ctx, weights))
-    }
-
-    /// The whole weights of a layer; the pass goes on to `next`.
-    pub(crate) fn layer<'a>(
-        &self,
-        ctx: &Context,
-        weights: &'a DecoderWeights,
-        (index, next): (usize, Option<usize>),
-    ) -> Cow<'a, LayerWeights> {
-        match &self.gather {
-            None => Cow::Borrowed(&weights.layers[index]),
-            Some(gather) => Cow::Owned(gather.layer(ctx, weights, index, next)),
-        }
     }
 }
 

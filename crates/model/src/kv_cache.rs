@@ -10,7 +10,7 @@ use moeworks_ops::elementwise::{copy_rows_of_each, copy_some_rows_of_each};
 use moeworks_tensor::{DType, Tensor};
 
 use crate::config::ModelConfig;
-use crate::layers::Memory;
+use crate::layers::EncoderOutput;
 
 /// Rows that a layer's cache has room for at first; without a window it doubles when full.
 const FIRST_CAPACITY: usize = 64;
@@ -19,7 +19,7 @@ const FIRST_CAPACITY: usize = 64;
 pub struct KvCache {
     layers: Vec<LayerCache>,
     num_sequences: usize,
-    memory: Option<Memory>,
+    encoder_output: Option<EncoderOutput>,
 }
 
 /// What is kept of a sequence in one layer, or of several that are equally long.
@@ -48,7 +48,7 @@ impl KvCache {
     pub fn of_sequences(config: &ModelConfig, num_sequences: usize) -> Self {
         assert!(num_sequences > 0, "a cache of no sequence");
         let layer = |i| LayerCache { kept: Vec::new(), num_sequences, held: 0, dropped: 0, window: config.window(i) };
-        Self { layers: (0..config.num_layers).map(layer).collect(), num_sequences, memory: None }
+        Self { layers: (0..config.num_layers).map(layer).collect(), num_sequences, encoder_output: None }
     }
 
     /// The sequences that go on together.
@@ -57,10 +57,10 @@ impl KvCache {
         self.num_sequences
     }
 
-    /// An empty cache for a text that answers the source in `memory`.
+    /// An empty cache for a text that answers the source of `encoder_output`.
     #[must_use]
-    pub fn answering(config: &ModelConfig, memory: Memory) -> Self {
-        Self { memory: Some(memory), ..Self::new(config) }
+    pub fn with_encoder_output(config: &ModelConfig, encoder_output: EncoderOutput) -> Self {
+        Self { encoder_output: Some(encoder_output), ..Self::new(config) }
     }
 
     /// Tokens of each sequence in the cache.
@@ -89,9 +89,14 @@ impl KvCache {
         len
     }
 
-    /// The layers' caches, and what they attend to besides.
-    pub(crate) fn parts(&mut self) -> (&mut [LayerCache], Option<&Memory>) {
-        (&mut self.layers, self.memory.as_ref())
+    /// The caches of the layers.
+    pub(crate) fn layers_mut(&mut self) -> &mut [LayerCache] {
+        &mut self.layers
+    }
+
+    /// The sources that the texts answer, in a model with an encoder.
+    pub(crate) fn encoder_output(&self) -> Option<&EncoderOutput> {
+        self.encoder_output.as_ref()
     }
 }
 

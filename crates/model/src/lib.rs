@@ -16,12 +16,15 @@ mod instead;
 mod kv_cache;
 mod layers;
 mod losses;
+mod mode;
 mod pass;
+mod pass_order;
 mod rope_tables;
 pub mod safetensors;
 mod scan;
 mod sharding;
 mod split;
+mod stage;
 mod tensor_ranks;
 mod tokenizer;
 mod upcycle;
@@ -32,17 +35,23 @@ pub use config::{
     ActivationKind, EncoderConfig, LatentAttention, ModelConfig, NormKind, PositionKind, QkNorm, RopeScaling, Rotary,
     Variant,
 };
-pub use decoder::{Decoder, LayerDone};
+pub use decoder::{Decoder, InitHook};
 pub use encoder::SourceBatch;
 pub use gather::Gather;
 pub use hf::LoadError;
 pub use instead::{instead_of_model, only_gguf};
 pub use kv_cache::KvCache;
-pub use layers::Memory;
-pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, Rules, TokenBatch};
+pub use layers::{EncoderOutput, ResidualStream, WeightGradTask, WeightGradTasks, WeightGrads};
+pub use losses::{LossValues, RouterLoss, router_losses};
+pub use mode::Mode;
+pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, TokenBatch};
+pub use pass_order::{PassAction, PassOrder};
 pub use scan::{NotFinite, WeightCheck};
 pub use sharding::{HeldPart, Sharding};
 pub use split::{Cut, TensorShare, TensorSplit};
+pub use stage::{
+    GradTarget, LayerDone, RoutingHook, Stage, StageBackward, StageForward, StageOutputGrads, StagePart, StageSaved,
+};
 pub use tensor_ranks::TensorRanks;
 pub use tokenizer::{Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};

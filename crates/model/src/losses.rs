@@ -5,22 +5,33 @@ use moeworks_moe::{
     balance_loss_per_layer, balance_loss_pooled, communication_loss, cv_squared, entropy_loss, l1_loads, z_loss,
 };
 
+use crate::config::ModelConfig;
 use crate::pass::{BalanceKind, PassOptions, RouterLosses};
 
 /// The losses of all routers, not multiplied by their coefficients.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct LossValues {
-    pub(crate) balance: f64,
-    pub(crate) z: f64,
-    pub(crate) others: RouterLosses,
+pub struct LossValues {
+    /// The balance loss.
+    pub balance: f64,
+    /// The router z-loss.
+    pub z: f64,
+    /// The other losses.
+    pub others: RouterLosses,
 }
 
-/// The losses of the MoE layers, and each layer's gradient (multiplied by the coefficients).
-pub(crate) fn router_losses(
-    layers: &[LayerStats],
-    (router, top_k): (&RouterConfig, usize),
-    options: &PassOptions,
-) -> (LossValues, Vec<LossGrad>) {
+/// The losses on the routers of a model, and their gradients.
+#[derive(Clone, Debug)]
+pub struct RouterLoss {
+    /// The losses.
+    pub values: LossValues,
+    /// The gradients of each MoE layer, first to last, multiplied by the coefficients.
+    pub grads: Vec<LossGrad>,
+}
+
+/// The losses on routers in a model of `config`, from the statistics of all its MoE layers, first to last.
+#[must_use]
+pub fn router_losses(config: &ModelConfig, layers: &[LayerStats], options: &PassOptions) -> RouterLoss {
+    let (router, top_k) = (&config.router, config.top_k);
     let all: Vec<&LayerStats> = layers.iter().collect();
     let coef = options.balance_coef;
     let balance = match options.balance {
@@ -48,7 +59,7 @@ pub(crate) fn router_losses(
         grad
     });
     let grads = grads.collect();
-    (LossValues { balance: value, z: z_loss(&all), others }, grads)
+    RouterLoss { values: LossValues { balance: value, z: z_loss(&all), others }, grads }
 }
 
 /// The device-level loss and that of communication, where experts are in groups.

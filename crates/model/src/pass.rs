@@ -3,6 +3,8 @@
 use moeworks_moe::{EntropyRule, LayerStats};
 use serde::{Deserialize, Serialize};
 
+use crate::pass_order::PassOrder;
+
 /// Sequences of tokens with the token to be predicted at each position.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TokenBatch<'a> {
@@ -23,7 +25,14 @@ pub struct TokenBatch<'a> {
     pub segments: &'a [usize],
 }
 
-impl TokenBatch<'_> {
+impl<'a> TokenBatch<'a> {
+    /// Sequences of equal length, `[num_sequences, seq_len]` ids, of which nothing is predicted. The targets are the ids themselves.
+    #[must_use]
+    pub fn without_targets(inputs: &'a [u32], num_sequences: usize) -> Self {
+        let seq_len = inputs.len() / num_sequences.max(1);
+        Self { inputs, targets: inputs, num_sequences, seq_len, ..Self::default() }
+    }
+
     /// Returns whether a sequence has more than one piece.
     #[must_use]
     pub fn has_pieces(&self) -> bool {
@@ -73,18 +82,9 @@ pub enum BalanceKind {
 pub struct RouterNoise {
     /// The run's seed.
     pub seed: u64,
-    /// A number that no other pass of the run has, such as step * accumulation + micro-batch.
+    /// A number that no other microbatch of the run has, such as step * accumulation + microbatch. In a pass over several it is that of the
+    /// first, and the others have the numbers behind it.
     pub step: u64,
-}
-
-/// Which of the two sets of rules a router obeys.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Rules {
-    /// Those of training: an expert takes no more tokens than its capacity.
-    Training,
-    /// Those of inference: no token is dropped.
-    #[default]
-    Inference,
 }
 
 /// The settings of a training pass.
@@ -121,12 +121,20 @@ pub struct PassOptions {
     pub noise: Option<RouterNoise>,
     /// Keep only each layer's input and compute the layer again in backward.
     pub checkpoint_layers: bool,
+    /// The order of layers and microbatches, where there are several of these.
+    pub order: PassOrder,
     /// Multiplies the gradient of the SUM of the tokens' losses: one over the number of targets of the whole step gives the
     /// gradient of the mean.
     pub grad_scale: f32,
 }
 
 impl PassOptions {
+    /// The settings of a microbatch of a pass.
+    pub(crate) fn of_microbatch(&self, index: usize) -> Self {
+        let noise = self.noise.map(|noise| RouterNoise { step: noise.step.wrapping_add(index as u64), ..noise });
+        Self { noise, ..*self }
+    }
+
     /// Whether GShard's balance loss counts.
     pub(crate) fn has_gshard_loss(&self) -> bool {
         self.balance == BalanceKind::Gshard && self.balance_coef != 0.0
@@ -150,6 +158,7 @@ impl Default for PassOptions {
             first_token: 0,
             noise: None,
             checkpoint_layers: false,
+            order: PassOrder::default(),
             grad_scale: 1.0,
         }
     }
@@ -283,6 +292,12 @@ pub enum BatchError {
     /// A model that can be used but not trained.
     #[error("this model cannot be trained: {0}")]
     NotTrainable(&'static str),
+    /// A stage is given no residual stream of its neighbour, or its gradient, though it has no end there, or one though it has.
+    #[error("{}", if *is_missing { "the stage takes the residual stream of its neighbour: none was given" } else { "the stage has an end of the model there and takes no residual stream" })]
+    Stream {
+        /// Whether it is missing.
+        is_missing: bool,
+    },
     /// A model with an encoder is given no source.
     #[error("this model has an encoder, which reads a source text first; here there is none for it to read")]
     NoSource,

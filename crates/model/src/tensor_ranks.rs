@@ -208,7 +208,7 @@ impl<'a> Run<'a> {
     pub(crate) fn of(pass: &Pass<'a>, are_whole: bool) -> Option<Self> {
         let ranks = pass.tensor?;
         let split = ranks.split();
-        let run = |rank| split.run_of(rank, (pass.num_sequences, pass.seq_len), are_whole);
+        let run = |rank| split.run_of(rank, (pass.sequences.count, pass.sequences.len), are_whole);
         Some(Self { ranks, counts: (0..split.size()).map(|rank| run(rank).len()).collect(), own: run(split.rank()) })
     }
 

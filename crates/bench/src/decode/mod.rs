@@ -199,7 +199,8 @@ impl<'a> Texts<'a> {
     fn new(ctx: &'a Context, model: Model<'a>, count: usize) -> Result<Self, BenchError> {
         let config = model.decoder.config();
         let mut cache = KvCache::of_sequences(config, count);
-        let logits = model.decoder.extend(ctx, model.weights, &mut cache, &ids(config, count * PROMPT))?;
+        let logits =
+            model.decoder.forward_cached(ctx, model.weights, &mut cache, &ids(config, count * PROMPT), None)?;
         // The most likely token, as in the programs that it is compared with.
         let sampler = Sampler::new(SamplingOptions { temperature: 0.0, ..SamplingOptions::default() })?;
         Ok(Self { ctx, model, cache, logits, sampler })
@@ -215,7 +216,7 @@ impl<'a> Texts<'a> {
         let start = Instant::now();
         // The next step begins on a GPU before the host knows the drawn tokens, as in `generate`.
         let drawn = self.drawn();
-        self.logits = self.model.decoder.extend_drawn(self.ctx, self.model.weights, &mut self.cache, &drawn)?;
+        self.logits = self.model.decoder.step_async(self.ctx, self.model.weights, &mut self.cache, &drawn)?;
         assert_eq!(drawn.wait().len(), self.cache.num_sequences());
         Ok(start.elapsed().as_secs_f64())
     }
@@ -225,9 +226,15 @@ impl<'a> Texts<'a> {
         let ids: Vec<u32> = self.drawn().wait().iter().map(|drawn| drawn.id).collect();
         let Model { decoder, weights } = self.model;
         let mut experts = vec![0; decoder.config().num_layers];
-        decoder.extend_watched(self.ctx, weights, &mut self.cache, &ids, |layer, saved| {
-            experts[layer] = saved.dispatch().tokens_per_expert().iter().filter(|&&count| count > 0).count();
-        })?;
+        decoder.forward_cached(
+            self.ctx,
+            weights,
+            &mut self.cache,
+            &ids,
+            Some(&mut |layer, saved| {
+                experts[layer] = saved.dispatch().tokens_per_expert().iter().filter(|&&count| count > 0).count();
+            }),
+        )?;
         Ok(experts)
     }
 }
@@ -240,7 +247,7 @@ fn prefilling(ctx: &Context, Model { decoder, weights }: Model<'_>, dtype: DType
     for _ in 0..PREFILLS {
         let mut cache = KvCache::new(decoder.config());
         let start = Instant::now();
-        decoder.extend(ctx, weights, &mut cache, &prompt)?;
+        decoder.forward_cached(ctx, weights, &mut cache, &prompt, None)?;
         ctx.wait();
         prefill = prefill.min(start.elapsed().as_secs_f64());
         product_rate = product_rate.max(product.rate(ctx));

@@ -129,20 +129,20 @@ pub fn generate(
             &prompt[sequence.keep(prompt)..]
         }
         Some(encoder) => {
-            let memory = decoder.encode(ctx, weights, &SourceBatch { ids: prompt, num_sequences: 1 })?;
-            *sequence = CachedSequence { cache: KvCache::answering(config, memory), ids: Vec::new() };
+            let memory = decoder.encode(ctx, weights, &SourceBatch { ids: prompt, num_sequences: 1 }, None)?;
+            *sequence = CachedSequence { cache: KvCache::with_encoder_output(config, memory), ids: Vec::new() };
             sampler.begin(&[encoder.start_id]);
             &[encoder.start_id][..]
         }
     };
     let request = GenerateRequest { prompt: first, ..*request };
     // A step that turns out to be one too many is taken back, which a cache of a window may not be able to.
-    let is_ahead = decoder.goes_on_unknowing(ctx) && !sampler.counts_tokens();
+    let is_ahead = decoder.can_run_ahead(ctx) && !sampler.counts_tokens();
     if is_ahead && config.variant.window == 0 {
         return generate_ahead(model, sequence, &request, sampler, on_token);
     }
     let next = |ids: &[u32]| {
-        let logits = decoder.extend(ctx, weights, &mut sequence.cache, ids)?;
+        let logits = decoder.forward_cached(ctx, weights, &mut sequence.cache, ids, None)?;
         sequence.ids.extend(ids);
         Ok(logits)
     };
@@ -159,14 +159,14 @@ fn generate_ahead(
 ) -> Result<Generated, BatchError> {
     let GenerateRequest { prompt, max_new_tokens, stop_ids } = *request;
     let mut ids = Vec::new();
-    let mut logits = decoder.extend(ctx, weights, &mut sequence.cache, prompt)?;
+    let mut logits = decoder.forward_cached(ctx, weights, &mut sequence.cache, prompt, None)?;
     sequence.ids.extend(prompt);
     let mut reason = StopReason::MaxTokens;
     while ids.len() < max_new_tokens {
         let drawn = sampler.sample_each(ctx, &logits, 1);
         let is_last = ids.len() + 1 == max_new_tokens;
         if !is_last {
-            logits = decoder.extend_drawn(ctx, weights, &mut sequence.cache, &drawn)?;
+            logits = decoder.step_async(ctx, weights, &mut sequence.cache, &drawn)?;
         }
         let Drawn { id, has_nan } = drawn.wait()[0];
         if has_nan {

@@ -24,7 +24,7 @@ fn figures_are_those_of_the_decoder_on_the_same_windows() {
     let found = evaluated(&model, &ids, 0);
     let batch =
         TokenBatch { inputs: &ids[..24], targets: &ids[1..], num_sequences: 3, seq_len: 8, ..TokenBatch::default() };
-    let expected = model.decoder.evaluate(&model.ctx, &model.weights, &batch).unwrap();
+    let expected = model.decoder.evaluate(&model.ctx, &model.weights, &batch, None).unwrap();
     assert!(batch.targets.iter().all(|&id| id != IGNORE));
     assert_eq!((found.stats.num_targets, found.stats.num_correct), (24, expected.num_correct));
     assert_eq!(found.loss().to_bits(), expected.mean_loss().to_bits());

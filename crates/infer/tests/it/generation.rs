@@ -169,7 +169,7 @@ fn generation_goes_on_as_full_passes_would() {
     assert_eq!((ids.len(), reason, &ids), (12, StopReason::MaxTokens, &seen));
     let mut all = prompt;
     for id in ids {
-        let logits = decoder.logits(&ctx, &weights, &all, 1).unwrap();
+        let logits = decoder.logits(&ctx, &weights, &all, 1, None).unwrap();
         let last = Tensor::from_slice(ctx.pool(), &[50], &logits.f32s()[(all.len() - 1) * 50..]);
         assert_eq!(sampler.sample(&ctx, &last).id, id);
         all.push(id);

@@ -26,10 +26,10 @@ fn config() -> ModelConfig {
 fn one_by_one(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, prompt: &[u32], count: usize) -> Vec<u32> {
     let mut cache = KvCache::new(decoder.config());
     let mut sampler = Sampler::new(SamplingOptions::default()).expect("options");
-    let mut logits = decoder.extend(ctx, weights, &mut cache, prompt).expect("a prompt");
+    let mut logits = decoder.forward_cached(ctx, weights, &mut cache, prompt, None).expect("a prompt");
     let mut next = || {
         let id = sampler.sample(ctx, &logits).id;
-        logits = decoder.extend(ctx, weights, &mut cache, &[id]).expect("a token");
+        logits = decoder.forward_cached(ctx, weights, &mut cache, &[id], None).expect("a token");
         id
     };
     (0..count).map(|_| next()).collect()
@@ -40,7 +40,7 @@ fn a_step_that_began_before_its_token_was_known_is_taken_back_where_the_text_had
     let Some(ctx) = with_gpu() else { return };
     let (decoder, weights) = model(&ctx, config());
     let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
-    assert!(decoder.goes_on_unknowing(&ctx) && !decoder.goes_on_unknowing(&ctx.on_host()));
+    assert!(decoder.can_run_ahead(&ctx) && !decoder.can_run_ahead(&ctx.on_host()));
     let write = |sequence: &mut CachedSequence, prompt: &[u32], stop_ids: &[u32]| {
         let mut sampler = Sampler::new(SamplingOptions::default()).expect("options");
         let request = GenerateRequest { prompt, max_new_tokens: 6, stop_ids };

@@ -287,11 +287,6 @@ impl ModelConfig {
         }
     }
 
-    /// The configuration of the MoE layers of a model that is used: without noise, and no token is dropped for a share.
-    pub(crate) fn inference_moe(&self) -> MoeConfig {
-        MoeConfig { capacity_factor: 0.0, jitter: Ramp::ZERO, ..self.moe() }
-    }
-
     /// Checks every setting; `vocab_size` may still be 0.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;

@@ -14,7 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::Pass;
 use super::heads::{Heads, HeadsGradTask, HeadsSaved};
 use super::latent::{Latent, LatentGradTask, LatentSaved};
-use super::norm::Norm;
+use super::norm::{Norm, NormBackward};
 use super::projection::{project_grads, project_summed};
 use crate::config::ModelConfig;
 use crate::kv_cache::LayerCache;
@@ -59,8 +59,10 @@ enum InputsGradTask {
     Latent(LatentGradTask),
 }
 
-/// What backward needs of forward, besides the block's input.
+/// What backward needs of forward.
 pub(crate) struct AttentionSaved {
+    /// `[T, D]`: the block's input.
+    x: Tensor,
     norm: Tensor,
     normed: Tensor,
     inputs: InputsSaved,
@@ -109,8 +111,8 @@ impl AttentionBlock {
 
     fn shape(&self, pass: &Pass<'_>, kv_len: usize, kv_capacity: usize) -> AttentionShape {
         AttentionShape {
-            batch: pass.num_sequences,
-            seq_len: pass.seq_len,
+            batch: pass.sequences.count,
+            seq_len: pass.sequences.len,
             kv_len,
             kv_capacity,
             num_heads: self.num_heads,
@@ -122,40 +124,44 @@ impl AttentionBlock {
         }
     }
 
-    /// `x [T, D]` f32 to `y [T, D]` f32.
-    pub(crate) fn forward(&self, pass: &Pass<'_>, weights: &LayerWeights, x: &Tensor) -> (Tensor, AttentionSaved) {
-        let w = &weights.attention;
-        let (normed, norm) = self.normed(pass, weights, x);
-        let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
-        let [q, k, v] = &qkv;
-        let (o, lse) = attend(pass, (q, k, v), w.sinks.as_ref(), &self.shape(pass, pass.seq_len, pass.seq_len));
-        let y = self.output(pass, w, &o, x);
-        (y, AttentionSaved { norm, normed, inputs, qkv, o, lse })
-    }
-
-    /// As [`forward`](Self::forward) for the next tokens of the sequences in `cache`, which they are added to.
-    pub(crate) fn forward_cached(
+    /// `x [T, D]` f32 to `y [T, D]` f32, and what backward needs if one follows. With `cache` the tokens are the next ones of the
+    /// sequences there and are added to it; no backward pass follows then.
+    pub(crate) fn forward(
         &self,
         pass: &Pass<'_>,
         weights: &LayerWeights,
         x: &Tensor,
-        cache: &mut LayerCache,
-    ) -> Tensor {
+        cache: Option<&mut LayerCache>,
+    ) -> (Tensor, Option<AttentionSaved>) {
         let w = &weights.attention;
-        let (normed, _) = self.normed(pass, weights, x);
-        let o = match (&self.inputs, &w.inputs) {
+        let (normed, norm) = self.normed(pass, weights, x);
+        if let Some(cache) = cache {
+            let o = self.attend_cached(pass, w, &normed, cache);
+            return (self.output(pass, w, &o, x), None);
+        }
+        let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
+        let [q, k, v] = &qkv;
+        let len = pass.sequences.len;
+        let (o, lse) = attend(pass, (q, k, v), w.sinks.as_ref(), &self.shape(pass, len, len));
+        let y = self.output(pass, w, &o, x);
+        let saved = AttentionSaved { x: x.clone(), norm, normed, inputs, qkv, o, lse };
+        (y, pass.mode.keeps_for_backward().then_some(saved))
+    }
+
+    /// The heads' results for `normed [T, D]`, the next tokens of the sequences in `cache`, which they are added to.
+    fn attend_cached(&self, pass: &Pass<'_>, w: &AttentionWeights, normed: &Tensor, cache: &mut LayerCache) -> Tensor {
+        match (&self.inputs, &w.inputs) {
             (Inputs::Heads(heads), AttentionInputs::Heads(inputs)) => {
-                let q = heads.forward_cached(pass, inputs, &normed, cache);
+                let q = heads.forward_cached(pass, inputs, normed, cache);
                 let [keys, values] = cache.kept() else { unreachable!("keys and values were appended") };
                 attend(pass, (&q, keys, values), w.sinks.as_ref(), &self.shape(pass, cache.held(), cache.capacity())).0
             }
             (Inputs::Latent(latent), AttentionInputs::Latent(inputs)) => {
                 let shape = |kv_len, kv_capacity| self.shape(pass, kv_len, kv_capacity);
-                latent.forward_cached(pass, inputs, &normed, cache, (&shape, w.sinks.as_ref()))
+                latent.forward_cached(pass, inputs, normed, cache, (&shape, w.sinks.as_ref()))
             }
             _ => panic!("{WRONG_KIND}"),
-        };
-        self.output(pass, w, &o, x)
+        }
     }
 
     fn normed(&self, pass: &Pass<'_>, weights: &LayerWeights, x: &Tensor) -> (Tensor, Tensor) {
@@ -180,17 +186,17 @@ impl AttentionBlock {
         &self,
         pass: &Pass<'_>,
         weights: &LayerWeights,
-        (x, saved): (&Tensor, AttentionSaved),
+        saved: AttentionSaved,
         dy: &Tensor,
         write: Write,
         grads: &mut LayerWeights,
     ) -> (Tensor, AttentionGradTask) {
         let (ctx, w) = (pass.ctx, &weights.attention);
-        let AttentionSaved { norm, normed, inputs, qkv, o, lse } = saved;
+        let AttentionSaved { x, norm, normed, inputs, qkv, o, lse } = saved;
         // Products with it round it; rounded once it is half as much to read.
         let d_block = into_type(ctx, scaled(ctx, dy, self.residual_multiplier), w.o.weight.dtype());
         let d_o = linear_backward_input(ctx, &d_block, &w.o.weight, w.o.weight.dtype());
-        let shape = self.shape(pass, pass.seq_len, pass.seq_len);
+        let shape = self.shape(pass, pass.sequences.len, pass.sequences.len);
         let [q, k, v] = &qkv;
         if let (Some(sinks), Some(d_sinks)) = (&w.sinks, &mut grads.attention.sinks) {
             sinks_backward(ctx, &d_o, (&o, &lse), sinks, (&shape, write), d_sinks);
@@ -202,9 +208,9 @@ impl AttentionBlock {
         if let Some(ranks) = self.ranks(pass) {
             ranks.sum(&mut d_normed);
         }
-        let d_norm = &mut grads.attention_norm;
-        let dx =
-            self.norm.backward_onto(ctx, &weights.attention_norm, (x, &norm), (&d_normed, Some(dy)), write, d_norm);
+        let (norm_weights, d_norm) = (&weights.attention_norm, &mut grads.attention_norm);
+        let around = NormBackward { x: &x, statistics: &norm, dy: &d_normed, base: Some(dy) };
+        let dx = self.norm.backward(ctx, norm_weights, around, write, d_norm);
         (dx, AttentionGradTask { inputs, o, dy: d_block, compute: w.o.weight.dtype(), bias })
     }
 }

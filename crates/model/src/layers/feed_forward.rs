@@ -1,12 +1,13 @@
 //! The feed-forward block: an MoE layer, or a dense network, which is one expert that takes every row with weight 1.
 
+use std::sync::Arc;
+
 use moeworks_moe::{
-    BackwardInput, ForwardInput, LayerStats, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput, WgradTarget,
-    is_left_out,
+    BackwardInput, ForwardInput, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput, WgradTarget, is_left_out,
 };
 use moeworks_ops::experts::{
-    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward, experts_bias_grad,
-    experts_forward_onto, experts_weight_grad,
+    AllRows, ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward,
+    experts_bias_grad, experts_forward_onto, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -14,9 +15,10 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
 use super::attention::{WRONG_KIND, add_residual, scaled};
-use super::norm::Norm;
+use super::norm::{Norm, NormBackward};
+use super::weight_grads::GradWrite;
 use crate::tensor_ranks::{Run, TensorRanks};
-use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights, NormWeights};
+use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights};
 
 /// A feed-forward block.
 #[derive(Clone, Debug)]
@@ -31,8 +33,10 @@ pub(crate) struct FeedForwardBlock {
     pub(crate) is_cut: bool,
 }
 
-/// What backward needs of forward, besides the block's input.
+/// What backward needs of forward.
 pub(crate) struct FeedForwardSaved {
+    /// `[T, D]`: the block's input.
+    x: Tensor,
     norm: Tensor,
     normed: Tensor,
     inner: InnerSaved,
@@ -55,25 +59,35 @@ impl FeedForwardSaved {
             InnerSaved::Moe(saved, _) => Some(saved),
         }
     }
+}
 
-    /// What the router did; none in a dense layer.
-    pub(crate) fn stats(&self) -> Option<LayerStats> {
-        self.moe().map(MoeSaved::stats)
-    }
+/// The gradients that the block's backward begins with.
+#[derive(Clone, Copy)]
+pub(crate) struct FeedForwardOutputGrads<'a> {
+    /// `[T, D]`: that of the block's output.
+    pub(crate) dy: &'a Tensor,
+    /// `[T, E]`: that of the router's logits, by the next MoE layer.
+    pub(crate) d_router_logits: Option<&'a Tensor>,
+    /// Those of the losses on the router.
+    pub(crate) loss_grad: Option<&'a LossGrad>,
 }
 
 /// The gradients of the block's matrices, still to be computed.
 #[allow(clippy::large_enum_variant)] // lives for a moment: nothing is gained by another allocation
 pub(crate) enum FeedForwardGradTask {
-    Dense {
-        normed: Tensor,
-        dy: Tensor,
-        saved: ExpertsSaved,
-        dh: Tensor,
-        weighed: Option<Tensor>,
-        activation: Activation,
-    },
+    Dense(DenseGradTask),
     Moe(MoeGradTask),
+}
+
+/// The gradients of the matrices of a dense block, still to be computed.
+pub(crate) struct DenseGradTask {
+    all_rows: Arc<AllRows>,
+    normed: Tensor,
+    dy: Tensor,
+    saved: ExpertsSaved,
+    dh: Tensor,
+    weighed: Option<Tensor>,
+    activation: Activation,
 }
 
 impl FeedForwardBlock {
@@ -87,7 +101,7 @@ impl FeedForwardBlock {
         &self,
         pass: &Pass<'_>,
         weights: &LayerWeights,
-        x: &Tensor,
+        x: Tensor,
         input: &RouterInput<'_>,
     ) -> (Tensor, FeedForwardSaved) {
         let ctx = pass.ctx;
@@ -95,10 +109,9 @@ impl FeedForwardBlock {
             FeedForwardWeights::Dense(w) => w.gate_up.dtype().of_activations(),
             FeedForwardWeights::Moe(w) => w.gate_up.dtype().of_activations(),
         };
-        let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, x, dtype);
+        let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, &x, dtype);
         // What the block adds to, where nothing has to be done to the sum first.
-        let ranks = self.ranks(pass);
-        let base = (self.residual_multiplier == 1.0 && ranks.is_none()).then_some(x);
+        let base = (self.residual_multiplier == 1.0 && self.ranks(pass).is_none()).then_some(&x);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
                 let is_whole = input.seq_len > 0;
@@ -111,32 +124,40 @@ impl FeedForwardBlock {
                 };
                 (y, InnerSaved::Moe(saved, is_whole))
             }
-            (FeedForwardWeights::Dense(w), None) => {
-                let rows = pass.all_rows.rows();
-                // The bias behind a sum over ranks is added once.
-                let zeros = ranks.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
-                let biases = w.biases.as_ref();
-                let of_part =
-                    biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
-                let experts = dense(w, self.activation);
-                let options = (base, input.is_forward_only);
-                let (mut y, saved) = experts_forward_onto(ctx, &normed, experts, of_part, rows, options);
-                if let Some(ranks) = ranks {
-                    let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
-                    ranks.sum_biased(ctx, &mut y, bias.as_ref());
-                }
-                (y, InnerSaved::Dense(saved))
-            }
+            (FeedForwardWeights::Dense(w), None) => self.dense_forward(pass, w, &normed, base),
             _ => panic!("{WRONG_KIND}"),
         };
         if base.is_none() {
-            add_residual(ctx, &mut y, self.residual_multiplier, x);
+            add_residual(ctx, &mut y, self.residual_multiplier, &x);
         }
-        (y, FeedForwardSaved { norm, normed, inner })
+        (y, FeedForwardSaved { x, norm, normed, inner })
+    }
+
+    /// The output of a dense network, and `base` where it is there.
+    fn dense_forward(
+        &self,
+        pass: &Pass<'_>,
+        w: &DenseWeights,
+        normed: &Tensor,
+        base: Option<&Tensor>,
+    ) -> (Tensor, InnerSaved) {
+        let (ctx, ranks) = (pass.ctx, self.ranks(pass));
+        // The bias behind a sum over ranks is added once.
+        let zeros = ranks.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
+        let biases = w.biases.as_ref();
+        let of_part = biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
+        let options = (base, !pass.mode.keeps_for_backward());
+        let (mut y, saved) =
+            experts_forward_onto(ctx, normed, dense(w, self.activation), of_part, pass.all_rows.rows(), options);
+        if let Some(ranks) = ranks {
+            let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
+            ranks.sum_biased(ctx, &mut y, bias.as_ref());
+        }
+        (y, InnerSaved::Dense(saved))
     }
 
     /// The experts `[T, K]` that a residual stream `x [T, D]` would go to here, if this layer has any and its router tells.
-    pub(crate) fn foresee(
+    pub(crate) fn predict_next_experts(
         &self,
         pass: &Pass<'_>,
         weights: &LayerWeights,
@@ -149,35 +170,36 @@ impl FeedForwardBlock {
         moe.predict_experts(pass.ctx, w, &normed, input)
     }
 
-    /// Sends experts that were foreseen to a GPU before they are wanted.
-    pub(crate) fn send_ahead(&self, ctx: &Context, weights: &LayerWeights, ids: &Tensor) {
+    /// Sends experts that were predicted to a GPU before they are wanted.
+    pub(crate) fn prefetch_experts(&self, ctx: &Context, weights: &LayerWeights, ids: &Tensor) {
         if let (FeedForwardWeights::Moe(w), Some(moe)) = (&weights.feed_forward, &self.moe) {
             moe.prefetch_experts(ctx, w, ids);
         }
     }
 
-    /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients but for those that are better found at
-    /// once, which are written to `grads`. The norm weight's gradient is written to `d_norm`, both as `write` says. `dnext` is the
-    /// gradient of the router's logits by the next MoE layer.
+    /// The gradient of the block's input, and the task that finds the matrices' gradients but for those that are better found at once,
+    /// which are written to `grads` unless all are to be found later. The norm weight's gradient is written.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
         weights: &LayerWeights,
-        (x, saved): (&Tensor, FeedForwardSaved),
-        (dy, dnext, loss_grad): (&Tensor, Option<&Tensor>, Option<&LossGrad>),
-        write: Write,
-        (d_norm, grads): (&mut NormWeights, &mut FeedForwardWeights),
+        saved: FeedForwardSaved,
+        output: FeedForwardOutputGrads<'_>,
+        how: GradWrite,
+        grads: &mut LayerWeights,
     ) -> (Tensor, FeedForwardGradTask) {
         let ctx = pass.ctx;
-        let FeedForwardSaved { norm, normed, inner } = saved;
-        let d_block = scaled(ctx, dy, self.residual_multiplier);
-        let (d_normed, task) = match (inner, &weights.feed_forward, &self.moe, loss_grad) {
+        let FeedForwardSaved { x, norm, normed, inner } = saved;
+        let d_block = scaled(ctx, output.dy, self.residual_multiplier);
+        let (d_normed, task) = match (inner, &weights.feed_forward, &self.moe, output.loss_grad) {
             (InnerSaved::Moe(saved, is_whole), FeedForwardWeights::Moe(w), Some(moe), Some(loss_grad)) => {
                 let run = Run::of(pass, is_whole);
                 let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.of_rows(ctx, &d_block));
-                let FeedForwardWeights::Moe(grads) = grads else { panic!("{WRONG_KIND}") };
-                let wgrad = (!is_left_out(&grads.gate_up)).then_some(WgradTarget::new(write, grads));
-                let input = BackwardInput { losses: loss_grad, d_next_router_logits: dnext, wgrad };
+                let FeedForwardWeights::Moe(grads) = &mut grads.feed_forward else { panic!("{WRONG_KIND}") };
+                let is_now = how.matrices_at_once && !is_left_out(&grads.gate_up);
+                let wgrad = is_now.then_some(WgradTarget::new(how.write, grads));
+                let d_next_router_logits = output.d_router_logits;
+                let input = BackwardInput { losses: loss_grad, d_next_router_logits, wgrad };
                 let (dx, task) = moe.backward(ctx, w, &saved, &dy, input);
                 let dx = match run {
                     None => dx,
@@ -187,21 +209,32 @@ impl FeedForwardBlock {
             }
             (InnerSaved::Dense(saved), FeedForwardWeights::Dense(w), None, _) => {
                 let saved = saved.expect("a pass that was to be forward only has no backward pass");
-                let rows = pass.all_rows.rows();
-                let mut back = experts_backward(ctx, &d_block, dense(w, self.activation), rows, &saved);
-                if let Some(ranks) = self.ranks(pass) {
-                    ranks.sum(&mut back.dx);
-                }
-                let activation = self.activation;
-                let (dh, weighed) = (back.dh, back.weighed);
-                let task = FeedForwardGradTask::Dense { normed, dy: d_block, saved, dh, weighed, activation };
-                (back.dx, task)
+                let (dx, task) = self.dense_backward(pass, w, normed, d_block, saved);
+                (dx, FeedForwardGradTask::Dense(task))
             }
             _ => panic!("{WRONG_KIND}"),
         };
-        let dx =
-            self.norm.backward_onto(ctx, &weights.feed_forward_norm, (x, &norm), (&d_normed, Some(dy)), write, d_norm);
+        let around = NormBackward { x: &x, statistics: &norm, dy: &d_normed, base: Some(output.dy) };
+        let (norm_weights, d_norm) = (&weights.feed_forward_norm, &mut grads.feed_forward_norm);
+        let dx = self.norm.backward(ctx, norm_weights, around, how.write, d_norm);
         (dx, task)
+    }
+
+    fn dense_backward(
+        &self,
+        pass: &Pass<'_>,
+        w: &DenseWeights,
+        normed: Tensor,
+        dy: Tensor,
+        saved: ExpertsSaved,
+    ) -> (Tensor, DenseGradTask) {
+        let (all_rows, activation) = (Arc::clone(&pass.all_rows), self.activation);
+        let mut back = experts_backward(pass.ctx, &dy, dense(w, activation), all_rows.rows(), &saved);
+        if let Some(ranks) = self.ranks(pass) {
+            ranks.sum(&mut back.dx);
+        }
+        let (dh, weighed) = (back.dh, back.weighed);
+        (back.dx, DenseGradTask { all_rows, normed, dy, saved, dh, weighed, activation })
     }
 }
 
@@ -212,29 +245,32 @@ fn dense(weights: &DenseWeights, activation: Activation) -> ExpertWeights<'_> {
 impl FeedForwardGradTask {
     /// Makes of the gradient of this router's logits by the next one's that of the logits of the MoE layer before; a dense layer
     /// hands it on.
-    pub(crate) fn replace_dnext(&self, dnext: &mut Option<Tensor>) {
+    pub(crate) fn replace_d_router_logits(&self, d_router_logits: &mut Option<Tensor>) {
         if let Self::Moe(task) = self {
-            *dnext = task.d_previous_logits().cloned();
+            *d_router_logits = task.d_previous_logits().cloned();
         }
     }
 
     /// Writes the gradients of the block's matrices.
-    pub(crate) fn run(self, pass: &Pass<'_>, write: Write, grads: &mut FeedForwardWeights) {
+    pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut FeedForwardWeights) {
         match (self, grads) {
-            (Self::Moe(task), FeedForwardWeights::Moe(grads)) => task.run(pass.ctx, WgradTarget::new(write, grads)),
-            (Self::Dense { normed, dy, saved, dh, weighed, activation }, FeedForwardWeights::Dense(grads)) => {
-                let weighed = weighed.as_ref();
-                let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh, weighed };
-                let rows = pass.all_rows.rows();
-                if !is_left_out(&grads.gate_up) {
-                    let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-                    experts_weight_grad(pass.ctx, inputs, activation, rows, write, into);
-                }
-                if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {
-                    experts_bias_grad(pass.ctx, (&dy, &dh), rows, write, (gate_up, down));
-                }
-            }
+            (Self::Moe(task), FeedForwardWeights::Moe(grads)) => task.run(ctx, WgradTarget::new(write, grads)),
+            (Self::Dense(task), FeedForwardWeights::Dense(grads)) => task.run(ctx, write, grads),
             _ => panic!("{WRONG_KIND}"),
+        }
+    }
+}
+
+impl DenseGradTask {
+    fn run(self, ctx: &Context, write: Write, grads: &mut DenseWeights) {
+        let Self { all_rows, normed, dy, saved, dh, weighed, activation } = self;
+        let inputs = WeightGradInputs { x: &normed, dy: &dy, saved: &saved, dh: &dh, weighed: weighed.as_ref() };
+        if !is_left_out(&grads.gate_up) {
+            let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+            experts_weight_grad(ctx, inputs, activation, all_rows.rows(), write, into);
+        }
+        if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {
+            experts_bias_grad(ctx, (&dy, &dh), all_rows.rows(), write, (gate_up, down));
         }
     }
 }

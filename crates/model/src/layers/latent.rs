@@ -117,10 +117,10 @@ impl Latent {
         cache.append(place, &[&row]);
         let (held, kept) = (cache.held(), &cache.kept()[0]);
         // What several sequences keep does not follow one another.
-        let follows = held == pass.seq_len || pass.num_sequences == 1;
-        if follows && !ctx.is_batch_invariant() && self.should_widen(pass.seq_len, held) {
+        let follows = held == pass.sequences.len || pass.sequences.count == 1;
+        if follows && !ctx.is_batch_invariant() && self.should_widen(pass.sequences.len, held) {
             let (narrow, key) =
-                if held == pass.seq_len { (kv.normed, key) } else { self.parted((ctx, place), kept, held) };
+                if held == pass.sequences.len { (kv.normed, key) } else { self.parted((ctx, place), kept, held) };
             let (k, v) = self.widened(ctx, w, (&narrow, &key));
             return attend(pass, (&q, &k, &v), sinks, &shape(held, held)).0;
         }

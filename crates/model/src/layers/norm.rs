@@ -15,6 +15,19 @@ pub(crate) struct Norm {
     pub(crate) eps: f32,
 }
 
+/// The arguments of a norm's backward.
+#[derive(Clone, Copy)]
+pub(crate) struct NormBackward<'a> {
+    /// `[T, D]`: the input.
+    pub(crate) x: &'a Tensor,
+    /// The statistics that forward found of its rows.
+    pub(crate) statistics: &'a Tensor,
+    /// `[T, D]`: the gradient of the output.
+    pub(crate) dy: &'a Tensor,
+    /// `[T, D]`: the gradient that goes around the block, if there is one.
+    pub(crate) base: Option<&'a Tensor>,
+}
+
 impl Norm {
     /// `y` of `x [T, D]` as `dtype`, and the statistics of the rows that backward needs.
     pub(crate) fn forward(self, ctx: &Context, w: &NormWeights, x: &Tensor, dtype: DType) -> (Tensor, Tensor) {
@@ -24,14 +37,12 @@ impl Norm {
         }
     }
 
-    /// The gradient of `x`, and what `base` (if there is one) has besides, which goes around the block; those of the weights
-    /// are written to `grads` as `write` says.
-    pub(crate) fn backward_onto(
+    /// The gradient of the input, and what goes around the block besides; those of the weights are written to `grads` as `write` says.
+    pub(crate) fn backward(
         self,
         ctx: &Context,
         w: &NormWeights,
-        (x, statistics): (&Tensor, &Tensor),
-        (dy, base): (&Tensor, Option<&Tensor>),
+        NormBackward { x, statistics, dy, base }: NormBackward<'_>,
         write: Write,
         grads: &mut NormWeights,
     ) -> Tensor {

@@ -201,7 +201,7 @@ mod tests {
     fn a_decoders_weights_are_listed_in_the_order_of_its_table_and_written_in_place() {
         let config = ModelConfig { vocab_size: 11, num_layers: 2, moe_every: 2, ..ModelConfig::default() };
         let (ctx, decoder) = (Context::cpu(1), Decoder::new(config).unwrap());
-        let mut weights = decoder.init(&ctx, 1);
+        let mut weights = decoder.init(&ctx, 1, None);
         let table = decoder.weight_table();
         let set: &mut dyn ParamSet = &mut weights;
         for (spec, tensor) in table.specs().iter().zip(set.params_mut()) {

@@ -80,7 +80,7 @@ fn logits_in_pieces(
     let mut cache = KvCache::new(decoder.config());
     let mut of_piece = |&len: &usize| {
         let start = cache.len();
-        bits(decoder.extend(ctx, weights, &mut cache, &ids[start..start + len]).expect("a piece").f32s())
+        bits(decoder.forward_cached(ctx, weights, &mut cache, &ids[start..start + len], None).expect("a piece").f32s())
     };
     pieces.iter().map(&mut of_piece).collect()
 }
@@ -126,7 +126,7 @@ fn a_text_has_the_same_logits_alone_and_in_any_batch() {
                     for (step, expected) in [0..LEN - 2, LEN - 2..LEN - 1, LEN - 1..LEN].into_iter().zip(&alone) {
                         let batch: Vec<u32> =
                             ids.chunks(LEN).take(count).flat_map(|ids| ids[step.clone()].to_vec()).collect();
-                        let logits = decoder.extend(&ctx, &weights, &mut cache, &batch).expect("a step");
+                        let logits = decoder.forward_cached(&ctx, &weights, &mut cache, &batch, None).expect("a step");
                         let first = bits(&logits.f32s()[..expected.len()]);
                         assert!(
                             first == *expected,
@@ -148,7 +148,7 @@ fn a_full_pass_has_the_logits_of_a_text_token_by_token() {
             let (decoder, exact) = model(&ctx, config);
             for dtype in [DType::F32, DType::BF16] {
                 let weights = in_type(&ctx, &exact, dtype);
-                let full = decoder.logits(&ctx, &weights, &ids, 1).expect("a text");
+                let full = decoder.logits(&ctx, &weights, &ids, 1, None).expect("a text");
                 let one_by_one = logits_in_pieces(&ctx, &decoder, &weights, &ids, &vec![1; ids.len()]);
                 let found: Vec<Vec<u32>> = full.f32s().chunks(200).map(bits).collect();
                 assert!(found == one_by_one, "{name} {dtype:?} {:?}", ctx.isa());

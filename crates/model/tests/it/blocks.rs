@@ -61,9 +61,9 @@ fn experts_alone_can_be_in_blocks_and_the_model_computes_with_them() {
     }
     let (decoder, _) = model(&ctx, config());
     let ids = random_ids(50, 40, 1);
-    let exact = decoder.logits(&ctx, &weights, &ids, 1).unwrap().to_f32_vec();
-    let found = decoder.logits(&ctx, &loaded, &ids, 1).unwrap().to_f32_vec();
-    let plain = decoder.logits(&ctx, &loaded.compute_copy(&ctx, DType::F32), &ids, 1).unwrap().to_f32_vec();
+    let exact = decoder.logits(&ctx, &weights, &ids, 1, None).unwrap().to_f32_vec();
+    let found = decoder.logits(&ctx, &loaded, &ids, 1, None).unwrap().to_f32_vec();
+    let plain = decoder.logits(&ctx, &loaded.compute_copy(&ctx, DType::F32), &ids, 1, None).unwrap().to_f32_vec();
     let largest = exact.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     for ((exact, found), plain) in exact.iter().zip(&found).zip(&plain) {
         assert!((exact - found).abs() < 0.03 * largest && (plain - found).abs() < 0.03 * largest);
@@ -85,7 +85,7 @@ fn latent_attention_computes_in_blocks() {
     );
     let decoder = Decoder::new(config).unwrap();
     let ids = random_ids(decoder.config().vocab_size, 12, 1);
-    let [exact, found] = [&weights, &loaded].map(|w| decoder.logits(&ctx, w, &ids, 1).unwrap().to_f32_vec());
+    let [exact, found] = [&weights, &loaded].map(|w| decoder.logits(&ctx, w, &ids, 1, None).unwrap().to_f32_vec());
     let largest = exact.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     let mean = exact.iter().zip(&found).map(|(a, b)| (a - b).abs()).sum::<f32>() / exact.len() as f32;
     assert!(mean < 0.02 * largest, "{mean} of {largest}");
@@ -93,9 +93,9 @@ fn latent_attention_computes_in_blocks() {
     for (name, gpu) in Gpu::for_tests() {
         let ctx = ctx.clone().with_gpu(gpu);
         let mut cache = KvCache::new(decoder.config());
-        let mut last = decoder.extend(&ctx, &loaded, &mut cache, &ids[..8]).unwrap();
+        let mut last = decoder.forward_cached(&ctx, &loaded, &mut cache, &ids[..8], None).unwrap();
         for id in &ids[8..] {
-            last = decoder.extend(&ctx, &loaded, &mut cache, &[*id]).unwrap();
+            last = decoder.forward_cached(&ctx, &loaded, &mut cache, &[*id], None).unwrap();
         }
         let last = last.to_f32_vec();
         let exact = &exact[exact.len() - last.len()..];

@@ -60,8 +60,8 @@ fn bytes(config: ModelConfig, len: usize) -> usize {
     let (decoder, weights) = model(&ctx, config);
     let ids = random_ids(50, len, 3);
     let mut cache = KvCache::new(decoder.config());
-    decoder.extend(&ctx, &weights, &mut cache, &ids).unwrap();
-    ids.iter().for_each(|&id| drop(decoder.extend(&ctx, &weights, &mut cache, &[id]).unwrap()));
+    decoder.forward_cached(&ctx, &weights, &mut cache, &ids, None).unwrap();
+    ids.iter().for_each(|&id| drop(decoder.forward_cached(&ctx, &weights, &mut cache, &[id], None).unwrap()));
     assert_eq!(cache.len(), 2 * len);
     cache.num_bytes()
 }
@@ -82,22 +82,22 @@ fn a_cache_is_cut_where_the_window_still_reaches() {
     let ctx = Context::cpu(2);
     let (decoder, weights) = model(&ctx, windowed(40));
     let ids = random_ids(50, 200, 3);
-    let full = decoder.logits(&ctx, &weights, &ids, 1).unwrap();
+    let full = decoder.logits(&ctx, &weights, &ids, 1, None).unwrap();
     let mut cache = KvCache::new(decoder.config());
-    decoder.extend(&ctx, &weights, &mut cache, &ids[..100]).unwrap();
+    decoder.forward_cached(&ctx, &weights, &mut cache, &ids[..100], None).unwrap();
     assert_eq!(cache.truncate(120), 100);
     // After many tokens at once all are there still.
     assert_eq!(cache.truncate(30), 30);
     for &id in &ids[30..200] {
-        decoder.extend(&ctx, &weights, &mut cache, &[id]).unwrap();
+        decoder.forward_cached(&ctx, &weights, &mut cache, &[id], None).unwrap();
     }
     assert_eq!(cache.truncate(199), 199);
-    let logits = decoder.extend(&ctx, &weights, &mut cache, &ids[199..]).unwrap();
+    let logits = decoder.forward_cached(&ctx, &weights, &mut cache, &ids[199..], None).unwrap();
     crate::common::assert_close("logits", logits.f32s(), &full.f32s()[199 * 50..], 1e-5);
     // What the tokens behind position 20 would see is gone.
     assert_eq!(cache.truncate(20), 0);
     assert!(cache.is_empty());
-    let logits = decoder.extend(&ctx, &weights, &mut cache, &ids).unwrap();
+    let logits = decoder.forward_cached(&ctx, &weights, &mut cache, &ids, None).unwrap();
     crate::common::assert_close("logits", logits.f32s(), &full.f32s()[199 * 50..], 1e-5);
 }
 
@@ -111,10 +111,10 @@ fn check_together(ctx: &Context, config: ModelConfig, count: usize, pieces: &[us
     for &piece in pieces {
         let of_text = |text: &Vec<u32>| text[start..start + piece].to_vec();
         let ids: Vec<u32> = texts.iter().flat_map(of_text).collect();
-        let all = decoder.extend(ctx, &weights, &mut together, &ids).unwrap().to_f32_vec();
+        let all = decoder.forward_cached(ctx, &weights, &mut together, &ids, None).unwrap().to_f32_vec();
         assert_eq!((all.len(), together.len()), (count * 50, start + piece));
         for ((cache, text), logits) in alone.iter_mut().zip(&texts).zip(all.chunks(50)) {
-            let expected = decoder.extend(ctx, &weights, cache, &of_text(text)).unwrap().to_f32_vec();
+            let expected = decoder.forward_cached(ctx, &weights, cache, &of_text(text), None).unwrap().to_f32_vec();
             for (x, y) in logits.iter().zip(expected) {
                 let what = format!("{count} sequences of {:?}", decoder.config().variant.latent);
                 assert!(
@@ -154,8 +154,8 @@ fn sequences_that_go_on_together_are_equally_long() {
     let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
     let mut cache = KvCache::of_sequences(decoder.config(), 3);
-    let error = decoder.extend(&ctx, &weights, &mut cache, &[1, 2, 3, 4]).unwrap_err();
+    let error = decoder.forward_cached(&ctx, &weights, &mut cache, &[1, 2, 3, 4], None).unwrap_err();
     assert_eq!(error.to_string(), "prompt has 4 ids, but 3 sequences of 2 tokens need 6");
-    assert_eq!(decoder.extend(&ctx, &weights, &mut cache, &[]).unwrap_err(), BatchError::Empty);
+    assert_eq!(decoder.forward_cached(&ctx, &weights, &mut cache, &[], None).unwrap_err(), BatchError::Empty);
     assert_eq!((cache.len(), cache.num_sequences()), (0, 3));
 }

@@ -30,7 +30,7 @@ pub(crate) fn greedy(
     let mut ids = Vec::new();
     let mut next = first.to_vec();
     while ids.len() < count {
-        let logits = decoder.extend(ctx, weights, cache, &next).unwrap();
+        let logits = decoder.forward_cached(ctx, weights, cache, &next, None).unwrap();
         let logits = logits.f32s();
         let likeliest = (0..logits.len()).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap();
         ids.push(likeliest as u32);

@@ -2,8 +2,8 @@
 
 use moeworks_model::KvCache;
 use moeworks_model::{
-    ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, FeedForwardWeights, ModelConfig, PassOptions,
-    PassStats, QkNorm, RouterNoise, Rules, TokenBatch,
+    ActivationKind, BalanceKind, BatchError, Decoder, DecoderWeights, FeedForwardWeights, GradTarget, Mode,
+    ModelConfig, PassOptions, PassStats, QkNorm, RouterNoise, TokenBatch,
 };
 use moeworks_moe::{EntropyRule, LayerStats, Ramp, RouterConfig, RouterKind, ScoreOrder};
 use moeworks_ops::Context;
@@ -25,7 +25,8 @@ fn step(
     let targets = next_ids(&ids, SEQ_LEN);
     let mut grads = weights.zeros_like(ctx);
     let batch = batch(&ids, &targets, SEQ_LEN);
-    let stats = decoder.forward_backward(ctx, weights, &batch, options, Write::Replace, &mut grads).unwrap();
+    let target = GradTarget::new(Write::Replace, &mut grads);
+    let stats = decoder.forward_backward(ctx, weights, &[batch], options, target).unwrap().remove(0);
     (stats, grads)
 }
 
@@ -44,7 +45,7 @@ fn noisy_config() -> ModelConfig {
 }
 
 /// Gives what layers take of the logits before them, nothing at first, a share in the result.
-fn fill_residuals(weights: &mut DecoderWeights) {
+pub(crate) fn fill_residuals(weights: &mut DecoderWeights) {
     for (name, tensor) in weights.tensors_mut() {
         if name.ends_with("residual.weight") {
             tensor.f32s_mut().iter_mut().enumerate().for_each(|(i, w)| *w = 0.2 * ((i % 7) as f32 - 3.0));
@@ -114,7 +115,9 @@ fn gradients_add_up_over_batches() {
         let ids = random_ids(decoder.config().vocab_size, 4 * SEQ_LEN, 1);
         let targets = next_ids(&ids, SEQ_LEN);
         let batch = batch(&ids, &targets, SEQ_LEN);
-        decoder.forward_backward(&ctx, &weights, &batch, &options(), Write::Add, &mut grads).unwrap();
+        decoder
+            .forward_backward(&ctx, &weights, &[batch], &options(), GradTarget::new(Write::Add, &mut grads))
+            .unwrap();
         for ((name, twice), (_, once)) in grads.tensors().into_iter().zip(once.tensors()) {
             let doubled: Vec<f32> = once.f32s().iter().map(|x| 2.0 * x).collect();
             assert_close(&name, twice.f32s(), &doubled, 1e-5);
@@ -166,7 +169,9 @@ fn a_step_after_the_first_asks_the_system_for_no_memory() {
     let mut grads = weights.zeros_like(&ctx);
     let mut allocations = Vec::new();
     for _ in 0..4 {
-        decoder.forward_backward(&ctx, &weights, &batch, &options(), Write::Replace, &mut grads).unwrap();
+        decoder
+            .forward_backward(&ctx, &weights, &[batch], &options(), GradTarget::new(Write::Replace, &mut grads))
+            .unwrap();
         allocations.push(ctx.pool().stats().system_allocations);
     }
     assert_eq!(allocations[1], allocations[3], "{allocations:?}");
@@ -192,7 +197,7 @@ fn evaluation_is_the_loss_of_training_where_no_token_is_dropped() {
     let (decoder, weights) = model(&ctx, small_config());
     let ids = random_ids(50, 4 * SEQ_LEN, 1);
     let targets = next_ids(&ids, SEQ_LEN);
-    let found = decoder.evaluate(&ctx, &weights, &batch(&ids, &targets, SEQ_LEN)).unwrap();
+    let found = decoder.evaluate(&ctx, &weights, &batch(&ids, &targets, SEQ_LEN), None).unwrap();
     let (expected, _) = step(&ctx, &decoder, &weights, &PassOptions::default());
     assert!((found.loss_sum - expected.loss_sum).abs() < 1e-5 * expected.loss_sum);
     assert_eq!((found.num_targets, found.num_correct), (expected.num_targets, expected.num_correct));
@@ -204,7 +209,7 @@ fn evaluation_drops_no_token_whatever_the_capacity() {
     let ctx = Context::cpu(2);
     let (decoder, weights) = model(&ctx, ModelConfig { capacity_factor: 0.1, ..small_config() });
     let ids = random_ids(50, 4 * SEQ_LEN, 1);
-    let stats = decoder.evaluate(&ctx, &weights, &batch(&ids, &ids, SEQ_LEN)).unwrap();
+    let stats = decoder.evaluate(&ctx, &weights, &batch(&ids, &ids, SEQ_LEN), None).unwrap();
     assert!(stats.layers.iter().all(|layer| layer.num_dropped == 0));
     let (training, _) = step(&ctx, &decoder, &weights, &PassOptions::default());
     assert!(training.layers.iter().all(|layer| layer.num_dropped > 0));
@@ -218,30 +223,40 @@ fn who_watches_sees_the_routing_of_every_moe_layer_by_the_rules_asked_for() {
     let ids = random_ids(50, 4 * SEQ_LEN, 2);
     let targets = next_ids(&ids, SEQ_LEN);
     let mut seen = Vec::new();
-    let watched = decoder.evaluate_watched(&ctx, &weights, &batch(&ids, &targets, SEQ_LEN), |layer, saved| {
-        seen.push((layer, saved.routing().clone(), saved.stats()));
-    });
+    let watched = decoder.evaluate(
+        &ctx,
+        &weights,
+        &batch(&ids, &targets, SEQ_LEN),
+        Some(&mut |layer, saved| {
+            seen.push((layer, saved.routing().clone(), saved.stats()));
+        }),
+    );
     let stats = watched.unwrap();
-    assert_eq!(stats.loss_sum, decoder.evaluate(&ctx, &weights, &batch(&ids, &targets, SEQ_LEN)).unwrap().loss_sum);
+    assert_eq!(
+        stats.loss_sum,
+        decoder.evaluate(&ctx, &weights, &batch(&ids, &targets, SEQ_LEN), None).unwrap().loss_sum
+    );
     assert_eq!(seen.iter().map(|(layer, ..)| *layer).collect::<Vec<_>>(), [0, 1, 2]);
     assert_eq!(seen.iter().map(|(.., stats)| stats.clone()).collect::<Vec<_>>(), stats.layers);
-    let route = |rules| {
+    let route = |mode| {
         let mut found = Vec::new();
         decoder
-            .route(&ctx, &weights, (&ids, 4), rules, |_, saved| {
+            .route(&ctx, &weights, &TokenBatch::without_targets(&ids, 4), mode, &mut |_, saved| {
                 found.push((saved.routing().clone(), saved.dispatch().num_dropped()));
             })
             .unwrap();
         found
     };
-    let inference = route(Rules::Inference);
+    let inference = route(Mode::Infer);
     assert!(inference.iter().zip(&seen).all(|((routing, dropped), (_, same, _))| routing == same && *dropped == 0));
     // The first layer sees the same input by either rule; what it then drops is for the others to notice.
-    let training = route(Rules::Training);
+    let training = route(Mode::TrainForward);
     assert_eq!(training[0].0, inference[0].0);
     // Each of 5 experts keeps at most ceil(0.5 2 52 / 5) = 11 of the 104 choices.
     assert!(training.iter().all(|(_, dropped)| *dropped >= 104 - 5 * 11), "{training:?}");
-    let error = decoder.route(&ctx, &weights, (&[50], 1), Rules::Training, |_, _| ()).unwrap_err();
+    let error = decoder
+        .route(&ctx, &weights, &TokenBatch::without_targets(&[50], 1), Mode::TrainForward, &mut |_, _| ())
+        .unwrap_err();
     assert!(matches!(error, BatchError::Id { id: 50, .. }), "{error}");
 }
 
@@ -251,11 +266,11 @@ pub(crate) fn check_cache(config: ModelConfig, dtype: DType, pieces: &[usize], t
     let (decoder, weights) = model(&ctx, config);
     let weights = weights.compute_copy(&ctx, dtype);
     let ids = random_ids(decoder.config().vocab_size, pieces.iter().sum(), 3);
-    let full = decoder.logits(&ctx, &weights, &ids, 1).unwrap();
+    let full = decoder.logits(&ctx, &weights, &ids, 1, None).unwrap();
     let mut cache = KvCache::new(decoder.config());
     for &piece in pieces {
         let start = cache.len();
-        let logits = decoder.extend(&ctx, &weights, &mut cache, &ids[start..start + piece]).unwrap();
+        let logits = decoder.forward_cached(&ctx, &weights, &mut cache, &ids[start..start + piece], None).unwrap();
         let row = &full.f32s()[(start + piece - 1) * logits.len()..][..logits.len()];
         assert_close("logits", logits.f32s(), row, tolerance);
     }
@@ -317,7 +332,12 @@ fn a_batch_that_the_model_cannot_take_is_refused() {
     let (decoder, weights) = model(&ctx, small_config());
     let evaluate = |inputs: &[u32], targets: &[u32], num_sequences, seq_len| {
         decoder
-            .evaluate(&ctx, &weights, &TokenBatch { inputs, targets, num_sequences, seq_len, ..TokenBatch::default() })
+            .evaluate(
+                &ctx,
+                &weights,
+                &TokenBatch { inputs, targets, num_sequences, seq_len, ..TokenBatch::default() },
+                None,
+            )
             .unwrap_err()
     };
     assert!(matches!(evaluate(&[1, 2], &[1], 1, 2), BatchError::Length { what: "targets", len: 1, .. }));

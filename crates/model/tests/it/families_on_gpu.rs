@@ -44,7 +44,8 @@ fn compare_in_pieces(ctx: &Context, folder: &Path, decoder: &Decoder, stored: &D
     let in_pieces = |ctx: &Context, weights: &DecoderWeights| {
         let mut cache = KvCache::new(decoder.config());
         let pieces = [&ids[..3], &ids[3..4], &ids[4..5], &ids[5..]];
-        let mut logits_of = |piece: &[u32]| decoder.extend(ctx, weights, &mut cache, piece).unwrap().to_f32_vec();
+        let mut logits_of =
+            |piece: &[u32]| decoder.forward_cached(ctx, weights, &mut cache, piece, None).unwrap().to_f32_vec();
         pieces.iter().flat_map(|piece| logits_of(piece)).collect::<Vec<f32>>()
     };
     let on_host = Context::cpu(2);

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use moeworks_model::hf::{ModelFolder, SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::{ModelFiles, SafetensorsFile};
-use moeworks_model::{BalanceKind, Decoder, DecoderWeights, KvCache, PassOptions};
+use moeworks_model::{BalanceKind, Decoder, DecoderWeights, GradTarget, KvCache, PassOptions};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
@@ -41,7 +41,7 @@ pub(crate) fn compare_logits(ctx: &Context, dir: &Path) -> (Decoder, DecoderWeig
     let tensors = SafetensorsFile::open(&dir.join("expected.safetensors")).unwrap();
     let (ids, seq_len) = input_ids(&expected);
     let decoder = Decoder::new(config).unwrap();
-    let logits = decoder.logits(ctx, &weights, &ids, ids.len() / seq_len).unwrap();
+    let logits = decoder.logits(ctx, &weights, &ids, ids.len() / seq_len, None).unwrap();
     assert_close("logits", logits.f32s(), tensors.tensor(ctx, "logits").unwrap().f32s(), TOLERANCE);
     compare_greedy(ctx, &decoder, &weights, &expected);
     (decoder, stored)
@@ -77,7 +77,10 @@ pub(crate) fn compare_training_step(ctx: &Context, dir: &Path) {
         ..PassOptions::default()
     };
     let step = batch(&ids, &targets, seq_len);
-    let stats = decoder.forward_backward(ctx, &weights, &step, &options, Write::Replace, &mut grads).unwrap();
+    let stats = decoder
+        .forward_backward(ctx, &weights, &[step], &options, GradTarget::new(Write::Replace, &mut grads))
+        .unwrap()
+        .remove(0);
     assert_eq!(stats.num_targets, num_targets);
     let close = |what: &str, found: f64| assert_as_expected(&expected, what, found);
     close("cross_entropy", stats.mean_loss());
@@ -211,7 +214,7 @@ fn four_bit_floats_are_multiplied_in_blocks_and_written_as_they_were() {
     assert_eq!(names, ["gate_up_proj", "down_proj"].map(|name| format!("model.layers.0.mlp.experts.{name}")));
     let (ids, seq_len) = input_ids(&expected_json(&from));
     let decoder = Decoder::new(config).unwrap();
-    let logits = |weights| decoder.logits(&ctx, weights, &ids, ids.len() / seq_len).unwrap();
+    let logits = |weights| decoder.logits(&ctx, weights, &ids, ids.len() / seq_len, None).unwrap();
     // Activations are rounded to eight bits.
     let exact = weights.compute_copy(&ctx, DType::F32);
     assert_close("logits", logits(&weights).f32s(), logits(&exact).f32s(), 0.02);
@@ -277,6 +280,6 @@ fn a_checkpoint_converted_to_bf16_gives_nearly_the_same_logits() {
     save_model(dir.path(), decoder.config(), &half, &SaveOptions::default()).unwrap();
     let (_, loaded) = load_model(&ctx, dir.path()).unwrap();
     assert_same_bits(&loaded, &half);
-    let logits = |weights| decoder.logits(&ctx, weights, &ids, ids.len() / seq_len).unwrap();
+    let logits = |weights| decoder.logits(&ctx, weights, &ids, ids.len() / seq_len, None).unwrap();
     assert_close("logits", logits(&loaded).f32s(), logits(&weights).f32s(), 0.1);
 }

@@ -411,13 +411,17 @@ fn experts_stored_one_by_one_stay_in_their_files() {
         let max_shard_bytes = all_bytes / num_shards + 1000;
         let options = SaveOptions { max_shard_bytes, ..SaveOptions::default() };
         save_model(dir.path(), decoder.config(), &weights, &options).unwrap();
-        let expected = decoder.logits(&Context::cpu(2), &weights, &ids, 1).unwrap().to_f32_vec();
+        let expected = decoder.logits(&Context::cpu(2), &weights, &ids, 1, None).unwrap().to_f32_vec();
         let (_, loaded) = load_model(&ctx, dir.path()).unwrap();
         let held = ctx.pool().stats().used_bytes;
         // Where a shard ends between the gate and the up of an expert, these are brought together.
         let expert_bytes = 3 * 64 * 64 * dtype.size();
         assert!(held < 30_000 + (num_shards - 1) * expert_bytes, "{held} bytes of {all_bytes}");
-        assert_eq!(decoder.logits(&ctx, &loaded, &ids, 1).unwrap().to_f32_vec(), expected, "{dtype:?}, {num_shards}");
+        assert_eq!(
+            decoder.logits(&ctx, &loaded, &ids, 1, None).unwrap().to_f32_vec(),
+            expected,
+            "{dtype:?}, {num_shards}"
+        );
         assert_eq!(ctx.pool().stats().used_bytes, held, "{dtype:?}, {num_shards}: something was gathered");
         assert_same_bits(&loaded, &weights);
     }
@@ -434,7 +438,7 @@ fn a_folder_in_f16_is_computed_with_as_it_is_and_written_in_f16_again() {
         let (_, weights) = load_model(&ctx, &first).unwrap();
         assert!(weights.are_all(DType::F16), "{name}");
         let (decoder, ids) = (Decoder::new(config.clone()).unwrap(), random_ids(config.vocab_size, 9, 3));
-        let logits = |weights| decoder.logits(&ctx, weights, &ids, 1).unwrap().to_f32_vec();
+        let logits = |weights| decoder.logits(&ctx, weights, &ids, 1, None).unwrap().to_f32_vec();
         assert_eq!(logits(&weights), logits(&weights.compute_copy(&ctx, DType::F32)), "{name}");
         let origin = Some(&ModelFolder::open(&first).unwrap());
         save_model(&second, &config, &weights, &SaveOptions { origin, ..SaveOptions::default() }).unwrap();

@@ -49,14 +49,14 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
         let (config, weights) = GgufFile::open(&path(name)).unwrap().load_model(&ctx).unwrap();
         let weights = weights.compute_copy(&ctx, DType::F32);
         let decoder = Decoder::new(config).unwrap();
-        let found = decoder.logits(&ctx, &weights, &prompt, 1).unwrap().to_f32_vec();
+        let found = decoder.logits(&ctx, &weights, &prompt, 1, None).unwrap().to_f32_vec();
         assert_close(name, &found[found.len() - logits.len()..], &logits, 1e-4);
         let mut cache = KvCache::new(decoder.config());
-        let mut next = decoder.extend(&ctx, &weights, &mut cache, &prompt).unwrap().to_f32_vec();
+        let mut next = decoder.forward_cached(&ctx, &weights, &mut cache, &prompt, None).unwrap().to_f32_vec();
         for &id in &greedy {
             let best = (0..next.len()).max_by(|&a, &b| next[a].total_cmp(&next[b]).then(b.cmp(&a))).unwrap();
             assert_eq!(best as u32, id, "{name}");
-            next = decoder.extend(&ctx, &weights, &mut cache, &[id]).unwrap().to_f32_vec();
+            next = decoder.forward_cached(&ctx, &weights, &mut cache, &[id], None).unwrap().to_f32_vec();
         }
     }
 }
@@ -81,7 +81,7 @@ fn matrices_in_blocks_stay_in_blocks() {
             assert_eq!(tensor.pieces().is_some(), name.contains("gate_up"), "{name}: gate and up are two in the file");
         }
         let decoder = Decoder::new(config).unwrap();
-        let found = decoder.logits(&ctx, &weights, &prompt, 1).unwrap().to_f32_vec();
+        let found = decoder.logits(&ctx, &weights, &prompt, 1, None).unwrap().to_f32_vec();
         // Activations are in blocks of eight bits, too.
         let found = &found[found.len() - logits.len()..];
         let largest = logits.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
@@ -104,7 +104,7 @@ fn matrices_in_f16_stay_where_the_file_has_them() {
         let expert_bytes: usize = experts.iter().map(|(_, tensor)| tensor.num_bytes()).sum();
         assert!(held < expert_bytes, "{name}: {held} bytes, {expert_bytes} of experts");
         let decoder = Decoder::new(config).unwrap();
-        let logits = |weights| decoder.logits(&ctx, weights, &prompt, 1).unwrap().to_f32_vec();
+        let logits = |weights| decoder.logits(&ctx, weights, &prompt, 1, None).unwrap().to_f32_vec();
         let found = logits(&weights);
         assert_eq!(ctx.pool().stats().used_bytes, held, "{name}: something was gathered");
         assert_eq!(found, logits(&weights.compute_copy(&ctx, DType::F32)), "{name}");

@@ -66,7 +66,8 @@ fn keys_of_the_rotary_embedding_and_of_windows_are_used_as_elsewhere() {
         let model = with(file, case["keys"].as_array().unwrap(), case["tensors"].as_array().unwrap()).unwrap();
         let (config, weights) = model.load_model(&ctx).unwrap_or_else(|error| panic!("{name}: {error}"));
         let decoder = Decoder::new(config).unwrap();
-        let found = decoder.logits(&ctx, &weights.compute_copy(&ctx, DType::F32), &prompt, 1).unwrap().to_f32_vec();
+        let found =
+            decoder.logits(&ctx, &weights.compute_copy(&ctx, DType::F32), &prompt, 1, None).unwrap().to_f32_vec();
         assert_close(name, &found[found.len() - logits.len()..], &logits, 1e-4);
     }
 }

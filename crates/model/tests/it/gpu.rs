@@ -2,7 +2,8 @@
 
 use moeworks_gpu::{Gpu, Traffic};
 use moeworks_model::{
-    Decoder, DecoderWeights, FeedForwardWeights, KvCache, LatentAttention, ModelConfig, PassOptions, QkNorm, Variant,
+    Decoder, DecoderWeights, FeedForwardWeights, GradTarget, KvCache, LatentAttention, ModelConfig, PassOptions,
+    QkNorm, Variant,
 };
 use moeworks_moe::MoeWeights;
 use moeworks_ops::Context;
@@ -50,7 +51,10 @@ fn of_step(ctx: &Context, config: ModelConfig) -> Traffic {
     let mut step = |ctx: &Context| {
         let before = traffic(ctx);
         let batch = batch(&ids, &targets, SEQ_LEN);
-        decoder.forward_backward(ctx, &weights, &batch, &options, Write::Replace, &mut grads).expect("a step");
+        decoder
+            .forward_backward(ctx, &weights, &[batch], &options, GradTarget::new(Write::Replace, &mut grads))
+            .expect("a step")
+            .remove(0);
         traffic(ctx).since(&before)
     };
     step(ctx);
@@ -100,7 +104,7 @@ fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traff
     let filters = Filters { temperature: 1.0, top_k: 0, top_p: 0.9, min_p: 0.0 };
     let mut extend = |ids: &[u32]| {
         let before = traffic(ctx);
-        let logits = decoder.extend(ctx, weights, &mut cache, ids).expect("a token");
+        let logits = decoder.forward_cached(ctx, weights, &mut cache, ids, None).expect("a token");
         let drawn = draw_each(ctx, &logits, &filters, &[0.5]).wait()[0];
         assert!(drawn.id < 50 && !drawn.has_nan, "{drawn:?}");
         traffic(ctx).since(&before)
@@ -121,7 +125,7 @@ fn a_latent_cache_that_the_host_attends_to_does_not_pass_for_each_token() {
     let mut cache = KvCache::new(decoder.config());
     let mut bytes_of = |ids: &[u32]| {
         let before = traffic(&ctx);
-        drop(decoder.extend(&ctx, &weights, &mut cache, ids).expect("tokens").to_f32_vec());
+        drop(decoder.forward_cached(&ctx, &weights, &mut cache, ids, None).expect("tokens").to_f32_vec());
         traffic(&ctx).since(&before).downloaded_bytes
     };
     bytes_of(&random_ids(50, 5, 1));
@@ -172,14 +176,17 @@ fn tokens_from_graphs_have_the_logits_of_a_pass_over_all() {
     let (decoder, weights) = model(&ctx, ModelConfig { max_seq_len: 128, ..config(1) });
     let ids = random_ids(50, 80, 3);
     let mut cache = KvCache::new(decoder.config());
-    decoder.extend(&ctx, &weights, &mut cache, &ids[..3]).expect("a prompt");
+    decoder.forward_cached(&ctx, &weights, &mut cache, &ids[..3], None).expect("a prompt");
     // Past 64 tokens, where the cache moves to other memory.
     for len in 4..=ids.len() {
-        let next = decoder.extend(&ctx, &weights, &mut cache, &ids[len - 1..len]).expect("a token").to_f32_vec();
+        let next =
+            decoder.forward_cached(&ctx, &weights, &mut cache, &ids[len - 1..len], None).expect("a token").to_f32_vec();
         if len % 13 != 0 && len != 65 {
             continue;
         }
-        let whole = decoder.extend(&ctx, &weights, &mut KvCache::new(decoder.config()), &ids[..len]).expect("a text");
+        let whole = decoder
+            .forward_cached(&ctx, &weights, &mut KvCache::new(decoder.config()), &ids[..len], None)
+            .expect("a text");
         for (next, whole) in next.iter().zip(whole.to_f32_vec()) {
             assert!((next - whole).abs() < 1e-4, "after {len} tokens {next} is {whole} in a pass over all");
         }
@@ -199,8 +206,8 @@ fn experts_that_stay_in_the_host_give_the_same_tokens_and_some_are_foreseen() {
     let with_room = Context::cpu(2).with_gpu(gpu.clone());
     let (mut cache, mut twin_cache) = (KvCache::new(&config), KvCache::new(&config));
     for ids in [&random_ids(50, 20, 3)[..], &[7], &[9], &[7], &[30]] {
-        let found = decoder.extend(&with_room, &weights, &mut cache, ids).expect("tokens").to_f32_vec();
-        let expected = decoder.extend(&ctx, &twin, &mut twin_cache, ids).expect("tokens").to_f32_vec();
+        let found = decoder.forward_cached(&with_room, &weights, &mut cache, ids, None).expect("tokens").to_f32_vec();
+        let expected = decoder.forward_cached(&ctx, &twin, &mut twin_cache, ids, None).expect("tokens").to_f32_vec();
         assert_eq!(found, expected, "after {ids:?}");
     }
     let stats = gpu.expert_cache_stats().expect("a cache");

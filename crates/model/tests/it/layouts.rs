@@ -53,7 +53,7 @@ fn small_gpt_oss(ctx: &Context) -> Decoder {
 fn gpt_oss(ctx: &Context) -> (Decoder, DecoderWeights) {
     let decoder = small_gpt_oss(ctx);
     let mut seed = 0;
-    let weights = decoder.init(ctx, 7).map_named(|name, tensor| {
+    let weights = decoder.init(ctx, 7, None).map_named(|name, tensor| {
         seed += 1;
         let is_expert = name.ends_with("experts.gate_up_proj") || name.ends_with("experts.down_proj");
         if is_expert { four_bits(ctx, tensor.shape(), seed) } else { tensor.clone() }
@@ -71,7 +71,7 @@ fn deepseek(ctx: &Context) -> (Decoder, DecoderWeights) {
         ModelConfig { width: 256, num_experts: 8, expert_width: 128, shared_width: 128, dense_width: 384, ..config };
     let decoder = Decoder::new(config).unwrap();
     let mut seed = 0;
-    let weights = decoder.init(ctx, 7).map_named(|name, tensor| {
+    let weights = decoder.init(ctx, 7, None).map_named(|name, tensor| {
         seed += 1;
         let is_joined = name.contains("gate_up_proj");
         let is_matrix = name.contains("_proj") || name.contains("_mqa");
@@ -101,7 +101,7 @@ fn check((decoder, weights): (Decoder, DecoderWeights), method: Option<&str>) {
         // Vectors add up two layouts in other orders, and then activations in small integers may round another way; plain loops do not.
         for (isa, tolerance) in [(Isa::Portable, 1e-6), (ctx.isa(), 1e-4)] {
             let ctx = ctx.clone().with_isa(isa);
-            let logits = |weights: &DecoderWeights| decoder.logits(&ctx, weights, &ids, 1).unwrap().to_f32_vec();
+            let logits = |weights: &DecoderWeights| decoder.logits(&ctx, weights, &ids, 1, None).unwrap().to_f32_vec();
             let found = logits(&loaded);
             assert_close("in memory", &found, &logits(&weights), tolerance);
             assert_close("floats", &found, &logits(&floats), 0.05);
@@ -140,7 +140,7 @@ fn transposed_experts_are_multiplied_where_the_file_has_them() {
     let ctx = Context::cpu(2);
     for dtype in [DType::F32, DType::F16] {
         let decoder = small_gpt_oss(&ctx);
-        let weights = decoder.init(&ctx, 7).compute_copy(&ctx, DType::F32);
+        let weights = decoder.init(&ctx, 7, None).compute_copy(&ctx, DType::F32);
         check((decoder, weights.compute_copy(&ctx, dtype)), None);
     }
 }

@@ -21,6 +21,7 @@ mod pages;
 mod safetensors;
 mod small_model;
 mod special_tokens;
+mod stages;
 mod switch;
 mod tokenizer;
 mod transformers;

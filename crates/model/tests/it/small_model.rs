@@ -26,7 +26,7 @@ pub(crate) fn small_config() -> ModelConfig {
 
 pub(crate) fn model(ctx: &Context, config: ModelConfig) -> (Decoder, DecoderWeights) {
     let decoder = Decoder::new(config).unwrap();
-    let weights = decoder.init(ctx, 7);
+    let weights = decoder.init(ctx, 7, None);
     (decoder, weights)
 }
 

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use moeworks_model::hf::{SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::SafetensorsFile;
 use moeworks_model::{
-    BalanceKind, BatchError, Decoder, DecoderWeights, KvCache, PassOptions, PassStats, RouterNoise, SourceBatch,
-    TokenBatch, Tokenizer,
+    BalanceKind, BatchError, Decoder, DecoderWeights, GradTarget, KvCache, PassOptions, PassStats, RouterNoise,
+    SourceBatch, TokenBatch, Tokenizer,
 };
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -66,7 +66,10 @@ impl Case {
             rest
         });
         let how = Write::Replace;
-        let stats = decoder.forward_backward(ctx, weights, &self.answers(), options, how, &mut grads).unwrap();
+        let stats = decoder
+            .forward_backward(ctx, weights, &[self.answers()], options, GradTarget::new(how, &mut grads))
+            .unwrap()
+            .remove(0);
         (stats, grads)
     }
 
@@ -94,11 +97,11 @@ impl Case {
     /// Logits and loss of answers, greedy ids, and the folder written and read again. Returns how many tokens were dropped.
     pub(crate) fn compare(&self) -> usize {
         let Self { ctx, dir, decoder, weights, .. } = self;
-        let memory = decoder.encode(ctx, weights, &self.sources()).unwrap();
-        let logits = decoder.logits_given(ctx, weights, &memory, &self.answers[0]).unwrap();
+        let memory = decoder.encode(ctx, weights, &self.sources(), None).unwrap();
+        let logits = decoder.logits(ctx, weights, &self.answers[0], memory.num_sequences(), Some(&memory)).unwrap();
         let tensors = SafetensorsFile::open(&dir.join("expected.safetensors")).unwrap();
         assert_close("logits", logits.f32s(), tensors.tensor(ctx, "logits").unwrap().f32s(), TOLERANCE);
-        let stats = decoder.evaluate(ctx, weights, &self.answers()).unwrap();
+        let stats = decoder.evaluate(ctx, weights, &self.answers(), None).unwrap();
         assert_as_expected(&self.expected, "cross_entropy", stats.mean_loss());
         assert_eq!(stats.layers.len(), decoder.config().moe_layers().len());
         assert_eq!(self.greedy(), self.wanted_greedy());
@@ -109,10 +112,10 @@ impl Case {
     fn greedy(&self) -> Vec<u32> {
         let Self { ctx, decoder, weights, .. } = self;
         let ids = &self.sources[..self.sources.len() / self.num_sequences];
-        let memory = decoder.encode(ctx, weights, &SourceBatch { ids, num_sequences: 1 }).unwrap();
+        let memory = decoder.encode(ctx, weights, &SourceBatch { ids, num_sequences: 1 }, None).unwrap();
         let config = decoder.config();
         let start = config.variant.encoder.as_ref().unwrap().start_id;
-        greedy(ctx, decoder, weights, &mut KvCache::answering(config, memory), &[start], 12)
+        greedy(ctx, decoder, weights, &mut KvCache::with_encoder_output(config, memory), &[start], 12)
     }
 
     /// Without the id that it begins with.
@@ -152,7 +155,9 @@ fn gradients_of_two_batches_add_up() {
     let (_, grads) = case.step(&case.options());
     let (_, mut sum) = case.step(&case.options());
     let (ctx, options) = (&case.ctx, case.options());
-    case.decoder.forward_backward(ctx, &case.weights, &case.answers(), &options, Write::Add, &mut sum).unwrap();
+    case.decoder
+        .forward_backward(ctx, &case.weights, &[case.answers()], &options, GradTarget::new(Write::Add, &mut sum))
+        .unwrap();
     for ((name, sum), (_, once)) in sum.tensors().into_iter().zip(grads.tensors()) {
         let twice: Vec<f32> = once.f32s().iter().map(|x| 2.0 * x).collect();
         assert_close(&name, sum.f32s(), &twice, 1e-5);
@@ -162,15 +167,16 @@ fn gradients_of_two_batches_add_up() {
 #[test]
 fn sources_are_read_apart_from_each_other() {
     let case = Case::of(fixture("switch"));
-    let memory = case.decoder.encode(&case.ctx, &case.weights, &case.sources()).unwrap();
-    let all = case.decoder.logits_given(&case.ctx, &case.weights, &memory, &case.answers[0]).unwrap();
+    let memory = case.decoder.encode(&case.ctx, &case.weights, &case.sources(), None).unwrap();
+    let all =
+        case.decoder.logits(&case.ctx, &case.weights, &case.answers[0], memory.num_sequences(), Some(&memory)).unwrap();
     let (source_len, answer_len) =
         (case.sources.len() / case.num_sequences, case.answers[0].len() / case.num_sequences);
     let ids = &case.sources[source_len..2 * source_len];
-    let memory = case.decoder.encode(&case.ctx, &case.weights, &SourceBatch { ids, num_sequences: 1 }).unwrap();
+    let memory = case.decoder.encode(&case.ctx, &case.weights, &SourceBatch { ids, num_sequences: 1 }, None).unwrap();
     assert_eq!((memory.num_sequences(), memory.seq_len()), (1, source_len));
     let answer = &case.answers[0][answer_len..2 * answer_len];
-    let one = case.decoder.logits_given(&case.ctx, &case.weights, &memory, answer).unwrap();
+    let one = case.decoder.logits(&case.ctx, &case.weights, answer, memory.num_sequences(), Some(&memory)).unwrap();
     let row = answer_len * case.decoder.config().vocab_size;
     assert_close("logits", one.f32s(), &all.f32s()[row..2 * row], 1e-6);
 }
@@ -180,25 +186,27 @@ fn what_a_model_with_an_encoder_does_not_do_is_said() {
     let case = Case::of(fixture("switch"));
     let Case { ctx, decoder, weights, .. } = &case;
     let step = batch(&[1, 2], &[2, 3], 2);
-    assert_eq!(decoder.evaluate(ctx, weights, &step).unwrap_err(), BatchError::NoSource);
-    assert_eq!(decoder.logits(ctx, weights, &[1, 2], 1).unwrap_err(), BatchError::NoSource);
+    assert_eq!(decoder.evaluate(ctx, weights, &step, None).unwrap_err(), BatchError::NoSource);
+    assert_eq!(decoder.logits(ctx, weights, &[1, 2], 1, None).unwrap_err(), BatchError::NoSource);
     let mut cache = KvCache::new(decoder.config());
-    assert_eq!(decoder.extend(ctx, weights, &mut cache, &[1]).unwrap_err(), BatchError::NoSource);
+    assert_eq!(decoder.forward_cached(ctx, weights, &mut cache, &[1], None).unwrap_err(), BatchError::NoSource);
     let mut grads = weights.zeros_like(ctx);
     let options = PassOptions::default();
-    let error = decoder.forward_backward(ctx, weights, &step, &options, Write::Replace, &mut grads).unwrap_err();
+    let error = decoder
+        .forward_backward(ctx, weights, &[step], &options, GradTarget::new(Write::Replace, &mut grads))
+        .unwrap_err();
     assert_eq!(error, BatchError::NoSource);
     let empty = SourceBatch { ids: &[], num_sequences: 1 };
-    assert_eq!(decoder.encode(ctx, weights, &empty).err(), Some(BatchError::Empty));
+    assert_eq!(decoder.encode(ctx, weights, &empty, None).err(), Some(BatchError::Empty));
     let unknown = SourceBatch { ids: &[64], num_sequences: 1 };
-    assert!(matches!(decoder.encode(ctx, weights, &unknown).err(), Some(BatchError::Id { .. })));
+    assert!(matches!(decoder.encode(ctx, weights, &unknown, None).err(), Some(BatchError::Id { .. })));
     let fewer = TokenBatch { sources: &case.sources[1..], ..case.answers() };
-    let error = decoder.evaluate(ctx, weights, &fewer).unwrap_err();
+    let error = decoder.evaluate(ctx, weights, &fewer, None).unwrap_err();
     assert!(matches!(error, BatchError::Length { what: "sources", .. }), "{error}");
     let (config, weights) = load_model(ctx, &fixture("llama")).unwrap();
     let plain = Decoder::new(config).unwrap();
-    assert_eq!(plain.encode(ctx, &weights, &case.sources()).err(), Some(BatchError::NoEncoder));
-    assert_eq!(plain.evaluate(ctx, &weights, &case.answers()).err(), Some(BatchError::NoEncoder));
+    assert_eq!(plain.encode(ctx, &weights, &case.sources(), None).err(), Some(BatchError::NoEncoder));
+    assert_eq!(plain.evaluate(ctx, &weights, &case.answers(), None).err(), Some(BatchError::NoEncoder));
 }
 
 /// Otherwise `transformers` would begin an answer with the id that ends a text.

@@ -113,7 +113,7 @@ fn folders_written_here_load_in_transformers_with_the_same_logits_and_ids() {
             let max_shard_bytes = if dtype == DType::F32 { usize::MAX } else { 30_000 };
             let options = SaveOptions { tokenizer: Some(tokenizer), max_shard_bytes, ..SaveOptions::default() };
             assert_eq!(save_model(&path, decoder.config(), &weights, &options).unwrap().model_type, model_type);
-            let logits = decoder.logits(&ctx, &weights, &ids, 1).unwrap().to_f32_vec();
+            let logits = decoder.logits(&ctx, &weights, &ids, 1, None).unwrap().to_f32_vec();
             cases.push(json!({"dir": path, "ids": ids, "texts": TEXTS}));
             expected.push((model_type, dtype, logits, tokenizer));
         }

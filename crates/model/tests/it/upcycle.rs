@@ -21,7 +21,7 @@ fn the_first_loss_is_that_of_the_dense_model() {
         let options = UpcycleOptions { every, ..OPTIONS };
         let (moe_config, moe_weights) = upcycle(&ctx, &config, &weights, &options).unwrap();
         let loss = |decoder: &Decoder, weights| {
-            decoder.evaluate(&ctx, weights, &batch(&ids, &targets, 11)).unwrap().mean_loss()
+            decoder.evaluate(&ctx, weights, &batch(&ids, &targets, 11), None).unwrap().mean_loss()
         };
         let dense = loss(&Decoder::new(config).unwrap(), &weights);
         let decoder = Decoder::new(moe_config).unwrap();

@@ -134,7 +134,7 @@ fn cut(config: &ModelConfig, table: &WeightTable, spec: &WeightSpec, size: usize
 
 fn list(config: &ModelConfig) -> String {
     let ctx = Context::cpu(1);
-    let weights = Decoder::new(config.clone()).expect("a model").init(&ctx, 11);
+    let weights = Decoder::new(config.clone()).expect("a model").init(&ctx, 11, None);
     let mut text = String::new();
     let table = WeightTable::new(config);
     for (spec, (name, tensor)) in table.specs().iter().zip(weights.tensors()) {
@@ -171,7 +171,7 @@ fn file(name: &str) -> PathBuf {
 fn the_table_lists_the_tensors_that_a_model_has_in_their_order() {
     let ctx = Context::cpu(1);
     for (name, config) in cases() {
-        let weights = Decoder::new(config.clone()).expect("a model").init(&ctx, 11);
+        let weights = Decoder::new(config.clone()).expect("a model").init(&ctx, 11, None);
         let table = WeightTable::new(&config);
         let listed: Vec<_> = table.specs().iter().map(|spec| (spec.name.clone(), spec.role, &spec.shape[..])).collect();
         let tensors = weights.tensors().into_iter().zip(weights.roles());

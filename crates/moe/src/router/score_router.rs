@@ -440,7 +440,8 @@ impl ScoreRouter<'_> {
 
     /// `[T]`: the score of each token's first choice, if that decides who is served first.
     pub(crate) fn priority(&self, saved: &RouterSaved) -> Option<Vec<f32>> {
-        if self.router().overflow != Overflow::Priority || self.config.capacity_factor == 0.0 {
+        let has_capacity = self.config.capacity_factor != 0.0 && !self.input.is_inference;
+        if self.router().overflow != Overflow::Priority || !has_capacity {
             return None;
         }
         let (gates, k) = (saved.scores.gates(), saved.ids.cols());

@@ -56,7 +56,7 @@ fn served(sandbox: &str) -> ServedModel {
         ..ModelConfig::default()
     };
     let decoder = Decoder::new(config).unwrap();
-    let weights = decoder.init(&ctx, 7);
+    let weights = decoder.init(&ctx, 7, None);
     let stop_ids = tokenizer.stop_ids(&[]);
     let template = Some(ChatTemplate::new("{{ messages }}".to_owned(), &tokenizer));
     ServedModel {

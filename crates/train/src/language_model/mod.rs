@@ -20,7 +20,7 @@ use moeworks_infer::data::Batch;
 use moeworks_model::account::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
 use moeworks_model::files::FileError;
 use moeworks_model::hf::{self, ComingWeights, SaveOptions};
-use moeworks_model::{Decoder, DecoderWeights, LayerDone, ParamSet, Tokenizer, WeightSpec, WeightTable};
+use moeworks_model::{Decoder, DecoderWeights, GradTarget, ParamSet, Tokenizer, WeightSpec, WeightTable};
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
@@ -119,9 +119,10 @@ impl Task for LanguageModel {
         let sequences = own_share(model.ranks, sequences, &mut options.first_token);
         let PassGradients { write, grads, layer_done } = gradients;
         let mut done = |layer: usize, grads: &mut DecoderWeights| layer_done(layer, grads);
-        let (tokens, write) = (sequences.tokens(), (write, &mut done as LayerDone<'_>));
-        let pass = self.decoder.forward_backward_watched(model.ctx, model.params, &tokens, &options, write, grads);
-        Ok(pass?.into())
+        let target = GradTarget { done: Some(&mut done), ..GradTarget::new(write, grads) };
+        let tokens = [sequences.tokens()];
+        let mut stats = self.decoder.forward_backward(model.ctx, model.params, &tokens, &options, target)?;
+        Ok(stats.remove(0).into())
     }
 
     fn evaluate(

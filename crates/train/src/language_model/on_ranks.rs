@@ -17,8 +17,8 @@ pub(crate) fn decoder_on_ranks(
     table: WeightTable,
 ) -> Result<Decoder, TrainError> {
     let decoder = match ranks.cut_tensors(&config, &table)? {
-        None => Decoder::over_ranks(config, table, ranks.experts().clone()),
-        Some(tensor_ranks) => Decoder::over_tensor_ranks(config, table, tensor_ranks.clone()),
+        None => Decoder::expert_parallel(config, table, ranks.experts().clone()),
+        Some(tensor_ranks) => Decoder::tensor_parallel(config, table, tensor_ranks.clone()),
     };
     let decoder = decoder.map_err(ConfigError::from)?;
     ranks.hold(decoder.weight_table());

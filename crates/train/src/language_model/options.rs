@@ -1,6 +1,6 @@
 //! The settings of a pass, and those of the trainer, from the configuration of a run.
 
-use moeworks_model::{BalanceKind, PassOptions, RouterNoise};
+use moeworks_model::{BalanceKind, PassOptions, PassOrder, RouterNoise};
 use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_tensor::DType;
 
@@ -36,6 +36,7 @@ pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microba
         first_token: 0,
         noise: Some(RouterNoise { seed: train.seed, step: batch.number() }),
         checkpoint_layers: train.checkpoint_layers,
+        order: PassOrder::default(),
         grad_scale: 1.0 / dataset.targets_of_step(batch.step) as f32,
     }
 }

@@ -122,7 +122,7 @@ impl LanguageModel {
         seed: u64,
         keep: &mut KeepPart<'_>,
     ) -> Result<DecoderWeights, TrainError> {
-        let mut weights = self.decoder.init_kept(ctx, seed, |spec, tensor| keep(spec, &tensor));
+        let mut weights = self.decoder.init(ctx, seed, Some(&mut |spec, tensor| keep(spec, &tensor)));
         let model = self.decoder.config();
         let (num_experts, top_k) = (model.num_experts, model.top_k);
         match model.router.table_source() {

@@ -24,7 +24,7 @@ impl Ranks {
         ids: &[u32],
     ) -> Result<Tensor, TrainError> {
         self.tell(ids)?;
-        let logits = decoder.extend(ctx, weights, cache, ids)?;
+        let logits = decoder.forward_cached(ctx, weights, cache, ids, None)?;
         self.check()?;
         Ok(logits)
     }
@@ -38,7 +38,7 @@ impl Ranks {
                 return Ok(());
             }
             if self.passes_with_root() {
-                decoder.extend(ctx, weights, &mut cache, &ids)?;
+                decoder.forward_cached(ctx, weights, &mut cache, &ids, None)?;
             } else {
                 decoder.serve_inference(ctx, weights);
             }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use moeworks_infer::generation::ModelRef;
-use moeworks_model::{DecoderWeights, Rules};
+use moeworks_model::{DecoderWeights, Mode, TokenBatch};
 
 use super::{LanguageModel, own_share};
 use crate::error::TrainError;
@@ -31,13 +31,18 @@ impl LanguageModel {
             let batch = own_share(model.ranks, batch, &mut 0);
             let tokens = batch.tokens();
             let routed = &batch.inputs[self.decoder.routed_tokens(&tokens, false)];
-            let stats = self.decoder.evaluate_watched(model.ctx, model.params, &tokens, |layer, saved| {
-                let pairs = first_choices.entry(layer).or_default();
-                let room = SPECIALIZATION_TOKENS - pairs.len();
-                let first = |(t, &id): (usize, &u32)| Some((id, saved.routing().choices(t).next()?.0));
-                let routed = if layer < num_encoder_layers { &batch.sources } else { routed };
-                pairs.extend(routed.iter().enumerate().filter_map(first).take(room));
-            })?;
+            let stats = self.decoder.evaluate(
+                model.ctx,
+                model.params,
+                &tokens,
+                Some(&mut |layer, saved| {
+                    let pairs = first_choices.entry(layer).or_default();
+                    let room = SPECIALIZATION_TOKENS - pairs.len();
+                    let first = |(t, &id): (usize, &u32)| Some((id, saved.routing().choices(t).next()?.0));
+                    let routed = if layer < num_encoder_layers { &batch.sources } else { routed };
+                    pairs.extend(routed.iter().enumerate().filter_map(first).take(room));
+                }),
+            )?;
             model.ranks.map_or(Ok(()), Ranks::check)?;
             loss += stats.loss_sum;
             targets += stats.num_targets;
@@ -78,8 +83,9 @@ impl LanguageModel {
         let mut sample = RoutingSample::new(batch.inputs.clone());
         let ModelRef { ctx, decoder, weights } = self.model(view);
         if view.ranks.is_none_or(Ranks::passes_with_root) {
-            let inputs = (&batch.inputs[..], batch.num_sequences);
-            decoder.route(ctx, weights, inputs, Rules::Inference, |layer, saved| sample.add(layer, saved.routing()))?;
+            let tokens = TokenBatch::without_targets(&batch.inputs, batch.num_sequences);
+            let mode = Mode::Infer;
+            decoder.route(ctx, weights, &tokens, mode, &mut |layer, saved| sample.add(layer, saved.routing()))?;
         } else {
             decoder.serve_inference(ctx, weights);
         }

@@ -4,8 +4,8 @@ use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_infer::generation::ModelRef;
 use moeworks_model::KvCache;
 use moeworks_model::{
-    BalanceKind, LatentAttention, LayerDone, ModelConfig, PassOptions, PassStats, QkNorm, RouterNoise, TokenBatch,
-    Variant,
+    BalanceKind, GradTarget, LatentAttention, LayerDone, ModelConfig, PassOptions, PassOrder, PassStats, QkNorm,
+    RouterNoise, TokenBatch, Variant,
 };
 use moeworks_moe::{EntropyRule, Overflow, Ramp, RouterConfig, RouterKind, ScoreFunction};
 use moeworks_ops::linear::Write;
@@ -135,6 +135,7 @@ fn options(case: &Case, first_token: usize) -> PassOptions {
         noise: Some(RouterNoise { seed: 3, step: 4 }),
         first_token,
         checkpoint_layers: case.checkpoint_layers,
+        order: PassOrder::default(),
         grad_scale: 1.0 / (case.num_sequences * SEQ_LEN) as f32,
     }
 }
@@ -163,8 +164,8 @@ fn pass(
         ..TokenBatch::default()
     };
     let options = options(case, sequences.start * SEQ_LEN);
-    let write = (Write::Replace, done);
-    decoder.forward_backward_watched(ctx, weights, &batch, &options, write, grads).unwrap()
+    let target = GradTarget { done: Some(done), ..GradTarget::new(Write::Replace, grads) };
+    decoder.forward_backward(ctx, weights, &[batch], &options, target).unwrap().remove(0)
 }
 
 fn named(grads: &DecoderWeights) -> Named {
@@ -174,7 +175,7 @@ fn named(grads: &DecoderWeights) -> Named {
 fn step_on_one(case: &Case) -> Step {
     let ctx = Context::cpu(1);
     let decoder = Decoder::new(case.model.clone()).unwrap();
-    let weights = decoder.init(&ctx, 7);
+    let weights = decoder.init(&ctx, 7, None);
     let mut grads = weights.zeros_like(&ctx);
     let stats = pass(case, (&ctx, &decoder, &weights), 0..case.num_sequences, &mut |_, _| (), &mut grads);
     Step { stats, norm: global_norm(&ctx, decoder.weight_table(), &grads), grads: named(&grads) }
@@ -227,7 +228,7 @@ fn step_on_ranks(case: &Case) -> Step {
         let ranks = Arc::new(ranks.with_zero(case.zero));
         let ctx = Context::cpu(1);
         let decoder = decoder_on_ranks(&ranks, case.model.clone(), case.table())?;
-        let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
+        let part = decoder.init(&ctx, 7, Some(&mut |spec, tensor| ranks.part(&ctx, spec, &tensor)));
         let weights = if case.zero == 3 { slices(&ranks, &ctx, &part) } else { part.compute_copy(&ctx, DType::F32) };
         let (mut sums, mut grads) = (ranks.begin_sums(&ctx), ranks.first_grads(&ctx, &weights));
         if let Some(slices) = &sums.slices {
@@ -383,7 +384,7 @@ fn memory_at_the_start(layout: Layout, zero: u8) -> (Vec<[usize; 2]>, usize) {
         let decoder = decoder_on_ranks(&ranks, model.clone(), WeightTable::new(&model))?;
         let largest = decoder.tensor_shapes().iter().map(|(_, shape)| 4 * shape.iter().product::<usize>()).max();
         let mut keep = ranks.keeper(&ctx, ranks.shards_weights());
-        let _weights = decoder.init_kept(&ctx, 7, |spec, tensor| keep(spec, &tensor));
+        let _weights = decoder.init(&ctx, 7, Some(&mut |spec, tensor| keep(spec, &tensor)));
         let stats = ctx.pool().stats();
         Ok::<_, TrainError>(([stats.used_bytes, stats.peak_bytes], largest))
     });
@@ -566,9 +567,11 @@ fn ranks_whose_copies_of_weights_drift_apart_are_named() {
         let placement = Placement::sharded(model().num_experts, 2);
         let ranks = Arc::new(Ranks::new(comm, Layout::new(2, 2, 1), placement, Exchange::plain(Wire::F32))?);
         let ctx = Context::cpu(1);
-        let mut weights =
-            decoder_on_ranks(&ranks, model(), WeightTable::new(&model()))?
-                .init_kept(&ctx, 1, |spec, whole| ranks.part(&ctx, spec, &whole));
+        let mut weights = decoder_on_ranks(&ranks, model(), WeightTable::new(&model()))?.init(
+            &ctx,
+            1,
+            Some(&mut |spec, whole| ranks.part(&ctx, spec, &whole)),
+        );
         ranks.check_copies(&weights)?;
         let (_, last_expert) =
             weights.tensors_mut().into_iter().rfind(|(name, _)| name.contains(".mlp.experts.")).expect("experts");

@@ -6,8 +6,9 @@ use super::*;
 fn text_on_one(model: &ModelConfig, ids: &[u32]) -> Vec<Vec<f32>> {
     let ctx = Context::cpu(1);
     let decoder = Decoder::new(model.clone()).unwrap();
-    let (weights, mut cache) = (decoder.init(&ctx, 7), KvCache::new(model));
-    let mut extend = |ids: &[u32]| decoder.extend(&ctx, &weights, &mut cache, ids).unwrap().f32s().to_vec();
+    let (weights, mut cache) = (decoder.init(&ctx, 7, None), KvCache::new(model));
+    let mut extend =
+        |ids: &[u32]| decoder.forward_cached(&ctx, &weights, &mut cache, ids, None).unwrap().f32s().to_vec();
     parts_of_text(ids).map(&mut extend).collect()
 }
 
@@ -21,7 +22,7 @@ fn text_on_ranks(case: &Case, ids: &[u32]) -> Vec<Vec<f32>> {
         let ranks = Ranks::new(comm, case.layout, case.placements.clone(), case.exchange)?.with_zero(case.zero);
         let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
         let decoder = decoder_on_ranks(&ranks, case.model.clone(), case.table())?;
-        let part = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
+        let part = decoder.init(&ctx, 7, Some(&mut |spec, tensor| ranks.part(&ctx, spec, &tensor)));
         let weights = if case.zero == 3 { slices(&ranks, &ctx, &part) } else { part };
         let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
         if !ranks.is_root() {

@@ -47,8 +47,8 @@ fn ranks_hold_the_parts_that_the_table_of_weights_says() {
             let ranks = Ranks::new(comm, case.layout, case.placements.clone(), case.exchange)?;
             let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
             let decoder = decoder_on_ranks(&ranks, model.clone(), table.clone())?;
-            let whole = Decoder::new(model.clone()).expect("a model").init(&ctx, 7);
-            let held = decoder.init_kept(&ctx, 7, |spec, tensor| ranks.part(&ctx, spec, &tensor));
+            let whole = Decoder::new(model.clone()).expect("a model").init(&ctx, 7, None);
+            let held = decoder.init(&ctx, 7, Some(&mut |spec, tensor| ranks.part(&ctx, spec, &tensor)));
             for ((spec, (name, whole)), (_, held)) in table.specs().iter().zip(whole.tensors()).zip(held.tensors()) {
                 let expected =
                     sharding.cut(spec, comm.rank()).map_or_else(|| whole.clone(), |cut| cut.part(&ctx, whole));

@@ -1,4 +1,4 @@
-use moeworks_model::{Decoder, ModelConfig, Rules, Tokenizer};
+use moeworks_model::{Decoder, Mode, ModelConfig, Tokenizer};
 use moeworks_ops::Context;
 
 use super::*;
@@ -21,9 +21,9 @@ fn routed(text: &str, num_experts: usize, top_k: usize) -> RoutedText {
     };
     let ctx = Context::cpu(1);
     let decoder = Decoder::new(config).unwrap();
-    let weights = decoder.init(&ctx, 3);
+    let weights = decoder.init(&ctx, 3, None);
     let ids = text.bytes().map(u32::from).collect();
-    RoutedText::new(&ctx, (&decoder, &weights), &Tokenizer::bytes(), ids, (64, Rules::Training)).unwrap()
+    RoutedText::new(&ctx, (&decoder, &weights), &Tokenizer::bytes(), ids, (64, Mode::TrainForward)).unwrap()
 }
 
 fn page(text: &RoutedText) -> String {

@@ -5,7 +5,7 @@ use std::collections::btree_map::Entry;
 use std::ops::ControlFlow;
 
 use moeworks_infer::data::Sources;
-use moeworks_model::{Decoder, DecoderWeights, Rules, Tokenizer, TokenizerError};
+use moeworks_model::{Decoder, DecoderWeights, Mode, TokenBatch, Tokenizer, TokenizerError};
 use moeworks_moe::{Dispatch, MoeSaved, NO_EXPERT};
 use moeworks_ops::Context;
 use moeworks_ops::experts::NO_ROW;
@@ -67,13 +67,14 @@ impl RoutedText {
         (decoder, weights): (&Decoder, &DecoderWeights),
         tokenizer: &Tokenizer,
         token_ids: Vec<u32>,
-        (seq_len, rules): (usize, Rules),
+        (seq_len, mode): (usize, Mode),
     ) -> Result<Self, TrainError> {
         let mut layers: BTreeMap<usize, Vec<Vec<Choice>>> = BTreeMap::new();
         // A routing may have experts that compute nothing besides those of the configuration.
         let mut num_experts = decoder.config().num_experts;
         for window in token_ids.chunks(seq_len.max(1)) {
-            decoder.route(ctx, weights, (window, 1), rules, |layer, saved| {
+            let window = TokenBatch::without_targets(window, 1);
+            decoder.route(ctx, weights, &window, mode, &mut |layer, saved| {
                 num_experts = num_experts.max(saved.routing().num_experts());
                 layers.entry(layer).or_default().extend(choices_of(saved));
             })?;

@@ -6,7 +6,7 @@ use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_infer::data::Watch;
 use moeworks_model::hf::load_model;
 use moeworks_model::safetensors::SafetensorsFile;
-use moeworks_model::{Decoder, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
+use moeworks_model::{Decoder, GradTarget, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::DType;
@@ -106,7 +106,7 @@ fn table(config: &RunConfig) -> (ModelConfig, WeightTable) {
 /// Fails unless the frozen weights of a checkpoint have the bits that they began with, and all others have others.
 fn assert_only_trained_weights_moved(place: &Place, checkpoint: &Path, what: &str) {
     let (ctx, (model, table)) = (Context::cpu(1), table(&place.config));
-    let first = Decoder::new(model).expect("a model").init(&ctx, place.config.train.seed);
+    let first = Decoder::new(model).expect("a model").init(&ctx, place.config.train.seed, None);
     let (_, last) = load_model(&ctx, checkpoint).expect("a model");
     for ((spec, (_, first)), (_, last)) in table.specs().iter().zip(first.tensors()).zip(last.tensors()) {
         assert_eq!(first.to_f32_vec() == last.to_f32_vec(), !spec.is_trainable, "{what}: {}", spec.name);
@@ -200,9 +200,11 @@ fn gradients_of_trained_weights_and_their_norm_are_as_if_nothing_were_frozen() {
     let batch = TokenBatch { inputs: &ids, targets: &ids, num_sequences: 2, seq_len: 16, ..TokenBatch::default() };
     let options = PassOptions { grad_scale: 1.0 / 32.0, balance_coef: 0.01, ..PassOptions::default() };
     let decoder = Decoder::with_table(model.clone(), table.clone()).expect("a model");
-    let weights = decoder.init(&ctx, 1);
+    let weights = decoder.init(&ctx, 1, None);
     let pass = |mut grads| {
-        decoder.forward_backward(&ctx, &weights, &batch, &options, Write::Replace, &mut grads).expect("a pass");
+        decoder
+            .forward_backward(&ctx, &weights, &[batch], &options, GradTarget::new(Write::Replace, &mut grads))
+            .expect("a pass");
         grads
     };
     let (all, some) = (pass(weights.zeros_like(&ctx)), pass(weights.gradients(&ctx, &table, DType::F32)));

@@ -1,7 +1,7 @@
 //! What a training step asks of a GPU, at sizes that no emulation computes: it computes where its tensors are.
 
 use moeworks_gpu::{Emulation, Gpu};
-use moeworks_model::{Decoder, ModelConfig, PassOptions, TokenBatch};
+use moeworks_model::{Decoder, GradTarget, ModelConfig, PassOptions, TokenBatch};
 use moeworks_moe::{GroupScore, Ramp, RouterConfig, ScoreFunction};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -16,15 +16,17 @@ fn copied(config: ModelConfig) -> (u64, u64) {
     let traced = Emulation { is_hopper: true, is_traced: true, ..Emulation::default() };
     let ctx = Context::cpu(2).with_gpu(Gpu::emulated(traced).expect("needs no compiler"));
     let decoder = Decoder::new(config).expect("a model");
-    let weights = decoder.init(&ctx, 1).compute_copy(&ctx, DType::BF16);
-    let mut grads = decoder.init(&ctx, 1).zeros_like(&ctx);
+    let weights = decoder.init(&ctx, 1, None).compute_copy(&ctx, DType::BF16);
+    let mut grads = decoder.init(&ctx, 1, None).zeros_like(&ctx);
     let ids: Vec<u32> = (0..SEQUENCES * SEQ_LEN).map(|i| (i * 7919 % VOCABULARY) as u32).collect();
     let batch =
         TokenBatch { inputs: &ids, targets: &ids, num_sequences: SEQUENCES, seq_len: SEQ_LEN, ..TokenBatch::default() };
     let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, ..PassOptions::default() };
     let mut pass = || {
         let before = ctx.gpu().expect("a GPU").traffic();
-        decoder.forward_backward(&ctx, &weights, &batch, &options, Write::Replace, &mut grads).expect("a pass");
+        decoder
+            .forward_backward(&ctx, &weights, &[batch], &options, GradTarget::new(Write::Replace, &mut grads))
+            .expect("a pass");
         let copied = ctx.gpu().expect("a GPU").traffic().since(&before);
         (copied.uploaded_bytes, copied.downloaded_bytes)
     };

@@ -1,6 +1,6 @@
 //! Training steps of a small model in bf16 on one batch, for tests of where and in what they are computed.
 
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig, ParamSet, PassOptions, TokenBatch};
+use moeworks_model::{Decoder, DecoderWeights, GradTarget, ModelConfig, ParamSet, PassOptions, TokenBatch};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Purpose, Random};
@@ -42,7 +42,7 @@ impl Steps {
             ..ModelConfig::default()
         };
         let decoder = Decoder::new(config).expect("a model");
-        let weights = decoder.init(ctx, 7);
+        let weights = decoder.init(ctx, 7, None);
         let adamw = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
         let random = Random::new(1, Purpose::Test, 0);
         Self {
@@ -68,7 +68,10 @@ impl Steps {
         let batch =
             TokenBatch { inputs: ids, targets: ids, num_sequences: 2, seq_len: SEQ_LEN, ..TokenBatch::default() };
         let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, ..PassOptions::default() };
-        let stats = decoder.forward_backward(ctx, compute, &batch, &options, write, grads).expect("a step");
+        let stats = decoder
+            .forward_backward(ctx, compute, &[batch], &options, GradTarget::new(write, grads))
+            .expect("a step")
+            .remove(0);
         stats.loss_sum / stats.num_targets as f64
     }
 

@@ -1,4 +1,4 @@
-//! The two ends of a decoder: embedded tokens, and the output projection with its loss.
+//! The embedding of a stage and its output projection with the loss.
 
 use std::borrow::Cow;
 
@@ -13,30 +13,38 @@ use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Tensor};
 
-use super::Decoder;
+use super::Stage;
 use crate::layers::Pass;
-use crate::layers::norm::Norm;
+use crate::layers::norm::{Norm, NormBackward};
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::DecoderWeights;
 
 /// Ids of tokens: the host's, or drawn and perhaps not known to it yet.
 #[derive(Clone, Copy)]
-pub(super) enum Ids<'a> {
+pub(crate) enum Ids<'a> {
     Known(&'a [u32]),
     Drawn(&'a DrawnTokens),
 }
 
 impl<'a> Ids<'a> {
     /// The ids, which the host may have to wait for.
-    pub(super) fn in_host(self) -> Cow<'a, [u32]> {
+    pub(crate) fn in_host(self) -> Cow<'a, [u32]> {
         match self {
             Self::Known(ids) => ids.into(),
             Self::Drawn(drawn) => drawn.wait().iter().map(|drawn| drawn.id).collect(),
         }
     }
 
+    /// Tokens.
+    pub(crate) fn len(self) -> usize {
+        match self {
+            Self::Known(ids) => ids.len(),
+            Self::Drawn(drawn) => drawn.ids().len(),
+        }
+    }
+
     /// Those that the host has.
-    pub(super) fn known(self) -> &'a [u32] {
+    pub(crate) fn known(self) -> &'a [u32] {
         match self {
             Self::Known(ids) => ids,
             Self::Drawn(_) => &[],
@@ -44,7 +52,7 @@ impl<'a> Ids<'a> {
     }
 }
 
-impl Decoder {
+impl Stage {
     /// The ranks that have the other parts of the embedding, if it is cut.
     fn embedding_ranks(&self) -> Option<&TensorRanks> {
         self.tensor.as_ref().filter(|_| self.cut_ends.embedding)
@@ -56,7 +64,7 @@ impl Decoder {
     }
 
     /// The embedded tokens `[T, D]` f32.
-    pub(super) fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: Ids<'_>) -> Tensor {
+    pub(crate) fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: Ids<'_>) -> Tensor {
         let mut x = match (self.embedding_ranks(), ids) {
             (None, Ids::Known(ids)) => embedding(pass.ctx, ids, &weights.embedding, DType::F32),
             (None, Ids::Drawn(drawn)) => embedding_of_drawn(pass.ctx, drawn, &weights.embedding, DType::F32),
@@ -73,15 +81,9 @@ impl Decoder {
         x
     }
 
-    /// The gradients of embedding and positions, of which `dx` is the gradient; where the head is the embedding, its share is there.
-    pub(super) fn embed_backward(
-        &self,
-        pass: &Pass<'_>,
-        is_tied: bool,
-        (ids, mut dx): (&[u32], Tensor),
-        write: Write,
-        grads: &mut DecoderWeights,
-    ) {
+    /// Writes the gradients of embedding and positions from that of the embedded tokens. Where the output projection is the embedding,
+    /// its share is there.
+    pub(crate) fn embed_backward(&self, pass: &Pass<'_>, mut dx: Tensor, write: Write, grads: &mut DecoderWeights) {
         if let Some(d_positions) = &mut grads.positions {
             if write == Write::Replace {
                 elementwise::fill(pass.ctx, d_positions, 0.0);
@@ -91,7 +93,7 @@ impl Decoder {
         if is_left_out(&grads.embedding) {
             return;
         }
-        if write == Write::Replace && !is_tied {
+        if write == Write::Replace && !self.table.is_tied() {
             elementwise::fill(pass.ctx, &mut grads.embedding, 0.0);
         }
         let multiplier = self.config.variant.embedding_multiplier;
@@ -99,13 +101,13 @@ impl Decoder {
             elementwise::scale_assign(pass.ctx, &mut dx, multiplier);
         }
         match self.embedding_ranks() {
-            None => embedding_backward(pass.ctx, ids, &dx, &mut grads.embedding),
-            Some(ranks) => ranks.embed_backward(pass.ctx, ids, &dx, &mut grads.embedding),
+            None => embedding_backward(pass.ctx, pass.token_ids(), &dx, &mut grads.embedding),
+            Some(ranks) => ranks.embed_backward(pass.ctx, pass.token_ids(), &dx, &mut grads.embedding),
         }
     }
 
     /// The logits `[T, V]` f32 of the residual stream after the last layer.
-    pub(super) fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
+    pub(crate) fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
         let mut logits = linear(ctx, &normed, head, DType::F32);
@@ -119,7 +121,7 @@ impl Decoder {
     }
 
     /// The loss of the residual stream after the last layer.
-    pub(super) fn head_loss(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, targets: &[u32]) -> HeadLoss {
+    pub(crate) fn head_loss(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, targets: &[u32]) -> HeadLoss {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
         let head = (head, weights.head_bias.as_ref());
@@ -143,14 +145,15 @@ impl Decoder {
         Norm { eps: self.config.norm_eps }
     }
 
-    /// The loss and the gradient of the residual stream after the last layer.
-    pub(super) fn head_backward(
+    /// The loss and the gradient of the residual stream `x` after the last layer; the gradients of the last norm and of the output
+    /// projection are written.
+    pub(crate) fn head_backward(
         &self,
         ctx: &Context,
         weights: &DecoderWeights,
         x: &Tensor,
-        targets: &[u32],
-        (grad_scale, write): (f32, Write),
+        loss: LossTargets<'_>,
+        write: Write,
         grads: &mut DecoderWeights,
     ) -> (HeadLoss, Tensor) {
         let (head, d_head) = match (&weights.head, &mut grads.head) {
@@ -158,14 +161,13 @@ impl Decoder {
             _ => (&weights.embedding, &mut grads.embedding),
         };
         let (normed, statistics) = self.head_input(ctx, weights, x, head.dtype());
-        let bias = weights.head_bias.as_ref();
         let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut() };
-        let (head, how) = ((head, bias), (grad_scale, write));
+        let (head, how) = ((head, weights.head_bias.as_ref()), (loss.grad_scale, write));
         let (loss, mut d_normed) = match self.head_ranks() {
-            None => head_loss_backward_biased(ctx, &normed, head, targets, how, into),
+            None => head_loss_backward_biased(ctx, &normed, head, loss.targets, how, into),
             Some(ranks) => {
                 let backward = |part: &mut VocabularyPart<'_>| {
-                    head_loss_backward_of_part(ctx, &normed, head, targets, (how, part), into)
+                    head_loss_backward_of_part(ctx, &normed, head, loss.targets, (how, part), into)
                 };
                 let (loss, mut d_normed) = ranks.with_vocabulary(backward);
                 ranks.sum(&mut d_normed);
@@ -176,8 +178,17 @@ impl Decoder {
         if divisor != 1.0 {
             elementwise::scale_assign(ctx, &mut d_normed, 1.0 / divisor);
         }
-        let (norm, d_norm) = (&weights.final_norm, &mut grads.final_norm);
-        let dx = self.final_norm().backward_onto(ctx, norm, (x, &statistics), (&d_normed, None), write, d_norm);
+        let last = NormBackward { x, statistics: &statistics, dy: &d_normed, base: None };
+        let dx = self.final_norm().backward(ctx, &weights.final_norm, last, write, &mut grads.final_norm);
         (loss, dx)
     }
+}
+
+/// The tokens that a loss is taken of.
+#[derive(Clone, Copy)]
+pub(crate) struct LossTargets<'a> {
+    /// `[T]`: the id to be predicted at each position.
+    pub(crate) targets: &'a [u32],
+    /// Multiplies the gradient of the sum of the losses.
+    pub(crate) grad_scale: f32,
 }

@@ -1,0 +1,190 @@
+//! The facts that all layers of one pass share.
+
+use std::sync::Arc;
+
+use moeworks_moe::{FixedCapacity, RouterInput};
+use moeworks_ops::Context;
+use moeworks_ops::experts::AllRows;
+use moeworks_ops::linear::Write;
+use moeworks_ops::rope::RopeTable;
+use moeworks_tensor::{DType, Purpose, Random, Tensor};
+
+use super::cross::EncoderOutput;
+use super::layer::Flow;
+use super::relative::Relative;
+use crate::mode::Mode;
+use crate::pass::{PassOptions, RouterNoise};
+use crate::tensor_ranks::TensorRanks;
+
+/// The sequences of a pass. Whatever is known of their number, lengths and places is here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sequences {
+    /// Sequences.
+    pub(crate) count: usize,
+    /// Tokens of each.
+    pub(crate) len: usize,
+    /// The position of the first of these tokens in its sequence.
+    pub(crate) start: usize,
+}
+
+impl Sequences {
+    /// Whole sequences, from their first token on.
+    pub(crate) fn whole(count: usize, len: usize) -> Self {
+        Self { count, len, start: 0 }
+    }
+
+    /// T: tokens of the pass.
+    pub(crate) fn num_tokens(&self) -> usize {
+        self.count * self.len
+    }
+
+    /// The position behind the last token of each sequence.
+    pub(crate) fn end(&self) -> usize {
+        self.start + self.len
+    }
+
+    /// `[T]` u32: the position of each token in its sequence.
+    fn positions(&self, ctx: &Context) -> Tensor {
+        let mut positions = ctx.empty(&[self.num_tokens()], DType::U32);
+        for (t, position) in positions.u32s_mut().iter_mut().enumerate() {
+            *position = (self.start + t % self.len) as u32;
+        }
+        positions
+    }
+}
+
+/// The inputs of routers that are the same in all layers of a pass.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RouterRules<'a> {
+    /// `[T]`, or none where the host does not know them yet.
+    token_ids: &'a [u32],
+    first_token: usize,
+    progress: f64,
+    noise: Option<NoiseStreams>,
+    has_sequence_loss: bool,
+    has_gshard_loss: bool,
+}
+
+/// The random streams of a pass, one for each layer.
+#[derive(Clone, Copy, Debug)]
+struct NoiseStreams {
+    seed: u64,
+    /// The stream of the model's first layer.
+    first: u64,
+}
+
+impl<'a> RouterRules<'a> {
+    /// The rules of a training pass over a model of `num_layers` layers.
+    pub(crate) fn training(token_ids: &'a [u32], options: &PassOptions, num_layers: usize) -> Self {
+        // Each pass has as many consecutive streams as there are layers.
+        let streams = |RouterNoise { seed, step }| NoiseStreams { seed, first: step.wrapping_mul(num_layers as u64) };
+        Self {
+            token_ids,
+            first_token: options.first_token,
+            progress: options.progress,
+            noise: options.noise.map(streams),
+            has_sequence_loss: options.sequence_coef != 0.0,
+            has_gshard_loss: options.has_gshard_loss(),
+        }
+    }
+
+    /// The rules of a pass without losses and without noise over tokens of `sequences`.
+    pub(crate) fn plain(token_ids: &'a [u32], sequences: &Sequences) -> Self {
+        let first_token = sequences.start * sequences.count;
+        Self { token_ids, first_token, progress: 1.0, noise: None, has_sequence_loss: false, has_gshard_loss: false }
+    }
+
+    /// The rules of the pass of a rank without tokens.
+    pub(crate) fn without_tokens(has_gshard_loss: bool) -> Self {
+        let none = Sequences { count: 0, len: 0, start: 0 };
+        RouterRules { has_gshard_loss, ..RouterRules::plain(&[], &none) }
+    }
+
+    /// The input of the router of the layer of this number. The flags that the router reads follow from `mode` here and nowhere else.
+    pub(crate) fn input<'b>(&self, mode: Mode, number: usize) -> RouterInput<'b>
+    where
+        'a: 'b,
+    {
+        let stream =
+            |noise: NoiseStreams| Random::new(noise.seed, Purpose::Router, noise.first.wrapping_add(number as u64));
+        RouterInput {
+            noise: self.noise.map(stream),
+            token_ids: self.token_ids,
+            progress: self.progress,
+            first_token: self.first_token,
+            is_inference: !mode.has_training_rules(),
+            is_forward_only: !mode.keeps_for_backward(),
+            has_gshard_loss: self.has_gshard_loss,
+            ..RouterInput::default()
+        }
+    }
+}
+
+/// The facts that all layers of one pass share.
+pub(crate) struct Pass<'a> {
+    pub(crate) ctx: &'a Context,
+    /// The rules of the pass, and whether a backward pass follows.
+    pub(crate) mode: Mode,
+    pub(crate) sequences: Sequences,
+    /// `[T]` u32: the position of each token in its sequence.
+    pub(crate) positions: Tensor,
+    /// The rotary table; none without a rotary embedding.
+    pub(crate) rope: Option<Arc<RopeTable>>,
+    /// The numbers that are added to scores by distance, where positions are relative.
+    pub(crate) relative: Option<Relative>,
+    /// The sources that a decoder's layers attend to besides.
+    pub(crate) encoder_output: Option<EncoderOutput>,
+    /// The ranks that hold the matrices between them and make the same pass, if there are several.
+    pub(crate) tensor: Option<&'a TensorRanks>,
+    /// A dense feed-forward as one expert that takes every row.
+    pub(crate) all_rows: Arc<AllRows>,
+    router: RouterRules<'a>,
+}
+
+impl<'a> Pass<'a> {
+    /// A pass over `sequences`, without positions in scores, without ranks and without sources.
+    pub(crate) fn new(ctx: &'a Context, mode: Mode, sequences: Sequences, router: RouterRules<'a>) -> Self {
+        Self {
+            ctx,
+            mode,
+            positions: sequences.positions(ctx),
+            rope: None,
+            relative: None,
+            encoder_output: None,
+            tensor: None,
+            all_rows: Arc::new(AllRows::new(ctx, sequences.num_tokens())),
+            sequences,
+            router,
+        }
+    }
+
+    /// The ids of the tokens; none where the host does not know them yet.
+    pub(crate) fn token_ids(&self) -> &'a [u32] {
+        self.router.token_ids
+    }
+
+    /// The input of the router of the layer of this number; `expert_capacity` as in `Variant`, `previous` are the logits of the MoE layer
+    /// before.
+    pub(crate) fn router_input<'b>(
+        &'b self,
+        number: usize,
+        expert_capacity: usize,
+        previous: Option<&'b Tensor>,
+    ) -> RouterInput<'b> {
+        let group_tokens = self.sequences.len;
+        let capacity = FixedCapacity { num_tokens: expert_capacity as u32, group_tokens };
+        RouterInput {
+            capacity: (expert_capacity > 0).then_some(capacity),
+            seq_len: if self.router.has_sequence_loss { self.sequences.len } else { 0 },
+            previous,
+            ..self.router.input(self.mode, number)
+        }
+    }
+
+    /// Writes the gradient of the weights of relative positions, where there are such, from the sum over the layers.
+    pub(crate) fn relative_backward(&self, flow: &Flow, write: Write, grads: Option<&mut Tensor>) {
+        if let (Some(relative), Some(d_bias), Some(grads)) = (&self.relative, &flow.d_bias, grads) {
+            relative.backward(d_bias, write, grads);
+        }
+    }
+}
