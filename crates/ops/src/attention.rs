@@ -20,21 +20,32 @@ mod blocks;
 mod decode;
 mod forward;
 mod products;
+mod ragged;
+mod sequences;
 mod sinks;
 mod softmax;
+mod token_rows;
 mod words;
 
 use moeworks_tensor::{DType, Tensor};
 
+use self::sequences::Sequence;
 use crate::Context;
 use crate::cuda::{self, On};
 use crate::linear::Write;
+use crate::parallel::Lent;
+use crate::simd::{Float, with_float};
 
 /// Keys that the forward pass sums up before it rescales, at most. Keys that lie a multiple of this further on are summed in the same
 /// order.
 pub const KEYS_OF_BLOCK: usize = blocks::MAX_KEYS;
 
 pub use biased::{BiasedGrads, ScoreRule, attention_biased, attention_biased_backward};
+pub use ragged::{
+    AttentionGrads, AttentionOutput, RaggedSequence, RaggedShape, attention_ragged, attention_ragged_backward,
+    sinks_ragged_backward,
+};
+pub use sequences::{AttentionHeads, KeyRows};
 
 /// The sizes of an attention. H query heads share G key and value heads, h elements each.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -61,6 +72,19 @@ pub struct AttentionShape {
     pub scale: f32,
 }
 
+/// The tensors that an attention reads.
+#[derive(Clone, Copy)]
+pub struct AttentionInputs<'a> {
+    /// Queries, a row for each token: `[rows, H h]`, f32 or bf16.
+    pub q: &'a Tensor,
+    /// Keys, `[rows, G h]`, f32 or bf16.
+    pub k: &'a Tensor,
+    /// Values, `[rows, G value_dim]`, f32 or bf16; `k` itself where keys are values.
+    pub v: &'a Tensor,
+    /// `[H]`, f32: a further score for each head that takes part in the softmax and has no value; none without.
+    pub sinks: Option<&'a Tensor>,
+}
+
 /// `softmax(scale q k^T, causal) v`. `q` `[batch seq_len, H h]`, `k` `[batch kv_capacity, G h]` and `v` `[batch
 /// kv_capacity, G value_dim]`, each f32 or bf16. Returns `o` `[batch seq_len, H value_dim]` in the type of `q`, and the log
 /// of each softmax's sum, `[batch, H, seq_len]` f32, which backward needs.
@@ -84,15 +108,50 @@ pub fn attention_with_sinks(
     if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, (q, k, v), shape, false)) {
         return cuda::attention::forward(on, (q, k, v), sinks, shape);
     }
-    let sinks = sinks.map(Tensor::f32s);
     let mut o = ctx.empty(&[shape.batch * shape.seq_len, shape.num_heads * shape.value_dim], q.dtype());
     let mut lse = ctx.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
-    if shape.seq_len == 1 && !o.is_empty() && !ctx.is_batch_invariant() {
-        decode::run(ctx, (q, k, v), (sinks, shape), &mut o, &mut lse);
-    } else {
-        forward::run(ctx, (q, k, v), (sinks, shape), &mut o, &mut lse);
-    }
+    run(ctx, &AttentionInputs { q, k, v, sinks }, &Sequence::all(shape), [&mut o, &mut lse]);
     (o, lse)
+}
+
+/// The results of an attention, lent to its tasks.
+#[derive(Clone, Copy)]
+struct Outputs<'a, T> {
+    o: Lent<'a, T>,
+    lse: Lent<'a, f32>,
+}
+
+/// Computes `o` and `lse` of sequences that share their heads' sizes, on the host.
+fn run(ctx: &Context, inputs: &AttentionInputs<'_>, sequences: &[Sequence<'_>], [o, lse]: [&mut Tensor; 2]) {
+    let lse = Lent::new(lse.f32s_mut());
+    with_float!(o.dtype(), T => {
+        let o = Lent::new(o.slice_mut::<T>());
+        run_tasks(ctx, inputs, sequences, Outputs { o, lse });
+    });
+}
+
+/// Runs the tasks of all sequences together: one parallel section, and another that joins the parts of single queries if there are any.
+fn run_tasks<T: Float>(
+    ctx: &Context,
+    inputs: &AttentionInputs<'_>,
+    sequences: &[Sequence<'_>],
+    outputs: Outputs<'_, T>,
+) {
+    let Some(Sequence { heads, .. }) = sequences.first() else { return };
+    let has_values = heads.num_heads * heads.value_dim > 0;
+    let is_single = |sequence: &Sequence<'_>| sequence.num_queries == 1 && has_values && !ctx.is_batch_invariant();
+    let (singles, others): (Vec<_>, Vec<_>) = sequences.iter().copied().partition(is_single);
+    let blocks = forward::BlockTasks::new(ctx, inputs, &others);
+    let ranges = decode::RangeTasks::new(ctx, inputs, heads, &singles);
+    let len = ranges.part_len();
+    let mut parts = ctx.empty(&[ranges.len(), len], DType::F32);
+    let lent = Lent::new(parts.f32s_mut());
+    ctx.threads().run(blocks.len() + ranges.len(), |task| match task.checked_sub(blocks.len()) {
+        None => blocks.run(task, outputs),
+        // SAFETY: each task has a part of its own.
+        Some(task) => ranges.run(task, unsafe { lent.range(task * len..(task + 1) * len) }),
+    });
+    ctx.threads().run(ranges.num_rows(), |row| ranges.join(row, parts.f32s(), outputs));
 }
 
 /// Writes the gradient of the sinks `[H]` (f32) to `d_sinks` as `write` says: `-sum over queries of p (d_o . o)`, with `p` the sink's
@@ -110,10 +169,8 @@ pub fn sinks_backward(
     if let Some(on) = On::taking(ctx, &[d_o.dtype(), o.dtype()]) {
         return cuda::attention::sinks_backward(on, d_o, (o, lse), sinks, (shape, write), d_sinks);
     }
-    let found = sinks::grads(ctx, d_o, (o, lse), sinks.f32s(), shape);
-    for (to, found) in d_sinks.f32s_mut().iter_mut().zip(found) {
-        *to = if write == Write::Add { *to + found as f32 } else { found as f32 };
-    }
+    let inputs = sinks::SinkInputs { d_o, o, lse, sinks: sinks.f32s() };
+    sinks::write(sinks::grads(ctx, inputs, &shape.heads(), &Sequence::all(shape)), write, d_sinks);
 }
 
 /// Whether one head of keys of so many elements, which are values as well, is the host's though `ctx` has a GPU: what is kept of
@@ -143,20 +200,46 @@ pub fn attention_backward(
     if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, (q, k, v), shape, true)) {
         return cuda::attention::backward(on, d_o, (q, k, v), (o, lse), shape);
     }
-    let has_queries = shape.seq_len > 0 && shape.head_dim > 0;
-    let of_keys = |x: &Tensor| match has_queries && shape.kv_len == shape.kv_capacity {
-        true => ctx.empty(x.shape(), DType::F32),
-        false => ctx.zeros(x.shape(), DType::F32),
-    };
-    let mut grads = backward::Grads { dq: ctx.empty(q.shape(), DType::F32), dk: of_keys(k), dv: of_keys(v) };
-    let words = words::Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
-    let (d_o, o, lse) = (d_o.into(), o.into(), lse.f32s());
-    let inputs = backward::Inputs { d_o, q: q.into(), k: k.into(), v: v.into(), o, lse, words };
-    backward::run(ctx, &inputs, shape, &mut grads);
+    let inputs = AttentionInputs { q, k, v, sinks: None };
+    let num_pairs = shape.batch * shape.num_kv_heads;
+    let grads = run_backward(ctx, [d_o, o, lse], &inputs, &Sequence::all(shape), num_pairs);
     (grads.dq, grads.dk, grads.dv)
 }
 
+/// Computes the gradients on the host: `num_pairs` as in [`backward::run`]. Rows of keys and values that no query sees get zeros.
+fn run_backward(
+    ctx: &Context,
+    [d_o, o, lse]: [&Tensor; 3],
+    inputs: &AttentionInputs<'_>,
+    sequences: &[Sequence<'_>],
+    num_pairs: usize,
+) -> backward::Grads {
+    let AttentionInputs { q, k, v, .. } = *inputs;
+    let has_queries = |sequence: &&Sequence<'_>| sequence.num_queries > 0 && sequence.heads.head_dim > 0;
+    let num_written: usize = sequences.iter().filter(has_queries).map(|sequence| sequence.num_keys).sum();
+    let of_keys = |x: &Tensor, dim: fn(&AttentionHeads) -> usize| {
+        let row = sequences.first().map_or(0, |sequence| sequence.heads.num_kv_heads * dim(&sequence.heads));
+        if num_written * row == x.len() { ctx.empty(x.shape(), DType::F32) } else { ctx.zeros(x.shape(), DType::F32) }
+    };
+    let mut grads = backward::Grads {
+        dq: ctx.empty(q.shape(), DType::F32),
+        dk: of_keys(k, |heads| heads.head_dim),
+        dv: of_keys(v, |heads| heads.value_dim),
+    };
+    let words = words::Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
+    let (d_o, o, lse) = (d_o.into(), o.into(), lse.f32s());
+    let inputs = backward::Inputs { d_o, q: q.into(), k: k.into(), v: v.into(), o, lse, words };
+    backward::run(ctx, &inputs, sequences, num_pairs, &mut grads);
+    grads
+}
+
 impl AttentionShape {
+    /// The sizes that its sequences share.
+    pub(crate) fn heads(&self) -> AttentionHeads {
+        let Self { num_heads, num_kv_heads, head_dim, value_dim, window, scale, .. } = *self;
+        AttentionHeads { num_heads, num_kv_heads, head_dim, value_dim, window, scale }
+    }
+
     fn check(&self, q: &Tensor, k: &Tensor, v: &Tensor) {
         self.check_sizes(q, k, v);
         assert!(self.seq_len <= self.kv_len, "attention: {self:?}");

@@ -5,14 +5,14 @@ use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS, key_elements, lanes_of, lanes_of_mut, seen_by_all};
+use super::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS, lanes_of, lanes_of_mut, seen_by_all};
 use super::products::{Left, Products, Right, Size};
+use super::sequences::{AttentionHeads, OwnedTask, Sequence, TaskList};
 use super::softmax::powers;
 use super::words::{Rows, Values, Words, store_scaled, transpose};
-use crate::Context;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Level, kernel};
+use crate::{Context, Isa};
 
 /// Tasks to have at least, where the keys can be cut: few sequences and heads should still keep many threads at work.
 const MIN_TASKS: usize = 16;
@@ -33,40 +33,80 @@ pub(super) struct Grads {
     pub(super) dv: Tensor,
 }
 
-/// Computes the three gradients. Rows of `dk` and `dv` beyond the keys are left as they are.
-///
-/// The keys are cut into parts by the shape alone. With several parts each has its own share of `dq`, and these are added up
-/// in the order of the keys at the end.
-pub(super) fn run(ctx: &Context, inputs: &Inputs<'_>, shape: &AttentionShape, grads: &mut Grads) {
-    let pairs = shape.batch * shape.num_kv_heads;
-    if pairs == 0 || shape.seq_len == 0 || shape.head_dim == 0 {
-        return;
+/// The parts that the keys of a sequence are cut into. Each has its own share of `dq`, and these are added up in the order of the keys at
+/// the end; that of the first part goes to `dq` itself.
+#[derive(Clone, Copy)]
+struct Cut {
+    part_len: usize,
+    num_parts: usize,
+    /// The first element of the shares of its later parts, one part's after the other's.
+    first_share: usize,
+}
+
+impl Cut {
+    /// The cut of a sequence whose pass has `num_pairs` pairs of a sequence and a key head: by sizes alone.
+    fn new(sequence: &Sequence<'_>, num_pairs: usize, first_share: usize) -> Self {
+        if sequence.num_queries == 0 || sequence.heads.head_dim == 0 {
+            return Self { part_len: 0, num_parts: 0, first_share };
+        }
+        let num_blocks = sequence.num_keys.div_ceil(KEYS);
+        let part_len = num_blocks.div_ceil(MIN_TASKS.div_ceil(num_pairs).min(num_blocks)) * KEYS;
+        Self { part_len, num_parts: sequence.num_keys.div_ceil(part_len), first_share }
     }
-    let num_blocks = shape.kv_len.div_ceil(KEYS);
-    let blocks_per_part = num_blocks.div_ceil(MIN_TASKS.div_ceil(pairs).min(num_blocks));
-    let part_len = blocks_per_part * KEYS;
-    let num_parts = shape.kv_len.div_ceil(part_len);
-    let num_elements = grads.dq.len();
-    // The first part's share goes to `dq` itself.
-    let mut shares = ctx.zeros(&[num_parts - 1, num_elements], DType::F32);
+
+    /// The cuts of all sequences, and the number of elements of all shares.
+    fn all(sequences: &[Sequence<'_>], num_pairs: usize) -> (Vec<Self>, usize) {
+        let mut num_elements = 0;
+        let cut = |sequence: &Sequence<'_>| {
+            let cut = Self::new(sequence, num_pairs, num_elements);
+            num_elements += cut.num_parts.saturating_sub(1) * sequence.query_elements().len();
+            cut
+        };
+        (sequences.iter().map(cut).collect(), num_elements)
+    }
+}
+
+/// Computes the three gradients. Rows of `dk` and `dv` of no sequence are left as they are, and those of sequences without queries.
+///
+/// Keys are cut into parts as is best for `num_pairs` pairs of a sequence and a key head, whatever other sequences there are.
+pub(super) fn run(ctx: &Context, inputs: &Inputs<'_>, sequences: &[Sequence<'_>], num_pairs: usize, grads: &mut Grads) {
+    let (cuts, num_shared) = Cut::all(sequences, num_pairs);
+    let mut shares = ctx.zeros(&[num_shared], DType::F32);
     let outputs = Outputs {
         dq: Lent::new(grads.dq.f32s_mut()),
         shares: Lent::new(shares.f32s_mut()),
         dk: Lent::new(grads.dk.f32s_mut()),
         dv: Lent::new(grads.dv.f32s_mut()),
-        num_elements,
     };
-    ctx.threads().run(pairs * num_parts, |task| {
-        let (pair, part) = (task / num_parts, task % num_parts);
-        let keys = part * part_len..((part + 1) * part_len).min(shape.kv_len);
-        let task = Task { shape, batch: pair / shape.num_kv_heads, kv_head: pair % shape.num_kv_heads, part, keys };
-        task.run(ctx, inputs, &outputs);
+    let num_tasks = |(sequence, cut): (&Sequence<'_>, &Cut)| sequence.heads.num_kv_heads * cut.num_parts;
+    let tasks = TaskList::new(sequences.iter().zip(&cuts).map(num_tasks));
+    ctx.threads().run(tasks.len(), |task| {
+        let OwnedTask { owner, index } = tasks.find(task);
+        let (sequence, cut) = (&sequences[owner], cuts[owner]);
+        let (kv_head, part) = (index / cut.num_parts, index % cut.num_parts);
+        let keys = piece_range(part, cut.part_len, sequence.num_keys);
+        Task { sequence, kv_head, cut, part, keys }.run(ctx, inputs, &outputs);
     });
-    let shares = shares.f32s();
-    ctx.threads().run_pieces(grads.dq.f32s_mut(), PIECE, |index, dq| {
-        let range = piece_range(index, PIECE, num_elements);
-        for share in shares.chunks_exact(num_elements) {
-            dq.iter_mut().zip(&share[range.clone()]).for_each(|(sum, x)| *sum += x);
+    add_shares(ctx, sequences, &cuts, shares.f32s(), grads.dq.f32s_mut());
+}
+
+/// Adds the shares of later parts to `dq`, in the order of the parts.
+fn add_shares(ctx: &Context, sequences: &[Sequence<'_>], cuts: &[Cut], shares: &[f32], dq: &mut [f32]) {
+    let num_pieces = |(sequence, cut): (&Sequence<'_>, &Cut)| match cut.num_parts {
+        0 | 1 => 0,
+        _ => sequence.query_elements().len().div_ceil(PIECE),
+    };
+    let tasks = TaskList::new(sequences.iter().zip(cuts).map(num_pieces));
+    let dq = Lent::new(dq);
+    ctx.threads().run(tasks.len(), |task| {
+        let OwnedTask { owner, index } = tasks.find(task);
+        let (elements, Cut { num_parts, first_share, .. }) = (sequences[owner].query_elements(), cuts[owner]);
+        let piece = piece_range(index, PIECE, elements.len());
+        // SAFETY: the pieces of a sequence do not overlap, and its queries are its own.
+        let dq = unsafe { dq.range(elements.start + piece.start..elements.start + piece.end) };
+        let shares = &shares[first_share..][..(num_parts - 1) * elements.len()];
+        for share in shares.chunks_exact(elements.len()) {
+            dq.iter_mut().zip(&share[piece.clone()]).for_each(|(sum, x)| *sum += x);
         }
     });
 }
@@ -76,23 +116,21 @@ struct Outputs<'a> {
     shares: Lent<'a, f32>,
     dk: Lent<'a, f32>,
     dv: Lent<'a, f32>,
-    num_elements: usize,
 }
 
 /// The keys of one sequence and key head that a task answers for.
 struct Task<'a> {
-    shape: &'a AttentionShape,
-    batch: usize,
+    sequence: &'a Sequence<'a>,
     kv_head: usize,
+    cut: Cut,
     part: usize,
     keys: Range<usize>,
 }
 
 impl Task<'_> {
     fn run(&self, ctx: &Context, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
-        let (isa, shape) = (ctx.isa(), self.shape);
-        let words = inputs.words;
-        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| words.width(dim));
+        let (isa, heads, words) = (ctx.isa(), &self.sequence.heads, inputs.words);
+        let [width, value_width] = [heads.head_dim, heads.value_dim].map(|dim| words.width(dim));
         let padded_keys = self.keys.len().next_multiple_of(words.key_unit());
         let mut sums = ctx.zeros(&[padded_keys, width + value_width], DType::F32);
         let (dk, dv) = sums.f32s_mut().split_at_mut(padded_keys * width);
@@ -102,58 +140,76 @@ impl Task<'_> {
         for (keys, copy) in self.blocks().zip(copies.f32s_mut().chunks_exact_mut(KEYS * (width + value_width))) {
             self.load_keys(&state.products, inputs, &keys, copy, state.copy);
         }
-        for block in 0..RowBlock::count(shape) {
-            let rows = RowBlock::new(shape, self.batch, self.kv_head, block);
+        for block in 0..RowBlock::count(self.sequence) {
+            let rows = RowBlock::new(self.sequence, self.kv_head, block);
             if !rows.sees_any(&self.keys) {
                 self.clear_share(rows, outputs);
                 continue;
             }
-            state.load_rows(shape, inputs, rows);
+            state.load_rows(heads, inputs, rows);
             self.prefetch(block, inputs, outputs);
             for (keys, copy) in self.blocks().zip(copies.f32s().chunks_exact(KEYS * (width + value_width))) {
                 if rows.sees_any(&keys) {
                     let row = keys.start - self.keys.start;
                     let (dk, dv) = (&mut dk[row * width..], &mut dv[row * value_width..]);
                     let block = Keys::new(words, width, &keys, copy);
-                    state.add_block(shape, rows, block, (dk, dv));
+                    state.add_block(heads, rows, block, (dk, dv));
                 }
             }
             self.store_dq(rows, &mut state, outputs);
         }
+        self.store_keys(isa, (dk, width), (dv, value_width), outputs);
+    }
+
+    /// Writes the gradients of the keys and of their values, each with the width of its rows.
+    fn store_keys(
+        &self,
+        isa: Isa,
+        (dk, width): (&[f32], usize),
+        (dv, value_width): (&[f32], usize),
+        outputs: &Outputs<'_>,
+    ) {
+        let AttentionHeads { head_dim, value_dim, scale, .. } = self.sequence.heads;
         for keys in self.blocks() {
-            let (key_elements, value_elements) = key_elements::<KEYS>(shape, self.batch, self.kv_head, &keys);
-            for (&start, &value_start) in key_elements.iter().zip(&value_elements).take(keys.len()) {
-                outputs.dk.prefetch_far(start, shape.head_dim);
-                outputs.dv.prefetch_far(value_start, shape.value_dim);
+            let [starts, value_starts] = self.key_elements(&keys);
+            for (&start, &value_start) in starts.iter().zip(&value_starts).take(keys.len()) {
+                outputs.dk.prefetch_far(start, head_dim);
+                outputs.dv.prefetch_far(value_start, value_dim);
             }
-            for (key, (start, value_start)) in keys.clone().zip(key_elements.into_iter().zip(value_elements)) {
+            for (key, (start, value_start)) in keys.clone().zip(starts.into_iter().zip(value_starts)) {
                 let row = key - self.keys.start;
-                // SAFETY: each key of a sequence and head belongs to one task.
+                // SAFETY: each key of a sequence and head belongs to one task, and sequences share no rows.
                 let (to_dk, to_dv) = unsafe {
-                    let dk = outputs.dk.range(start..start + shape.head_dim);
-                    (dk, outputs.dv.range(value_start..value_start + shape.value_dim))
+                    let dk = outputs.dk.range(start..start + head_dim);
+                    (dk, outputs.dv.range(value_start..value_start + value_dim))
                 };
-                store_scaled(isa, &dk[row * width..][..shape.head_dim], shape.scale, to_dk);
-                store_scaled(isa, &dv[row * value_width..][..shape.value_dim], 1.0, to_dv);
+                store_scaled(isa, &dk[row * width..][..head_dim], scale, to_dk);
+                store_scaled(isa, &dv[row * value_width..][..value_dim], 1.0, to_dv);
             }
         }
     }
 
+    /// The starts of the rows of some keys and of their values.
+    fn key_elements(&self, keys: &Range<usize>) -> [[usize; KEYS]; 2] {
+        let AttentionHeads { head_dim, value_dim, .. } = self.sequence.heads;
+        [head_dim, value_dim].map(|dim| self.sequence.key_starts(self.kv_head, keys, dim))
+    }
+
     /// Asks for what a block of rows writes and for what the next one reads: short rows, far apart.
     fn prefetch(&self, block: usize, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
-        let shape = self.shape;
-        let rows_of = |block| RowBlock::new(shape, self.batch, self.kv_head, block);
+        let AttentionHeads { head_dim, value_dim, .. } = self.sequence.heads;
+        let rows_of = |block| RowBlock::new(self.sequence, self.kv_head, block);
         if self.part == 0 {
             let rows = rows_of(block);
             let starts = &rows.elements()[..rows.len];
-            starts.iter().for_each(|&start| outputs.dq.prefetch_far(start, shape.head_dim));
+            starts.iter().for_each(|&start| outputs.dq.prefetch_far(start, head_dim));
         }
-        if block + 1 < RowBlock::count(shape) {
+        if block + 1 < RowBlock::count(self.sequence) {
             let next = rows_of(block + 1);
             let (elements, value_elements) = (next.elements(), next.value_elements());
-            inputs.q.prefetch(&elements[..next.len], shape.head_dim);
-            inputs.o.prefetch(&value_elements[..next.len], shape.value_dim);
-            inputs.d_o.prefetch(&value_elements[..next.len], shape.value_dim);
+            inputs.q.prefetch(&elements[..next.len], head_dim);
+            inputs.o.prefetch(&value_elements[..next.len], value_dim);
+            inputs.d_o.prefetch(&value_elements[..next.len], value_dim);
         }
     }
 
@@ -172,9 +228,9 @@ impl Task<'_> {
         to: &mut [f32],
         room: &mut [f32],
     ) {
-        let (head_dim, value_dim) = (self.shape.head_dim, self.shape.value_dim);
+        let AttentionHeads { head_dim, value_dim, .. } = self.sequence.heads;
         let &Products { isa, words, .. } = products;
-        let (starts, value_starts) = key_elements::<KEYS>(self.shape, self.batch, self.kv_head, keys);
+        let [starts, value_starts] = self.key_elements(keys);
         let rows = Rows { starts: &starts[..keys.len()], cols: head_dim, width: words.width(head_dim) };
         let (k, v) = to.split_at_mut(KEYS * rows.width);
         if words.are_pairs() {
@@ -196,8 +252,10 @@ impl Task<'_> {
             match self.part {
                 0 => outputs.dq.range(range),
                 part => {
-                    let start = (part - 1) * outputs.num_elements;
-                    outputs.shares.range(start + range.start..start + range.end)
+                    let elements = self.sequence.query_elements();
+                    let start = self.cut.first_share + (part - 1) * elements.len();
+                    let at = |element: usize| start + element - elements.start;
+                    outputs.shares.range(at(range.start)..at(range.end))
                 }
             }
         }
@@ -206,7 +264,7 @@ impl Task<'_> {
     /// The first part is seen by all rows; shares of later ones start as zeros.
     fn clear_share(&self, rows: RowBlock<'_>, outputs: &Outputs<'_>) {
         if self.part == 0 {
-            let row = |element| element..element + self.shape.head_dim;
+            let row = |element| element..element + self.sequence.heads.head_dim;
             rows.elements()[..rows.len].iter().for_each(|&element| self.share(row(element), outputs).fill(0.0));
         }
     }
@@ -214,9 +272,9 @@ impl Task<'_> {
     fn store_dq(&self, rows: RowBlock<'_>, state: &mut State<'_>, outputs: &Outputs<'_>) {
         let State { products, dq, copy, .. } = state;
         let elements = rows.elements();
-        products.each_row(dq, (rows.len, self.shape.head_dim), copy, |row, first, dq| {
+        products.each_row(dq, (rows.len, self.sequence.heads.head_dim), copy, |row, first, dq| {
             let start = elements[row] + first;
-            store_scaled(products.isa, dq, self.shape.scale, self.share(start..start + dq.len(), outputs));
+            store_scaled(products.isa, dq, self.sequence.heads.scale, self.share(start..start + dq.len(), outputs));
         });
     }
 }
@@ -353,20 +411,20 @@ impl Statistics {
 }
 
 impl State<'_> {
-    fn load_rows(&mut self, shape: &AttentionShape, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
+    fn load_rows(&mut self, heads: &AttentionHeads, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
         let Products { isa, words, .. } = self.products;
         let (width, value_width) = (self.width, self.value_width);
         let (elements, value_elements) = (&rows.elements()[..rows.len], &rows.value_elements()[..rows.len]);
-        let copied = Rows { starts: elements, cols: shape.head_dim, width };
+        let copied = Rows { starts: elements, cols: heads.head_dim, width };
         inputs.q.copy_words(isa, words, copied, self.copy);
         let size = (rows.len, words.count(width));
-        transpose(isa, self.copy, size, words.count(shape.head_dim), self.q_transposed);
+        transpose(isa, self.copy, size, words.count(heads.head_dim), self.q_transposed);
         inputs.q.copy_words_down(isa, words, copied, self.q);
-        let copied = Rows { starts: value_elements, cols: shape.value_dim, width: value_width };
+        let copied = Rows { starts: value_elements, cols: heads.value_dim, width: value_width };
         // Rounded alike, so is what cancels in `d_o v^T - rowsum(d_o o)`.
         inputs.d_o.copy_both_ways(isa, words, copied, self.copy, self.d_o);
         let size = (rows.len, words.count(value_width));
-        transpose(isa, self.copy, size, words.count(shape.value_dim), self.d_o_transposed);
+        transpose(isa, self.copy, size, words.count(heads.value_dim), self.d_o_transposed);
         let statistics = &mut self.statistics;
         statistics.delta.fill(0.0);
         inputs.o.row_dots(isa, words, copied, self.copy, &mut statistics.delta);
@@ -379,12 +437,12 @@ impl State<'_> {
     /// Adds what the rows and the keys at hand contribute to the three gradients.
     fn add_block(
         &mut self,
-        shape: &AttentionShape,
+        heads: &AttentionHeads,
         rows: RowBlock<'_>,
         block: Keys<'_>,
         (dk, dv): (&mut [f32], &mut [f32]),
     ) {
-        self.compute_scores(shape, rows, &block);
+        self.compute_scores(heads, rows, &block);
         let (products, width, value_width, keys) = (&self.products, self.width, self.value_width, block.keys);
         let words = products.words;
         let [p, ds, ds_along_keys] = self.scores.operands(words);
@@ -413,7 +471,7 @@ impl State<'_> {
     }
 
     /// The softmax of the rows and the keys at hand, and the gradient of their scores.
-    fn compute_scores(&mut self, shape: &AttentionShape, rows: RowBlock<'_>, block: &Keys<'_>) {
+    fn compute_scores(&mut self, heads: &AttentionHeads, rows: RowBlock<'_>, block: &Keys<'_>) {
         let (isa, words, keys) = (self.products.isa, self.products.words, block.keys);
         let (width, value_width) = (words.count(self.width), words.count(self.value_width));
         for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
@@ -421,12 +479,12 @@ impl State<'_> {
             let (at, stride) = if words.are_pairs() { (0, SCORE_COLS) } else { (col, ROWS) };
             for part in rows.score_parts(words, col, keys) {
                 let size =
-                    Size { rows: part.keys.len(), cols: part.cols.len(), inner: words.count(shape.head_dim), words };
+                    Size { rows: part.keys.len(), cols: part.cols.len(), inner: words.count(heads.head_dim), words };
                 let to = part.keys.start * stride + at + part.cols.start - col;
                 let left = Left::rows(&block.k[part.keys.start * width..], width);
                 let right = Right { values: &self.q_transposed[part.cols.start..], stride: ROWS };
                 self.products.run(size, left, right, false, &mut self.scores.p[to..], stride);
-                let size = Size { inner: words.count(shape.value_dim), ..size };
+                let size = Size { inner: words.count(heads.value_dim), ..size };
                 let left = Left::rows(&block.v[part.keys.start * value_width..], value_width);
                 let right = Right { values: &self.d_o_transposed[part.cols.start..], stride: ROWS };
                 self.products.run(size, left, right, false, &mut self.scores.ds[to..], stride);
@@ -435,7 +493,7 @@ impl State<'_> {
                 let num_keys = rows.num_scored(words, first_col, keys).next_multiple_of(words.key_unit());
                 let at = at + first_col - col;
                 let columns = Columns { first_col, at, stride, first_key: keys.start, num_keys, words };
-                score_grads(isa, columns, shape.scale * LOG2_E, &mut self.scores, &self.statistics);
+                score_grads(isa, columns, heads.scale * LOG2_E, &mut self.scores, &self.statistics);
             }
         }
     }

@@ -10,8 +10,9 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
-use super::blocks::{COL_UNIT, KEYS, ROW_UNIT, ROWS, key_starts};
+use super::blocks::{COL_UNIT, KEYS, ROW_UNIT, ROWS};
 use super::products::{Left, Right, Size, product};
+use super::sequences::Sequence;
 use super::words::{Rows, Values, Words, transpose};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
@@ -40,6 +41,8 @@ impl ScoreRule<'_> {
 
 /// `softmax(scale q k^T + bias) v` over the keys that `rule` says; arguments as in [`attention`](super::attention), no
 /// window. Without causality there may be fewer keys than queries, at least one. Returns `o` in the type of `q`.
+///
+/// All sequences are equally long: [`attention_ragged`](super::attention_ragged) has no bias.
 #[must_use]
 pub fn attention_biased(
     ctx: &Context,
@@ -154,9 +157,9 @@ impl KeyHead<'_> {
 
     /// Writes `scale` times the rows of `from` to those of the keys in `to`, which has `dim` elements a head.
     fn store(&self, from: &Tensor, dim: usize, scale: f32, to: &Lent<'_, f32>) {
-        let keys = 0..self.shape.kv_len;
+        let (keys, sequence) = (0..self.shape.kv_len, Sequence::nth(self.shape, self.batch));
         for (key, from) in keys.zip(from.f32s().chunks_exact(from.cols())) {
-            let start = key_starts::<1>(self.shape, (self.batch, self.kv_head), &(key..key + 1), dim)[0];
+            let [start] = sequence.key_starts(self.kv_head, &(key..key + 1), dim);
             // SAFETY: each key of a sequence and head belongs to one task.
             let to = unsafe { to.range(start..start + dim) };
             to.iter_mut().zip(from).for_each(|(to, x)| *to = scale * x);
@@ -286,11 +289,12 @@ impl<'a> Block<'a> {
 
     /// Shows `look` the keys (or values), block by block, with their rows.
     fn with_keys(&self, ctx: &Context, of: Heads<'_>, mut look: impl FnMut(Range<usize>, &[f32])) {
-        let kv_head = self.head / (self.shape.num_heads / self.shape.num_kv_heads);
+        let sequence = Sequence::nth(self.shape, self.batch);
+        let kv_head = self.head / sequence.heads.group();
         let mut copy = ctx.empty(&[KEYS, of.width()], DType::F32);
         for block in 0..self.shape.kv_len.div_ceil(KEYS) {
             let keys = piece_range(block, KEYS, self.shape.kv_len);
-            let starts = key_starts::<KEYS>(self.shape, (self.batch, kv_head), &keys, of.dim);
+            let starts = sequence.key_starts::<KEYS>(kv_head, &keys, of.dim);
             let rows = Rows { starts: &starts[..keys.len()], cols: of.dim, width: of.width() };
             of.values.copy_rows(ctx.isa(), rows, copy.f32s_mut());
             look(keys, copy.f32s());

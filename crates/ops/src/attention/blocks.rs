@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::AttentionShape;
+use super::sequences::Sequence;
 use super::words::Words;
 
 /// Query rows of a block.
@@ -36,27 +36,32 @@ pub(super) struct ScorePart {
 /// A block of query rows: all queries and query heads of one sequence that use one key head, by query and then by head.
 #[derive(Clone, Copy)]
 pub(super) struct RowBlock<'a> {
-    shape: &'a AttentionShape,
-    batch: usize,
+    sequence: &'a Sequence<'a>,
     kv_head: usize,
     start: usize,
     pub(super) len: usize,
 }
 
 impl<'a> RowBlock<'a> {
-    /// Blocks that the rows of one sequence and key head are cut into.
-    pub(super) fn count(shape: &AttentionShape) -> usize {
-        (shape.seq_len * group(shape)).div_ceil(ROWS)
+    /// Blocks that the rows of a sequence and key head are cut into.
+    pub(super) fn count(sequence: &Sequence<'_>) -> usize {
+        (sequence.num_queries * sequence.heads.group()).div_ceil(ROWS)
     }
 
-    pub(super) fn new(shape: &'a AttentionShape, batch: usize, kv_head: usize, index: usize) -> Self {
+    pub(super) fn new(sequence: &'a Sequence<'a>, kv_head: usize, index: usize) -> Self {
         let start = index * ROWS;
-        Self { shape, batch, kv_head, start, len: ROWS.min(shape.seq_len * group(shape) - start) }
+        let len = ROWS.min(sequence.num_queries * sequence.heads.group() - start);
+        Self { sequence, kv_head, start, len }
     }
 
-    /// Where the rows of `keys` start in `k` and in `v`.
-    pub(super) fn key_elements(&self, keys: &Range<usize>) -> ([usize; MAX_KEYS], [usize; MAX_KEYS]) {
-        key_elements(self.shape, self.batch, self.kv_head, keys)
+    /// The starts of the rows of `keys` in `k`.
+    pub(super) fn key_elements(&self, keys: &Range<usize>) -> [usize; MAX_KEYS] {
+        self.sequence.key_starts(self.kv_head, keys, self.sequence.heads.head_dim)
+    }
+
+    /// The starts of the values of `keys` in `v`.
+    pub(super) fn key_value_elements(&self, keys: &Range<usize>) -> [usize; MAX_KEYS] {
+        self.sequence.key_starts(self.kv_head, keys, self.sequence.heads.value_dim)
     }
 
     /// Rows rounded up to what products take.
@@ -65,7 +70,7 @@ impl<'a> RowBlock<'a> {
     }
 
     fn query_and_head(&self, row: usize) -> (usize, usize) {
-        let (row, group) = (self.start + row, group(self.shape));
+        let (row, group) = (self.start + row, self.sequence.heads.group());
         (row / group, self.kv_head * group + row % group)
     }
 
@@ -73,7 +78,7 @@ impl<'a> RowBlock<'a> {
     /// a few hundred products.
     #[inline(always)]
     fn of_rows<T>(&self, make: impl Fn(usize, usize) -> T) -> [T; ROWS] {
-        let ((mut query, mut head), group) = (self.query_and_head(0), group(self.shape));
+        let ((mut query, mut head), group) = (self.query_and_head(0), self.sequence.heads.group());
         let end = (self.kv_head + 1) * group;
         std::array::from_fn(|row| {
             if row > 0 && row < self.len {
@@ -87,18 +92,18 @@ impl<'a> RowBlock<'a> {
     }
 
     fn starts(&self, dim: usize) -> [usize; ROWS] {
-        let (first, step) = (self.batch * self.shape.seq_len, self.shape.num_heads);
+        let (first, step) = (self.sequence.first_query, self.sequence.heads.num_heads);
         self.of_rows(|query, head| ((first + query) * step + head) * dim)
     }
 
     /// Where the rows start in `q` and its gradient.
     pub(super) fn elements(&self) -> [usize; ROWS] {
-        self.starts(self.shape.head_dim)
+        self.starts(self.sequence.heads.head_dim)
     }
 
     /// Where the rows start in `o` and its gradient.
     pub(super) fn value_elements(&self) -> [usize; ROWS] {
-        self.starts(self.shape.value_dim)
+        self.starts(self.sequence.heads.value_dim)
     }
 
     /// The query head of a row.
@@ -108,41 +113,36 @@ impl<'a> RowBlock<'a> {
 
     /// Where the rows are in `lse`.
     pub(super) fn statistics(&self) -> [usize; ROWS] {
-        let (first, len) = (self.batch * self.shape.num_heads, self.shape.seq_len);
-        self.of_rows(|query, head| (first + head) * len + query)
+        self.of_rows(|query, head| self.sequence.statistic(query, head))
     }
 
     /// The number of keys that a row sees; it never falls from one row to the next. Rows beyond the last see as many.
     pub(super) fn visible(&self, row: usize) -> usize {
         let (query, _) = self.query_and_head(row.min(self.len - 1));
-        self.keys_until(query)
-    }
-
-    /// The number of keys that a query sees.
-    fn keys_until(&self, query: usize) -> usize {
-        query + self.shape.kv_len - self.shape.seq_len + 1
+        self.sequence.keys_until(query)
     }
 
     /// The first row whose keys reach up to `key` or beyond; [`len`](Self::len) if there is none.
     pub(super) fn first_that_sees(&self, key: usize) -> usize {
-        let query = (key + self.shape.seq_len).saturating_sub(self.shape.kv_len);
-        (query * group(self.shape)).saturating_sub(self.start).min(self.len)
+        let query = (key + self.sequence.num_queries).saturating_sub(self.sequence.num_keys);
+        (query * self.sequence.heads.group()).saturating_sub(self.start).min(self.len)
     }
 
     /// [`visible`](Self::visible) of all rows, in the form that kernels compare with.
     pub(super) fn visible_counts(&self) -> [i32; ROWS] {
-        self.of_rows(|query, _| i32::try_from(self.keys_until(query)).unwrap_or(i32::MAX))
+        self.of_rows(|query, _| i32::try_from(self.sequence.keys_until(query)).unwrap_or(i32::MAX))
     }
 
     /// The first key that a row sees; it never falls from one row to the next either.
     pub(super) fn first_visible(&self, row: usize) -> usize {
-        self.shape.window.map_or(0, |window| self.visible(row).saturating_sub(window))
+        self.sequence.heads.window.map_or(0, |window| self.visible(row).saturating_sub(window))
     }
 
     /// [`first_visible`](Self::first_visible) of all rows, in the form that kernels compare with.
     pub(super) fn first_visible_counts(&self) -> [i32; ROWS] {
         self.of_rows(|query, _| {
-            let first = self.shape.window.map_or(0, |window| self.keys_until(query).saturating_sub(window));
+            let until = self.sequence.keys_until(query);
+            let first = self.sequence.heads.window.map_or(0, |window| until.saturating_sub(window));
             i32::try_from(first).unwrap_or(i32::MAX)
         })
     }
@@ -188,33 +188,6 @@ impl<'a> RowBlock<'a> {
             }
         }
     }
-}
-
-/// Query heads that share a key head.
-fn group(shape: &AttentionShape) -> usize {
-    shape.num_heads / shape.num_kv_heads
-}
-
-/// Where the rows of `keys` (at most `N`) start in `k` and in `v`.
-pub(super) fn key_elements<const N: usize>(
-    shape: &AttentionShape,
-    batch: usize,
-    kv_head: usize,
-    keys: &Range<usize>,
-) -> ([usize; N], [usize; N]) {
-    let starts = |dim: usize| key_starts(shape, (batch, kv_head), keys, dim);
-    (starts(shape.head_dim), starts(shape.value_dim))
-}
-
-/// Where the rows of `keys` (at most `N`) of a sequence and key head start in a tensor with `dim` elements a head.
-pub(super) fn key_starts<const N: usize>(
-    shape: &AttentionShape,
-    (batch, kv_head): (usize, usize),
-    keys: &Range<usize>,
-    dim: usize,
-) -> [usize; N] {
-    let at = |key: usize| (batch * shape.kv_capacity + key) * shape.num_kv_heads + kv_head;
-    std::array::from_fn(|i| at((keys.start + i).min(keys.end - 1)) * dim)
 }
 
 /// Of `num_keys` keys from `first` on, how many at the start are seen by all of some rows, of which each sees the keys

@@ -7,14 +7,17 @@
 //! number of keys alone. Scores are times log2(e).
 
 use std::f32::consts::{LN_2, LOG2_E};
+use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::AttentionShape;
+use super::sequences::{AttentionHeads, OwnedTask, Sequence, TaskList};
+use super::token_rows::TokenRows;
+use super::{AttentionInputs, Outputs};
 use crate::few_rows::axpy;
 use crate::few_rows::dot::dots;
 use crate::few_rows::rows::{Weight, block_len, spread};
-use crate::parallel::{Lent, piece_range};
+use crate::parallel::piece_range;
 use crate::prefetch::prefetch_far;
 use crate::simd::{Float, LANES, Level, kernel, sum_lanes, with_float};
 use crate::vmath::exp2_falling;
@@ -61,43 +64,104 @@ struct Part<'a> {
     values: &'a [f32],
 }
 
-/// Computes `o` and `lse` where `shape.seq_len` is 1.
-pub(super) fn run(
-    ctx: &Context,
-    (q, k, v): (&Tensor, &Tensor, &Tensor),
-    (sinks, shape): (Option<&[f32]>, &AttentionShape),
-    o: &mut Tensor,
-    lse: &mut Tensor,
-) {
-    let seen = shape.window.map_or(0, |window| shape.kv_len.saturating_sub(window))..shape.kv_len;
-    let keys_per_range = seen.len().div_ceil(MAX_RANGES).next_multiple_of(MIN_KEYS);
-    let num_ranges = seen.len().div_ceil(keys_per_range);
-    let (isa, heads) = (isa_for(ctx.isa(), q.dtype()), shape.num_heads);
-    let layout = Layout { num_heads: heads, width: shape.value_dim.next_multiple_of(block_len(isa)) };
-    let mut parts = ctx.empty(&[shape.batch * num_ranges, layout.len()], DType::F32);
-    with_float!(k.dtype(), K => with_float!(v.dtype(), V => {
-        let queries = Queries::of::<K>(isa, q, shape);
-        let (k, v) = (k.slice::<K>(), v.slice::<V>());
-        ctx.threads().run_pieces(parts.f32s_mut(), layout.len(), |task, parts| {
-            let (batch, range) = (task / num_ranges, piece_range(task % num_ranges, keys_per_range, seen.len()));
-            let first = batch * shape.kv_capacity + seen.start + range.start;
-            let rows = |width: usize| first * shape.num_kv_heads * width..(first + range.len()) * shape.num_kv_heads * width;
-            let (k, v) = (&k[rows(shape.head_dim)], &v[rows(shape.value_dim)]);
-            range_kernel::<K, V>(isa, shape, queries.of_sequence(batch), k, v, layout, parts);
-        });
-    }));
-    let (parts, lse) = (parts.f32s(), Lent::new(lse.f32s_mut()));
-    with_float!(v.dtype(), V => with_float!(o.dtype(), T => {
-        ctx.threads().run_pieces(o.slice_mut::<T>(), shape.value_dim.max(1), |row, o| {
-            let (batch, head) = (row / heads, row % heads);
-            let of_ranges = parts[batch * num_ranges * layout.len()..].chunks_exact(layout.len()).take(num_ranges);
-            let mut parts = [Part::default(); MAX_RANGES];
-            parts.iter_mut().zip(of_ranges).for_each(|(to, part)| *to = layout.of_head(part, head));
-            // SAFETY: each row is one task's.
-            let lse = unsafe { lse.range(row..row + 1) };
-            lse[0] = join_kernel::<V, T>(isa, &parts[..num_ranges], sinks.map(|sinks| sinks[head]), o);
-        });
-    }));
+/// The ranges that the keys of a sequence are cut into.
+struct Cut {
+    /// The first key that the query sees.
+    start: usize,
+    num_keys: usize,
+    keys_per_range: usize,
+    num_ranges: usize,
+}
+
+impl Cut {
+    fn new(sequence: &Sequence<'_>) -> Self {
+        let start = sequence.heads.window.map_or(0, |window| sequence.num_keys.saturating_sub(window));
+        let num_keys = sequence.num_keys - start;
+        let keys_per_range = num_keys.div_ceil(MAX_RANGES).next_multiple_of(MIN_KEYS);
+        Self { start, num_keys, keys_per_range, num_ranges: num_keys.div_ceil(keys_per_range) }
+    }
+
+    /// The keys of range `index`.
+    fn range(&self, index: usize) -> Range<usize> {
+        let Range { start, end } = piece_range(index, self.keys_per_range, self.num_keys);
+        self.start + start..self.start + end
+    }
+}
+
+/// Some sequences of one query each, whose keys are cut into tasks.
+pub(super) struct RangeTasks<'a> {
+    isa: Isa,
+    inputs: AttentionInputs<'a>,
+    sequences: &'a [Sequence<'a>],
+    cuts: Vec<Cut>,
+    tasks: TaskList,
+    queries: Queries,
+    layout: Layout,
+}
+
+impl<'a> RangeTasks<'a> {
+    /// The tasks of sequences, all with the same `heads`.
+    pub(super) fn new(
+        ctx: &Context,
+        inputs: &AttentionInputs<'a>,
+        heads: &AttentionHeads,
+        sequences: &'a [Sequence<'a>],
+    ) -> Self {
+        let isa = isa_for(ctx.isa(), inputs.q.dtype());
+        let cuts: Vec<Cut> = sequences.iter().map(Cut::new).collect();
+        Self {
+            isa,
+            inputs: *inputs,
+            sequences,
+            tasks: TaskList::new(cuts.iter().map(|cut| cut.num_ranges)),
+            cuts,
+            queries: with_float!(inputs.k.dtype(), K => Queries::of::<K>(isa, inputs.q, heads, sequences)),
+            layout: Layout { num_heads: heads.num_heads, width: heads.value_dim.next_multiple_of(block_len(isa)) },
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.tasks.len()
+    }
+
+    /// Numbers that a task leaves.
+    pub(super) fn part_len(&self) -> usize {
+        self.layout.len()
+    }
+
+    /// Computes what the range of task `task` leaves of each head.
+    pub(super) fn run(&self, task: usize, part: &mut [f32]) {
+        let OwnedTask { owner, index } = self.tasks.find(task);
+        let Sequence { heads, keys, .. } = &self.sequences[owner];
+        let runs = keys.runs(self.cuts[owner].range(index));
+        let AttentionInputs { k, v, .. } = self.inputs;
+        let [row, value_row] = [heads.head_dim, heads.value_dim].map(|dim| heads.num_kv_heads * dim);
+        with_float!(k.dtype(), K => with_float!(v.dtype(), V => {
+            let mut k = TokenRows::new(k.slice::<K>(), row, &runs);
+            let mut v = TokenRows::new(v.slice::<V>(), value_row, &runs);
+            range_kernel::<K, V>(self.isa, heads, self.queries.of_sequence(owner), &mut k, &mut v, self.layout, part);
+        }));
+    }
+
+    /// The number of heads of all sequences.
+    pub(super) fn num_rows(&self) -> usize {
+        self.sequences.len() * self.layout.num_heads
+    }
+
+    /// Writes `o` and `lse` of one head of a sequence from the `parts` that all tasks left.
+    pub(super) fn join<T: Float>(&self, row: usize, parts: &[f32], Outputs { o, lse }: Outputs<'_, T>) {
+        let (owner, head) = (row / self.layout.num_heads, row % self.layout.num_heads);
+        let (sequence, num_ranges, len) = (&self.sequences[owner], self.cuts[owner].num_ranges, self.layout.len());
+        let of_ranges = parts[self.tasks.first(owner) * len..].chunks_exact(len).take(num_ranges);
+        let mut parts = [Part::default(); MAX_RANGES];
+        parts.iter_mut().zip(of_ranges).for_each(|(to, part)| *to = self.layout.of_head(part, head));
+        let (parts, sink) = (&parts[..num_ranges], self.inputs.sinks.map(|sinks| sinks.f32s()[head]));
+        let (statistic, dim) = (sequence.statistic(0, head), sequence.heads.value_dim);
+        // SAFETY: each row is one task's; the only query of a sequence has its statistics in the order of the rows of `o`.
+        let (o, lse) =
+            unsafe { (o.range(statistic * dim..(statistic + 1) * dim), lse.range(statistic..statistic + 1)) };
+        lse[0] = with_float!(self.inputs.v.dtype(), V => join_kernel::<V, T>(self.isa, parts, sink, o));
+    }
 }
 
 /// Queries that are not bf16 are not to be rounded: then pairs are not multiplied.
@@ -112,18 +176,22 @@ struct Queries {
 }
 
 impl Queries {
-    fn of<K: Weight>(isa: Isa, q: &Tensor, shape: &AttentionShape) -> Self {
-        let (h, group) = (shape.head_dim, shape.num_heads / shape.num_kv_heads);
+    fn of<K: Weight>(isa: Isa, q: &Tensor, heads: &AttentionHeads, sequences: &[Sequence<'_>]) -> Self {
+        let (h, group) = (heads.head_dim, heads.group());
         let padded = h.next_multiple_of(block_len(isa));
+        let per_sequence = heads.num_heads * padded;
         let mut room = vec![0.0; padded];
-        let mut values = vec![0.0; q.len() / h * padded];
-        for (q, values) in q.to_f32_vec().chunks_exact(group * h).zip(values.chunks_exact_mut(group * padded)) {
-            for (row, q) in q.chunks_exact(h).enumerate() {
-                room[..h].copy_from_slice(q);
-                spread::<K>(isa, &room, row, group, values);
+        let mut values = vec![0.0; sequences.len() * per_sequence];
+        with_float!(q.dtype(), Q => for (sequence, values) in sequences.iter().zip(values.chunks_exact_mut(per_sequence)) {
+            let q = &q.slice::<Q>()[sequence.query_elements()];
+            for (q, values) in q.chunks_exact(group * h).zip(values.chunks_exact_mut(group * padded)) {
+                for (row, q) in q.chunks_exact(h).enumerate() {
+                    room.iter_mut().zip(q).for_each(|(to, x)| *to = x.load());
+                    spread::<K>(isa, &room, row, group, values);
+                }
             }
-        }
-        Self { values, per_sequence: shape.num_heads * padded }
+        });
+        Self { values, per_sequence }
     }
 
     fn of_sequence(&self, index: usize) -> &[f32] {
@@ -135,23 +203,23 @@ kernel! {
     bf16 if matches!(K::DTYPE, DType::BF16) || matches!(V::DTYPE, DType::BF16);
     /// What the keys `k` and values `v` of some tokens leave of each head.
     fn range_kernel<S: Level, K: Weight, V: Weight>(
-        shape: &AttentionShape,
+        heads: &AttentionHeads,
         queries: &[f32],
-        k: &[K],
-        v: &[V],
+        k: &mut TokenRows<'_, K>,
+        v: &mut TokenRows<'_, V>,
         layout: Layout,
         part: &mut [f32],
     ) {
         let Layout { num_heads, width } = layout;
-        let num_keys = k.len() / (shape.num_kv_heads * shape.head_dim);
+        let num_keys = k.len();
         let mut scores = vec![0.0_f32; num_heads * num_keys];
-        scores_of::<S, K>(shape, queries, k, &mut scores);
+        scores_of::<S, K>(heads, queries, k, &mut scores);
         let (sums, statistics) = part.split_at_mut(num_heads * width);
         for (scores, statistics) in scores.chunks_exact_mut(num_keys).zip(statistics.as_chunks_mut().0) {
-            *statistics = exponentials::<S>(scores, shape.scale * LOG2_E);
+            *statistics = exponentials::<S>(scores, heads.scale * LOG2_E);
         }
         sums.fill(0.0);
-        weigh_values::<S, V>(shape, &scores, v, sums);
+        weigh_values::<S, V>(heads, &scores, v, sums);
     }
 }
 
@@ -170,17 +238,23 @@ macro_rules! by_size {
 
 /// `scores [H, keys]`, the products of queries and keys. Some keys at a time, as they lie, meet the queries that share them.
 #[inline(always)]
-fn scores_of<S: Level, K: Weight>(shape: &AttentionShape, queries: &[f32], k: &[K], scores: &mut [f32]) {
-    let AttentionShape { num_heads, num_kv_heads, head_dim, .. } = *shape;
-    let (group, row, words) = (num_heads / num_kv_heads, num_kv_heads * head_dim, K::block_words::<S>());
+fn scores_of<S: Level, K: Weight>(
+    heads: &AttentionHeads,
+    queries: &[f32],
+    k: &mut TokenRows<'_, K>,
+    scores: &mut [f32],
+) {
+    let AttentionHeads { num_heads, num_kv_heads, head_dim, .. } = *heads;
+    let (group, row, words) = (num_heads / num_kv_heads, k.width(), K::block_words::<S>());
     let (num_keys, padded) = (scores.len() / num_heads, queries.len() / num_heads);
-    assert!(k.len() >= num_keys * row && padded >= head_dim.div_ceil(2 * S::WIDTH) * words, "queries and keys");
+    assert!(row == num_kv_heads * head_dim && padded >= head_dim.div_ceil(2 * S::WIDTH) * words, "queries and keys");
     let most = if S::WIDTH >= 16 { 4 } else { 2 };
     let mut first = 0;
     while first < num_keys {
         let count = if first + most <= num_keys { most } else { 1 };
+        let rows = k.group(first, count);
         for kv_head in 0..num_kv_heads {
-            let keys = k[first * row + kv_head * head_dim..].as_ptr();
+            let keys = rows[kv_head * head_dim..].as_ptr();
             for key in KEYS_AHEAD..KEYS_AHEAD + count {
                 for line in (0..head_dim).step_by(64 / size_of::<K>()) {
                     prefetch_far(keys.wrapping_add(key * row + line).cast());
@@ -192,7 +266,7 @@ fn scores_of<S: Level, K: Weight>(shape: &AttentionShape, queries: &[f32], k: &[
                 let put = |n: usize, r: usize, score| scores[to + r * num_keys + n] = score;
                 let keys = |n: usize| keys.wrapping_add(n * row);
                 let size = (count, (group - head).min(most));
-                // SAFETY: `count` keys from `first` on exist, and the group's queries are blocks that alternate, as asserted.
+                // SAFETY: `count` keys are at hand, and the group's queries are blocks that alternate, as asserted.
                 unsafe {
                     by_size!(size, K, keys, head_dim, (a, group), put, 4: 1 2 3 4, 2: 1 2, 1: 1 2 3 4);
                 }
@@ -228,32 +302,38 @@ fn exponentials<S: Level>(scores: &mut [f32], scale: f32) -> [f32; 2] {
 
 /// Adds the values, times their weights `[H, keys]`, to `sums`, a row of whole blocks for each head.
 #[inline(always)]
-fn weigh_values<S: Level, V: Weight>(shape: &AttentionShape, weights: &[f32], v: &[V], sums: &mut [f32]) {
-    let AttentionShape { num_heads, num_kv_heads, value_dim, .. } = *shape;
-    let (group, row) = (num_heads / num_kv_heads, num_kv_heads * value_dim);
+fn weigh_values<S: Level, V: Weight>(
+    heads: &AttentionHeads,
+    weights: &[f32],
+    v: &mut TokenRows<'_, V>,
+    sums: &mut [f32],
+) {
+    let AttentionHeads { num_heads, num_kv_heads, value_dim, .. } = *heads;
+    let (group, row) = (num_heads / num_kv_heads, v.width());
     let (num_keys, stride) = (weights.len() / num_heads, sums.len() / num_heads);
-    assert!(v.len() >= num_keys * row && stride >= value_dim.next_multiple_of(2 * S::WIDTH), "values and their sums");
+    assert!(row == num_kv_heads * value_dim && stride >= value_dim.next_multiple_of(2 * S::WIDTH), "values and sums");
     // With one query a key the sums are read and written as often as the values: fewer streams are faster.
     let most = if S::WIDTH >= 16 && group > 1 { 8 } else { 4 };
     let mut first = 0;
     while first < num_keys {
         let count = if first + most <= num_keys { most } else { 1 };
+        let values = v.group(first, count);
         for kv_head in 0..num_kv_heads {
             let head = kv_head * group;
             let rows = axpy::Rows {
-                weights: v[kv_head * value_dim..].as_ptr(),
+                weights: values[kv_head * value_dim..].as_ptr(),
                 stride: row,
                 columns: value_dim,
-                a: weights[head * num_keys..].as_ptr(),
+                a: weights[head * num_keys + first..].as_ptr(),
                 a_stride: num_keys,
             };
             let to = (sums[head * stride..].as_mut_ptr(), stride, group);
-            // SAFETY: `count` values from `first` on, their weights and whole blocks of the heads' sums exist, as asserted.
+            // SAFETY: `count` values, their weights and whole blocks of the heads' sums exist, as asserted.
             unsafe {
                 match count {
-                    8 => rows.add::<S, 8>(first, to, &mut ()),
-                    4 => rows.add::<S, 4>(first, to, &mut ()),
-                    _ => rows.add::<S, 1>(first, to, &mut ()),
+                    8 => rows.add::<S, 8>(0, to, &mut ()),
+                    4 => rows.add::<S, 4>(0, to, &mut ()),
+                    _ => rows.add::<S, 1>(0, to, &mut ()),
                 }
             }
         }

@@ -7,61 +7,80 @@ use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::AttentionShape;
 use super::blocks::{COL_UNIT, ROWS, RowBlock, SCORE_COLS, keys_forward};
 use super::products::{Left, Products, Right, Size};
+use super::sequences::{AttentionHeads, Sequence, TaskList};
 use super::softmax::{Columns, softmax};
 use super::words::{Rows, Values, Words, store_scaled, transpose};
+use super::{AttentionInputs, Outputs};
 use crate::Context;
-use crate::parallel::{Lent, piece_range};
-use crate::simd::{kernel, with_float};
+use crate::parallel::piece_range;
+use crate::simd::{Float, kernel};
 use crate::vmath;
 
 /// Blocks of rows that a task takes at most: they share its copies of keys and values, and what it holds of them should
 /// stay in a core's cache.
 const MAX_BLOCKS: usize = 8;
 
-/// Computes `o` and `lse`. A task takes several blocks of query rows of one sequence and key head where there are many.
-pub(super) fn run(
-    ctx: &Context,
-    (q, k, v): (&Tensor, &Tensor, &Tensor),
-    (sinks, shape): (Option<&[f32]>, &AttentionShape),
-    o: &mut Tensor,
-    lse: &mut Tensor,
-) {
-    let (num_blocks, pairs) = (RowBlock::count(shape), shape.batch * shape.num_kv_heads);
-    let blocks_per_task = (pairs * num_blocks / (8 * ctx.threads().count())).clamp(1, MAX_BLOCKS);
-    let tasks_per_pair = num_blocks.div_ceil(blocks_per_task);
-    let words = Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
-    let inputs: (Values<'_>, Values<'_>, Values<'_>) = (q.into(), k.into(), v.into());
-    let lse = Lent::new(lse.f32s_mut());
-    with_float!(o.dtype(), T => {
-        let o = Lent::new(o.slice_mut::<T>());
-        ctx.threads().run(pairs * tasks_per_pair, |task| {
-            let blocks = piece_range(task % tasks_per_pair, blocks_per_task, num_blocks);
-            let products = Products::new(ctx.isa(), words);
-            let task = Task { products, shape, sinks, pair: task / tasks_per_pair, blocks };
-            let mut scratch = Scratch::new(ctx, words, shape, task.blocks.len());
-            task.attend(&mut scratch, inputs);
-            let (shared, states) = scratch.split();
-            for (rows, state) in task.rows().zip(states) {
-                let starts = rows.value_elements();
-                starts[..rows.len].iter().for_each(|&start| o.prefetch_far(start, shape.value_dim));
-                let (factors, logs) = totals(ctx.isa(), state.max, state.sum);
-                task.products.each_row(state.o, (rows.len, shape.value_dim), shared.scores, |row, first, from| {
-                    let start = starts[row] + first;
-                    // SAFETY: each row belongs to one block, and each block to one task.
-                    let o = unsafe { o.range(start..start + from.len()) };
-                    store_scaled::<T>(ctx.isa(), from, factors[row], o);
-                });
-                for (&log, &statistic) in logs.iter().zip(&rows.statistics()[..rows.len]) {
-                    // SAFETY: as above.
-                    let lse = unsafe { lse.range(statistic..statistic + 1) };
-                    lse[0] = log;
-                }
-            }
-        });
-    });
+/// The queries of some sequences, cut into tasks. A task takes several blocks of query rows of one sequence and key head where there are
+/// many.
+pub(super) struct BlockTasks<'a> {
+    ctx: &'a Context,
+    operands: Operands<'a>,
+    sinks: Option<&'a [f32]>,
+    sequences: &'a [Sequence<'a>],
+    blocks_per_task: usize,
+    tasks: TaskList,
+    words: Words,
+}
+
+#[derive(Clone, Copy)]
+struct Operands<'a> {
+    q: Values<'a>,
+    k: Values<'a>,
+    v: Values<'a>,
+}
+
+impl<'a> BlockTasks<'a> {
+    pub(super) fn new(ctx: &'a Context, inputs: &AttentionInputs<'a>, sequences: &'a [Sequence<'a>]) -> Self {
+        let AttentionInputs { q, k, v, sinks } = *inputs;
+        let num_blocks = |sequence: &Sequence<'_>| sequence.heads.num_kv_heads * RowBlock::count(sequence);
+        let num_blocks = sequences.iter().map(num_blocks).sum::<usize>();
+        let blocks_per_task = (num_blocks / (8 * ctx.threads().count())).clamp(1, MAX_BLOCKS);
+        let num_tasks =
+            |sequence: &Sequence<'_>| sequence.heads.num_kv_heads * RowBlock::count(sequence).div_ceil(blocks_per_task);
+        Self {
+            ctx,
+            operands: Operands { q: q.into(), k: k.into(), v: v.into() },
+            sinks: sinks.map(Tensor::f32s),
+            sequences,
+            blocks_per_task,
+            tasks: TaskList::new(sequences.iter().map(num_tasks)),
+            words: Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]),
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.tasks.len()
+    }
+
+    /// Writes `o` and `lse` of the rows of task `task`.
+    pub(super) fn run<T: Float>(&self, task: usize, outputs: Outputs<'_, T>) {
+        let found = self.tasks.find(task);
+        let sequence = &self.sequences[found.owner];
+        let num_blocks = RowBlock::count(sequence);
+        let tasks_of_head = num_blocks.div_ceil(self.blocks_per_task);
+        let task = Task {
+            products: Products::new(self.ctx.isa(), self.words),
+            sequence,
+            sinks: self.sinks,
+            kv_head: found.index / tasks_of_head,
+            blocks: piece_range(found.index % tasks_of_head, self.blocks_per_task, num_blocks),
+        };
+        let mut scratch = Scratch::new(self.ctx, self.words, &sequence.heads, task.blocks.len());
+        task.attend(&mut scratch, self.operands);
+        task.store(&mut scratch, outputs);
+    }
 }
 
 kernel! {
@@ -90,8 +109,8 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn new(ctx: &Context, words: Words, shape: &AttentionShape, num_blocks: usize) -> Self {
-        let [width, value_width] = [shape.head_dim, shape.value_dim].map(|dim| words.width(dim));
+    fn new(ctx: &Context, words: Words, heads: &AttentionHeads, num_blocks: usize) -> Self {
+        let [width, value_width] = [heads.head_dim, heads.value_dim].map(|dim| words.width(dim));
         let num_keys = keys_forward(words);
         let shared = num_keys * (width + value_width + SCORE_COLS + SCORE_COLS / 2);
         Self {
@@ -152,22 +171,20 @@ struct State<'a> {
 /// Some blocks of the rows of one sequence and key head.
 struct Task<'a> {
     products: Products,
-    shape: &'a AttentionShape,
+    sequence: &'a Sequence<'a>,
     sinks: Option<&'a [f32]>,
-    /// Sequence and key head.
-    pair: usize,
+    kv_head: usize,
     blocks: Range<usize>,
 }
 
 impl<'a> Task<'a> {
     fn rows(&self) -> impl Iterator<Item = RowBlock<'a>> + use<'a> {
-        let (shape, pair) = (self.shape, self.pair);
-        let (batch, kv_head) = (pair / shape.num_kv_heads, pair % shape.num_kv_heads);
-        self.blocks.clone().map(move |block| RowBlock::new(shape, batch, kv_head, block))
+        let (sequence, kv_head) = (self.sequence, self.kv_head);
+        self.blocks.clone().map(move |block| RowBlock::new(sequence, kv_head, block))
     }
 
     /// Passes over all keys that the rows see.
-    fn attend(&self, scratch: &mut Scratch, (q, k, v): (Values<'_>, Values<'_>, Values<'_>)) {
+    fn attend(&self, scratch: &mut Scratch, Operands { q, k, v }: Operands<'_>) {
         let (mut shared, states) = scratch.split();
         for (rows, state) in self.rows().zip(states) {
             self.begin(rows, q, &mut shared, state);
@@ -180,7 +197,7 @@ impl<'a> Task<'a> {
         for start in (start..end).step_by(num_keys) {
             let keys = start..(start + num_keys).min(end);
             let (mut shared, states) = scratch.split();
-            self.load_keys(first, &keys, (k, v), &mut shared);
+            self.load_keys(first, &keys, [k, v], &mut shared);
             for (rows, state) in self.rows().zip(states) {
                 if rows.sees_any(&keys) {
                     self.add_keys(rows, &keys, &mut shared, state);
@@ -190,7 +207,7 @@ impl<'a> Task<'a> {
     }
 
     fn begin(&self, rows: RowBlock<'_>, q: Values<'_>, shared: &mut Shared<'_>, state: State<'_>) {
-        let (isa, words, dim) = (self.products.isa, self.products.words, self.shape.head_dim);
+        let (isa, words, dim) = (self.products.isa, self.products.words, self.sequence.heads.head_dim);
         // There are no keys yet.
         let copied = Rows { starts: &rows.elements()[..rows.len], cols: dim, width: shared.width };
         q.copy_words(isa, words, copied, shared.k);
@@ -202,19 +219,13 @@ impl<'a> Task<'a> {
         };
     }
 
-    fn load_keys(
-        &self,
-        rows: RowBlock<'_>,
-        keys: &Range<usize>,
-        (k, v): (Values<'_>, Values<'_>),
-        shared: &mut Shared<'_>,
-    ) {
+    fn load_keys(&self, rows: RowBlock<'_>, keys: &Range<usize>, [k, v]: [Values<'_>; 2], shared: &mut Shared<'_>) {
         let (isa, words) = (self.products.isa, self.products.words);
-        let (starts, value_starts) = rows.key_elements(keys);
-        let key_rows = Rows { starts: &starts[..keys.len()], cols: self.shape.head_dim, width: shared.width };
+        let AttentionHeads { head_dim, value_dim, .. } = self.sequence.heads;
+        let (starts, value_starts) = (rows.key_elements(keys), rows.key_value_elements(keys));
+        let key_rows = Rows { starts: &starts[..keys.len()], cols: head_dim, width: shared.width };
         k.copy_words(isa, words, key_rows, shared.k);
-        let values =
-            Rows { starts: &value_starts[..keys.len()], cols: self.shape.value_dim, width: shared.value_width };
+        let values = Rows { starts: &value_starts[..keys.len()], cols: value_dim, width: shared.value_width };
         let (to, room) = of_keys(words, shared.v);
         self.products.copy_of_keys(v, values, to, room);
     }
@@ -229,7 +240,7 @@ impl<'a> Task<'a> {
         for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
             for part in rows.score_parts(words, col, keys) {
                 let (rows, cols) = (part.keys.len(), part.cols.len());
-                let size = Size { rows, cols, inner: words.count(self.shape.head_dim), words };
+                let size = Size { rows, cols, inner: words.count(self.sequence.heads.head_dim), words };
                 let left = Left::rows(&shared.k[part.keys.start * width..], width);
                 let right = Right { values: &state.q_transposed[part.cols.start..], stride: ROWS };
                 let to = &mut shared.scores[part.keys.start * SCORE_COLS + part.cols.start - col..];
@@ -237,7 +248,7 @@ impl<'a> Task<'a> {
             }
             for first_col in (col..rows.padded_len(words).min(col + SCORE_COLS)).step_by(COL_UNIT) {
                 let num_keys = rows.num_scored(words, first_col, keys);
-                let scale = self.shape.scale * LOG2_E;
+                let scale = self.sequence.heads.scale * LOG2_E;
                 let columns = Columns { first_col, first_key: keys.start, num_keys, scale, words };
                 let o = (!are_first).then_some(&mut *state.o);
                 softmax(isa, columns, shared.scores, shared.weights, &visible, (state.max, state.sum), o);
@@ -245,6 +256,28 @@ impl<'a> Task<'a> {
             let weights = if words.are_pairs() { &*shared.weights } else { &*shared.scores };
             let weights = Right { values: weights, stride: SCORE_COLS };
             self.products.sum_of_keys((rows, col, keys), weights, (v, shared.value_width), !are_first, state.o);
+        }
+    }
+
+    /// Writes what the rows have summed up.
+    fn store<T: Float>(&self, scratch: &mut Scratch, Outputs { o, lse }: Outputs<'_, T>) {
+        let (isa, dim) = (self.products.isa, self.sequence.heads.value_dim);
+        let (shared, states) = scratch.split();
+        for (rows, state) in self.rows().zip(states) {
+            let starts = rows.value_elements();
+            starts[..rows.len].iter().for_each(|&start| o.prefetch_far(start, dim));
+            let (factors, logs) = totals(isa, state.max, state.sum);
+            self.products.each_row(state.o, (rows.len, dim), shared.scores, |row, first, from| {
+                let start = starts[row] + first;
+                // SAFETY: each row belongs to one block, and each block to one task.
+                let o = unsafe { o.range(start..start + from.len()) };
+                store_scaled::<T>(isa, from, factors[row], o);
+            });
+            for (&log, &statistic) in logs.iter().zip(&rows.statistics()[..rows.len]) {
+                // SAFETY: as above.
+                let lse = unsafe { lse.range(statistic..statistic + 1) };
+                lse[0] = log;
+            }
         }
     }
 }

@@ -2,50 +2,62 @@
 
 use moeworks_tensor::Tensor;
 
-use super::AttentionShape;
+use super::sequences::{AttentionHeads, OwnedTask, Sequence, TaskList};
 use crate::Context;
+use crate::linear::Write;
 use crate::simd::{Float, with_float};
 
 /// Tokens of a task.
 const TOKENS: usize = 64;
 
-/// Of each head, `-sum over queries of p (d_o . o)` with `p` the sink's share of the softmax, in f64: added up by tasks, and these in
-/// their order.
+/// What the gradients are made from: the gradient of the outputs, these, the log-sums of softmaxes and the sinks.
+#[derive(Clone, Copy)]
+pub(super) struct SinkInputs<'a> {
+    pub(super) d_o: &'a Tensor,
+    pub(super) o: &'a Tensor,
+    pub(super) lse: &'a Tensor,
+    pub(super) sinks: &'a [f32],
+}
+
+/// Returns for each head `-sum over queries of p (d_o . o)` with `p` the sink's share of the softmax, in f64: added up by tasks, and
+/// these in their order. The rows of the sequences' queries follow each other.
 pub(super) fn grads(
     ctx: &Context,
-    d_o: &Tensor,
-    (o, lse): (&Tensor, &Tensor),
-    sinks: &[f32],
-    shape: &AttentionShape,
+    inputs: SinkInputs<'_>,
+    heads: &AttentionHeads,
+    sequences: &[Sequence<'_>],
 ) -> Vec<f64> {
-    let num_heads = shape.num_heads;
-    let mut sums = vec![0.0; (shape.batch * shape.seq_len).div_ceil(TOKENS) * num_heads];
-    with_float!(d_o.dtype(), D => with_float!(o.dtype(), O => {
-        let (d_o, o, lse) = (d_o.slice::<D>(), o.slice::<O>(), lse.f32s());
+    let num_heads = heads.num_heads;
+    let tokens = TaskList::new(sequences.iter().map(|sequence| sequence.num_queries));
+    let mut sums = vec![0.0; tokens.len().div_ceil(TOKENS) * num_heads];
+    with_float!(inputs.d_o.dtype(), D => with_float!(inputs.o.dtype(), O => {
         ctx.threads().run_pieces(&mut sums, num_heads, |task, sums| {
-            add_tokens(task * TOKENS, (d_o, o), (lse, sinks), shape, sums);
+            for token in task * TOKENS..((task + 1) * TOKENS).min(tokens.len()) {
+                let OwnedTask { owner, index: query } = tokens.find(token);
+                add_query::<D, O>(inputs, (&sequences[owner], query), sums);
+            }
         });
     }));
     let of_tasks = || sums.chunks_exact(num_heads);
     (0..num_heads).map(|head| of_tasks().map(|sums| sums[head]).sum()).collect()
 }
 
-/// Adds what [`TOKENS`] tokens from `first` on give to each head.
-fn add_tokens<D: Float, O: Float>(
-    first: usize,
-    (d_o, o): (&[D], &[O]),
-    (lse, sinks): (&[f32], &[f32]),
-    shape: &AttentionShape,
-    sums: &mut [f64],
-) {
-    let (num_heads, dim) = (shape.num_heads, shape.value_dim);
-    for token in first..(first + TOKENS).min(shape.batch * shape.seq_len) {
-        let (batch, query) = (token / shape.seq_len, token % shape.seq_len);
-        for (head, sum) in sums.iter_mut().enumerate() {
-            let row = (token * num_heads + head) * dim..(token * num_heads + head + 1) * dim;
-            let products = d_o[row.clone()].iter().zip(&o[row]).map(|(d, o)| f64::from(d.load()) * f64::from(o.load()));
-            let log_sum = lse[(batch * num_heads + head) * shape.seq_len + query];
-            *sum -= f64::from(sinks[head] - log_sum).exp() * products.sum::<f64>();
-        }
+/// Writes gradients of sinks, or adds them to what is there.
+pub(super) fn write(grads: Vec<f64>, write: Write, d_sinks: &mut Tensor) {
+    for (to, grad) in d_sinks.f32s_mut().iter_mut().zip(grads) {
+        *to = if write == Write::Add { *to + grad as f32 } else { grad as f32 };
+    }
+}
+
+/// Adds what a query of a sequence gives to each head.
+fn add_query<D: Float, O: Float>(inputs: SinkInputs<'_>, (sequence, query): (&Sequence<'_>, usize), sums: &mut [f64]) {
+    let AttentionHeads { num_heads, value_dim: dim, .. } = sequence.heads;
+    let (d_o, o, lse) = (inputs.d_o.slice::<D>(), inputs.o.slice::<O>(), inputs.lse.f32s());
+    let token = sequence.first_query + query;
+    for (head, sum) in sums.iter_mut().enumerate() {
+        let row = (token * num_heads + head) * dim..(token * num_heads + head + 1) * dim;
+        let products = d_o[row.clone()].iter().zip(&o[row]).map(|(d, o)| f64::from(d.load()) * f64::from(o.load()));
+        let log_sum = lse[sequence.statistic(query, head)];
+        *sum -= f64::from(inputs.sinks[head] - log_sum).exp() * products.sum::<f64>();
     }
 }

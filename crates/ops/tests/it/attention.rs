@@ -11,7 +11,11 @@ use crate::common::{
 };
 
 /// The definition, in f64: `o` and the log of the softmax's sum.
-fn reference((q, k, v): (&[f64], &[f64], &[f64]), sinks: Option<&[f64]>, s: &AttentionShape) -> (Vec<f64>, Vec<f64>) {
+pub(crate) fn reference(
+    (q, k, v): (&[f64], &[f64], &[f64]),
+    sinks: Option<&[f64]>,
+    s: &AttentionShape,
+) -> (Vec<f64>, Vec<f64>) {
     let (h, w, group) = (s.head_dim, s.value_dim, s.num_heads / s.num_kv_heads);
     let mut o = vec![0.0; q.len() / h * w];
     let mut lse = vec![0.0; s.batch * s.num_heads * s.seq_len];
@@ -44,7 +48,7 @@ fn keys(i: usize, s: &AttentionShape) -> std::ops::Range<usize> {
 }
 
 /// The gradients by the chain rule, in f64.
-fn reference_grads(
+pub(crate) fn reference_grads(
     d_o: &[f64],
     (q, k, v): (&[f64], &[f64], &[f64]),
     sinks: Option<&[f64]>,

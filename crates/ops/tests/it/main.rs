@@ -3,6 +3,7 @@
 mod adamw;
 mod attention;
 mod attention_biased;
+mod attention_ragged;
 mod columns;
 mod common;
 mod elementwise;
