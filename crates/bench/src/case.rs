@@ -1,5 +1,6 @@
 //! A timed case: its operations and bytes, and the rate of the machine that binds it.
 
+use moeworks_ops::gemm_plan::GemmPlan;
 use moeworks_ops::peak::Peaks;
 use moeworks_tensor::DType;
 
@@ -84,6 +85,8 @@ pub struct CaseResult {
     pub least_seconds: f64,
     /// The rate that binds.
     pub limit: Limit,
+    /// The kernel that takes its product, or the first of its products, on the host.
+    pub plan: Option<GemmPlan>,
 }
 
 impl CaseResult {
@@ -91,7 +94,7 @@ impl CaseResult {
     #[must_use]
     pub fn new(name: String, cost: Cost, seconds: f64, peaks: &Peaks) -> Self {
         let (least_seconds, limit) = cost.limit(peaks);
-        Self { name, cost, seconds, least_seconds, limit }
+        Self { name, cost, seconds, least_seconds, limit, plan: None }
     }
 
     /// Returns operations per second.

@@ -138,11 +138,12 @@ impl Output {
         let (flops, bytes) = (result.flops_per_s(), result.bytes_per_s());
         self.cases.push(json!({
             "name": result.name, "seconds": seconds, "flops_per_s": flops, "bytes_per_s": bytes,
-            "limit": limit, "share_of_limit": share,
+            "limit": limit, "share_of_limit": share, "plan": result.plan.map(|plan| plan.to_string()),
         }));
         if !self.is_json {
             let rates = format!("{:9.1} {:8.1}", flops / 1e9, bytes / 1e9);
-            println!("  {:66} {:10.3} {rates} {:>7} of {limit}", result.name, seconds * 1e3, percent(share));
+            let plan = result.plan.map_or_else(String::new, |plan| format!(", {plan}"));
+            println!("  {:66} {:10.3} {rates} {:>7} of {limit}{plan}", result.name, seconds * 1e3, percent(share));
         }
     }
 

@@ -45,6 +45,12 @@ pub mod experts;
 mod f16_tests;
 mod few_rows;
 mod gemm;
+pub mod gemm_plan {
+    //! The kernel that takes a product on the host, as a value.
+
+    pub use crate::gemm::plan::{Dequantize, GemmKernel, GemmPlan, GemmProblem, RowLayout};
+    pub use crate::gemm::{Compute, Form};
+}
 pub mod grouped_linear;
 pub mod head_loss;
 pub mod heads;

@@ -5,6 +5,7 @@ mod products;
 mod vector;
 
 use moeworks_ops::Context;
+use moeworks_ops::gemm_plan::{GemmPlan, GemmProblem};
 use moeworks_ops::peak::{Memory, Peaks};
 use moeworks_tensor::DType;
 
@@ -42,6 +43,11 @@ impl Timing<'_> {
     }
 
     fn case(&mut self, name: String, cost: Cost, run: impl FnMut()) {
+        self.case_of(name, None, cost, run);
+    }
+
+    /// Times a case whose product, or the first of whose products, is `problem`.
+    fn case_of(&mut self, name: String, problem: Option<GemmProblem>, cost: Cost, run: impl FnMut()) {
         if self.wants(&name) {
             let before = self.rates();
             let seconds = best_seconds_of_many(self.ctx, run);
@@ -49,7 +55,10 @@ impl Timing<'_> {
                 self.peaks.read_bytes_per_s = before.0.max(after.0);
                 self.peaks.copy_bytes_per_s = Some(before.1.max(after.1));
             }
-            (self.report)(&CaseResult::new(name, cost, seconds, &self.peaks));
+            let ctx = self.ctx;
+            let choose = |problem| GemmPlan::choose(&problem, ctx.isa(), ctx.is_batch_invariant());
+            let plan = problem.filter(|_| ctx.gpu().is_none()).map(choose);
+            (self.report)(&CaseResult { plan, ..CaseResult::new(name, cost, seconds, &self.peaks) });
         }
     }
 

@@ -7,6 +7,7 @@ use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward,
     experts_forward, experts_weight_grad,
 };
+use moeworks_ops::gemm_plan::GemmProblem;
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::{Activation, Context};
 
@@ -73,11 +74,16 @@ fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usiz
         turn = (turn + 1) % copies;
         turn
     };
-    timing.case(forward, cost(size * (of_x + of_w), size * of_y), || drop(linear(ctx, &x, &weights[next()], dtype)));
-    timing.case(to_input, cost(size * (of_y + of_w), wide * of_x), || {
+    let problem = Some(GemmProblem::linear([t, o, i], dtype));
+    timing.case_of(forward, problem, cost(size * (of_x + of_w), size * of_y), || {
+        drop(linear(ctx, &x, &weights[next()], dtype));
+    });
+    let problem = Some(GemmProblem::linear_backward_input([t, i, o], dtype));
+    timing.case_of(to_input, problem, cost(size * (of_y + of_w), wide * of_x), || {
         drop(linear_backward_input(ctx, &dy, &weights[next()], DType::F32));
     });
-    timing.case(to_weight, cost(size * (of_x + of_y), wide * of_w), || {
+    let problem = Some(GemmProblem::linear_backward_weight([o, i, t], dtype));
+    timing.case_of(to_weight, problem, cost(size * (of_x + of_y), wide * of_w), || {
         linear_backward_weight(ctx, &dy, &x, dtype, Write::Replace, &mut grads[next()]);
     });
 }
@@ -124,15 +130,21 @@ fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
         turn
     };
     let rows = |turn: usize| all[turn].rows();
-    timing.case(forward, read, || drop(experts_forward(ctx, &x, weights, rows(next()))));
+    let rows_each = (t * k).div_ceil(used.max(1));
+    let of_experts = |problem: GemmProblem| Some(GemmProblem { num_groups: used, ..problem });
+    let gate_up_problem = GemmProblem { is_paired: true, ..GemmProblem::linear([rows_each, f, d], dtype) };
+    timing
+        .case_of(forward, of_experts(gate_up_problem), read, || drop(experts_forward(ctx, &x, weights, rows(next()))));
     let saved: Vec<ExpertsSaved> = (0..turns).map(|turn| experts_forward(ctx, &x, weights, rows(turn)).1).collect();
-    timing.case(backward, read, || {
+    let problem = of_experts(GemmProblem::linear_backward_input([rows_each, f, d], dtype));
+    timing.case_of(backward, problem, read, || {
         let turn = next();
         drop(experts_backward(ctx, &dy, weights, rows(turn), &saved[turn]));
     });
     let backs: Vec<ExpertsBackward> =
         (0..turns).map(|turn| experts_backward(ctx, &dy, weights, rows(turn), &saved[turn])).collect();
-    timing.case(weight_gradient, written, || {
+    let problem = of_experts(GemmProblem::linear_backward_weight([d, f, rows_each], dtype));
+    timing.case_of(weight_gradient, problem, written, || {
         let turn = next();
         weight_grad(&saved[turn], &backs[turn], rows(turn));
     });

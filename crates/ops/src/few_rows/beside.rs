@@ -6,11 +6,12 @@
 
 use std::ops::Range;
 
+use super::Gradients;
 use super::axpy::{self, Strip};
 use super::outer::{Operands, Put, Sums, tile_rows, weight_gradients_beside};
-use super::{Gradients, takes};
 use crate::Context;
 use crate::gemm::kernel::Kernels;
+use crate::gemm::plan::{Chooser, GemmKernel};
 use crate::gemm::source::{Elements, Source, with_elements};
 use crate::gemm::{self, Finish, Form, Group, Product};
 use crate::linear::Write;
@@ -29,11 +30,13 @@ pub(crate) fn product_with_gradients<G: Float>(
     matrices: &Product<'_>,
     gradients: Gradients<'_, G>,
 ) {
-    let kernels = Kernels::select(ctx.isa(), product.compute);
+    // Batch invariance is of forward passes alone.
+    let plans = Chooser::new(ctx.isa(), product.compute, false).choose_all(product);
     let Gradients { to, offsets, stride, write } = gradients;
-    let is_taken = |group: &Group<'_>, offset: usize| {
+    let is_taken = |index: usize, group: &Group<'_>, offset: usize| {
         let are_lines = to.is_line(offset) && (stride * size_of::<G>()).is_multiple_of(LINE);
-        are_lines && group.columns == stride && product.form == Form::Nn && takes(product, group, &kernels)
+        let is_skinny = plans[index].kernel == GemmKernel::Skinny;
+        are_lines && group.columns == stride && product.form == Form::Nn && is_skinny
     };
     let mut groups = product.groups.iter();
     let (mut rest, mut rest_offsets) = (Vec::new(), Vec::new());
@@ -41,7 +44,7 @@ pub(crate) fn product_with_gradients<G: Float>(
     for (matrix, &offset) in matrices.groups.iter().zip(offsets) {
         let index = product.groups.len() - groups.len();
         let group = if matrix.depth > 0 { groups.next() } else { None };
-        if group.is_some_and(|group| is_taken(group, offset)) {
+        if group.is_some_and(|group| is_taken(index, group, offset)) {
             taken[index] = Some((matrix.b, offset));
         } else {
             rest.push(*matrix);

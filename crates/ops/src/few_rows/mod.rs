@@ -14,7 +14,7 @@
 //! Work is cut by bytes of weights and not by group. Every element is one sum whose order depends on the depth and the instruction set
 //! only, so that it does not matter how.
 //!
-//! Which groups come here depends on their shape and type alone ([`takes`]). A row's result can therefore differ in the last bits
+//! Which groups come here depends on their shape and type alone ([`GemmPlan`]). A row's result can therefore differ in the last bits
 //! between a group of few rows and one of many, as it does between instruction sets.
 
 pub(crate) mod axpy;
@@ -29,33 +29,16 @@ use moeworks_tensor::DType;
 
 use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
+use crate::gemm::plan::{GemmKernel, GemmPlan};
 use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::source::{Elements, with_elements};
-#[cfg(target_arch = "x86_64")]
-use crate::gemm::turned;
-use crate::gemm::{Compute, Finish, Form, Group, Panels, Place, Product, tile_slice};
+use crate::gemm::{Finish, Form, Group, Panels, Place, Product, tile_slice};
 use crate::parallel::piece_range;
 use crate::simd::kernel;
 use rows::Weight;
 
 pub(crate) use beside::{StripGradients, product_with_gradients};
 pub(crate) use outer::{Gradients, weight_gradients};
-
-/// The most rows of a group that these kernels take.
-pub(crate) const MAX_FEW: usize = 16;
-
-/// The most that they take where packing them as lanes is there, too; of f32 what the kernels' blocking says.
-pub(crate) const MAX_UNTURNED: usize = 4;
-
-/// The same where pairs of bf16 are multiplied, which takes half the products, and the rows of A lie in the first-level cache: where
-/// they have at most [`CLOSE_PAIRS`] elements.
-const MAX_UNTURNED_PAIRS: usize = 12;
-
-/// Elements of rows of A that stay in two thirds of a first-level cache of 32 KiB beside the weights that pass by.
-const CLOSE_PAIRS: usize = 10_000;
-
-/// Bytes of all groups' weights, about, from which on they hardly lie in a cache.
-const MEMORY_BYTES: usize = 1 << 20;
 
 /// Bytes of weights that a task of the form `A B^T` streams, at least: some ten microseconds; and in place of these as many as leave each
 /// thread [`TASKS_PER_THREAD`], up to the second number, as long streams are read faster.
@@ -73,33 +56,6 @@ const MIN_STRETCH_BYTES: usize = 1 << 10;
 /// Tasks of a product of the form `A B` below which strips get narrower.
 const MIN_TASKS: usize = 8;
 
-/// Whether a group of these products is computed here.
-pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
-    let most = match product.compute {
-        _ if !is_better_turned(product, group, kernels) => MAX_FEW,
-        // Rows of weights would be widened for few products.
-        _ if kernels.compute == Compute::F32 && matches!(group.b.elements, Elements::Bf16(_)) => MAX_FEW,
-        Compute::F32 => kernels.blocking.unturned,
-        Compute::Bf16 if kernels.are_tiles => MAX_UNTURNED,
-        Compute::Bf16 => (CLOSE_PAIRS / group.depth).clamp(MAX_UNTURNED, MAX_UNTURNED_PAIRS),
-    };
-    kernels.may_be_few
-        && product.form != Form::Tn
-        && (1..=most).contains(&group.rows)
-        && group.columns > 0
-        && group.depth > 0
-}
-
-/// Whether rows of f32 had better be packed as lanes: from some rows on that is faster than loading vectors of each of them for every
-/// vector of weights, where these come from memory. What lies in caches stays with sums in many lanes, which round less.
-fn is_better_turned(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return weight_bytes(product, group) * product.groups.len() >= MEMORY_BYTES
-        && turned::takes(product, group, kernels);
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
-}
-
 /// Bytes of a group's matrix.
 fn weight_bytes(product: &Product<'_>, group: &Group<'_>) -> usize {
     group.b.bytes_of(group.depth) * group.columns * product.num_tiles()
@@ -112,23 +68,24 @@ pub(crate) struct Task {
     panels: (usize, usize),
 }
 
-/// The tasks of the groups that [`takes`] says yes to.
-pub(crate) struct Plan {
+/// The tasks of the groups that skinny kernels take.
+pub(crate) struct Cut {
     pub(crate) tasks: Vec<Task>,
     /// 32-bit words of scratch that any of them needs.
     pub(crate) scratch_units: usize,
 }
 
-impl Plan {
-    /// Some groups' tasks also write gradients, if there are any.
-    pub(crate) fn of(
+impl Cut {
+    /// Cuts the groups by their plans. Some groups' tasks also write gradients, if there are any.
+    pub(crate) fn new(
         product: &Product<'_>,
-        kernels: &Kernels,
+        (plans, kernels): (&[GemmPlan], &Kernels),
         gradients: Option<&dyn StripGradients>,
         num_threads: usize,
     ) -> Self {
-        let mut plan = Self { tasks: Vec::new(), scratch_units: 0 };
-        let groups = || product.groups.iter().enumerate().filter(|(_, group)| takes(product, group, kernels));
+        let mut cut = Self { tasks: Vec::new(), scratch_units: 0 };
+        let is_skinny = |&(index, _): &(usize, _)| plans[index].kernel == GemmKernel::Skinny;
+        let groups = || product.groups.iter().enumerate().filter(is_skinny);
         let all_bytes: usize = groups().map(|(_, group)| weight_bytes(product, group)).sum();
         let task_bytes = (all_bytes / (TASKS_PER_THREAD * num_threads)).clamp(TASK_BYTES.0, TASK_BYTES.1);
         for (index, group) in groups() {
@@ -142,13 +99,13 @@ impl Plan {
             }
             for task in 0..panels.count.div_ceil(share) {
                 let range = piece_range(task, share, panels.count);
-                plan.tasks.push(Task { group: index, panels: (range.start, range.len()) });
+                cut.tasks.push(Task { group: index, panels: (range.start, range.len()) });
             }
             let has_gradient = gradients.is_some_and(|gradients| gradients.has(index));
             let layout = Layout::of(product, group, (&panels, share), has_gradient.then_some(kernels));
-            plan.scratch_units = plan.scratch_units.max(layout.len());
+            cut.scratch_units = cut.scratch_units.max(layout.len());
         }
-        plan
+        cut
     }
 }
 

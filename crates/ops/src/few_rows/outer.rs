@@ -9,6 +9,7 @@ use moeworks_tensor::DType;
 
 use crate::Context;
 use crate::gemm::kernel::Kernels;
+use crate::gemm::plan::{Chooser, GemmKernel, GemmProblem};
 use crate::gemm::scratch::ScratchPool;
 use crate::gemm::source::{Format, Source, pack_straight};
 use crate::gemm::store::{Store, Stream};
@@ -16,16 +17,6 @@ use crate::gemm::{Compute, Group, Panels, Product, Tasks};
 use crate::linear::Write;
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, Level, fence, kernel};
-
-/// The most rows that are taken as outer products.
-const MAX_FEW: usize = 16;
-
-/// The same where vectors are wide and there are no tiles of AMX: sums then go from registers to where they belong, by whole lines, which
-/// the products of so few rows do not make up for elsewhere.
-const MAX_FEW_WIDE: usize = 256;
-
-/// The same where tiles take products of f32 in parts.
-const MAX_FEW_BESIDE_PARTS: usize = 96;
 
 /// Bytes that a task writes, at most and at least, about: between them so many that all threads have several tasks.
 const TASK_BYTES: (usize, usize) = (512 << 10, 16 << 10);
@@ -72,13 +63,13 @@ pub(crate) fn weight_gradients_beside<T: Float>(
     gradients: Gradients<'_, T>,
     others: Option<Tasks<'_>>,
 ) {
-    let kernels = Kernels::select(ctx.isa(), product.compute);
-    let most = match Kernels::in_parts(ctx.isa(), product.compute) {
-        Some(_) => MAX_FEW_BESIDE_PARTS,
-        None if kernels.lanes == LANES && !kernels.are_tiles => MAX_FEW_WIDE,
-        None => MAX_FEW,
+    let chooser = Chooser::new(ctx.isa(), product.compute, ctx.is_batch_invariant());
+    let kernels = &chooser.kernels;
+    let is_few = |group: &Group<'_>| {
+        let problem = GemmProblem::of(product, group, group.rows);
+        let problem = GemmProblem { is_gradient: group.columns == gradients.stride, ..problem };
+        chooser.choose(&problem).kernel == GemmKernel::SkinnyGradient
     };
-    let is_few = |group: &Group<'_>| group.depth <= most && group.columns == gradients.stride;
     let few = || product.groups.iter().enumerate().filter(|(_, group)| is_few(group));
     let bytes: usize = few().map(|(_, group)| size_of::<T>() * group.rows * group.columns).sum();
     let bytes_of_task = (bytes / (TASKS_OF_THREAD * ctx.threads().count())).clamp(TASK_BYTES.1, TASK_BYTES.0);

@@ -136,8 +136,6 @@ pub(crate) struct Kernels {
     packing: Option<[[Kernel; MAX_VECTORS]; MAX_ROWS]>,
     /// Whether these are the tiles of [`amx`](super::amx) instead, which have a table of their own.
     pub(crate) are_tiles: bool,
-    /// Whether products of few rows may go to the kernels of [`few_rows`](crate::few_rows), which sum in another order.
-    pub(crate) may_be_few: bool,
     /// Parts of bf16 that they take elements in: one but for f32 in tiles.
     pub(crate) parts: usize,
     /// Units of depth for each line that kernels ask for ahead.
@@ -192,19 +190,7 @@ impl Kernels {
 
     fn vectors(table: [[Kernel; MAX_VECTORS]; MAX_ROWS], rows: usize, lanes: usize, compute: Compute) -> Self {
         let (halves, packing, blocking) = (None, None, Blocking::LONG);
-        Self {
-            table,
-            rows,
-            lanes,
-            compute,
-            halves,
-            packing,
-            are_tiles: false,
-            may_be_few: true,
-            parts: 1,
-            at_once: 1,
-            blocking,
-        }
+        Self { table, rows, lanes, compute, halves, packing, are_tiles: false, parts: 1, at_once: 1, blocking }
     }
 
     /// What these kernels take of operands in `precision`.

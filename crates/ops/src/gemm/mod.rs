@@ -18,6 +18,7 @@ pub(crate) mod amx;
 pub(crate) mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod pack;
+pub(crate) mod plan;
 pub(crate) mod row_pieces;
 pub(crate) mod scratch;
 pub(crate) mod source;
@@ -33,6 +34,7 @@ use moeworks_tensor::DType;
 use crate::simd::{Level, fence, kernel as compiled};
 use crate::{Context, Isa, few_rows};
 use kernel::{Kernels, MAX_ROWS, Tile, TileArgs, widest};
+use plan::Chooser;
 use row_pieces::with_row_pieces;
 use scratch::{ScratchPool, ScratchSlot};
 use source::{Block, Format, Source};
@@ -42,8 +44,10 @@ use tasks::Task;
 
 /// The type in which products are taken; sums are f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Compute {
+pub enum Compute {
+    /// Products of f32.
     F32,
+    /// Products of bf16, to which operands of f32 are rounded.
     Bf16,
 }
 
@@ -58,9 +62,9 @@ impl Compute {
     }
 }
 
-/// How the operands lie.
+/// The layout of both operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Form {
+pub enum Form {
     /// `A B^T`: rows of both run along the depth. A linear layer's forward.
     Nt,
     /// `A B`: rows of A run along the depth, rows of B across. The gradient of the input.
@@ -202,18 +206,14 @@ pub(crate) fn with_tasks(
     gradients: Option<&dyn few_rows::StripGradients>,
     work: impl FnOnce(Tasks<'_>),
 ) {
-    let mut kernels = Kernels::select(ctx.isa(), product.compute);
-    let mut in_parts = Kernels::in_parts(ctx.isa(), product.compute);
-    if ctx.is_batch_invariant() && product.form != Form::Tn && gradients.is_none() {
-        in_parts = None;
-        if kernels.halves.is_some() || kernels.are_tiles {
-            kernels.may_be_few = false;
-        } else if product.groups.iter().any(|group| group.rows > few_rows::MAX_FEW) {
-            return with_row_pieces(ctx, product, epilogue, work);
-        }
+    let chooser = Chooser::new(ctx.isa(), product.compute, ctx.is_batch_invariant() && gradients.is_none());
+    let plans = chooser.choose_all(product);
+    if let Some(most) = plans.iter().find_map(|plan| plan.row_pieces) {
+        return with_row_pieces(ctx, product, most, epilogue, work);
     }
-    let plan = tasks::plan(product, &kernels, in_parts.as_ref(), ctx.threads().count());
-    let few = few_rows::Plan::of(product, &kernels, gradients, ctx.threads().count());
+    let kernels = chooser.kernels;
+    let plan = tasks::cut(product, &plans, &chooser, ctx.threads().count());
+    let few = few_rows::Cut::new(product, (&plans, &kernels), gradients, ctx.threads().count());
     let count = plan.tasks.len() + few.tasks.len();
     let num_threads = ctx.threads().count().min(count).max(1);
     let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);
@@ -232,7 +232,7 @@ pub(crate) fn with_tasks(
         // Tasks are taken in order, so this is about the one that this thread will take next.
         let next = plan.tasks.get(index + ahead);
         let task = &plan.tasks[index];
-        let kernels = in_parts.filter(|_| task.is_in_parts).unwrap_or(kernels);
+        let kernels = chooser.bf16x3.filter(|_| task.kernel.is_bf16x3()).unwrap_or(kernels);
         let work = Work { product, group: &product.groups[task.group], task, next, kernels, isa: ctx.isa() };
         scratch.with(|scratch, held| work.run(scratch, held, epilogue));
         // The epilogue may have written past the caches.
@@ -313,7 +313,7 @@ impl Work<'_> {
         }
         held.rows_of = None;
         #[cfg(target_arch = "x86_64")]
-        if task.is_turned {
+        if task.kernel.is_swapped() {
             return self.run_turned(scratch, epilogue);
         }
         let (b_room, rest) = scratch.split_at_mut(task.b_units);

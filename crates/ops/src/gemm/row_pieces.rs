@@ -4,7 +4,7 @@
 use crate::gemm::kernel::Tile;
 use crate::gemm::store::Room;
 use crate::gemm::{Finish, Group, Place, Product, Tasks, with_tasks};
-use crate::{Context, Isa, few_rows};
+use crate::{Context, Isa};
 
 /// Some consecutive rows of a group.
 #[derive(Clone, Copy)]
@@ -45,14 +45,15 @@ impl Finish for OfPieces<'_> {
     }
 }
 
-/// Hands the tasks of all products to `work` in pieces of so few rows that the kernels for few rows take all of them.
+/// Hands the tasks of all products to `work` in pieces of at most `most` rows.
 pub(super) fn with_row_pieces(
     ctx: &Context,
     product: &Product<'_>,
+    most: usize,
     epilogue: &dyn Finish,
     work: impl FnOnce(Tasks<'_>),
 ) {
-    let pieces = row_pieces(product.groups.iter().map(|group| group.rows), few_rows::MAX_FEW);
+    let pieces = row_pieces(product.groups.iter().map(|group| group.rows), most);
     let groups: Vec<Group<'_>> = pieces
         .iter()
         .map(|piece| {

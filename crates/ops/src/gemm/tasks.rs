@@ -1,9 +1,8 @@
 //! How a list of products is cut into tasks.
 
 use super::kernel::{Kernels, Tile, widest};
-use super::source::Format;
+use super::plan::{Chooser, GemmKernel, GemmPlan};
 use super::{Form, Group, Product};
-use crate::few_rows::MAX_UNTURNED;
 
 /// Units of packed B that a task keeps in the second-level cache: half of 1 MiB.
 const B_UNITS: usize = 128 << 10;
@@ -39,15 +38,13 @@ pub(crate) struct Blocking {
     part: usize,
     /// Units of packed B of products `A B`, between whose parts sums wait.
     b_units: usize,
-    /// The most rows that are not packed as lanes, where that is done.
-    pub(crate) unturned: usize,
     /// Of products `A B` of few rows whose B is far and not converted: the longest part of the depth, and the most sums that wait.
     strip: Option<(usize, usize)>,
 }
 
 impl Blocking {
     /// Sums wait for few other parts.
-    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS, unturned: MAX_UNTURNED, strip: None };
+    pub(crate) const LONG: Self = Self { part: LONG_PART, b_units: B_UNITS, strip: None };
 
     /// Of f32 with vectors of 16 lanes.
     #[cfg(target_arch = "x86_64")]
@@ -59,8 +56,8 @@ impl Blocking {
         // come and go for each of their parts.
         const STRIP: (usize, usize) = (64, 36 << 10);
         match isa {
-            // Where the second level has 1 MiB, sums and packed panels share it. Few rows keep up with memory there.
-            crate::Isa::Avx512 => Self { part: NEAR, b_units: B_UNITS / 2, unturned: 8, strip: Some(STRIP) },
+            // Where the second level has 1 MiB, sums and packed panels share it.
+            crate::Isa::Avx512 => Self { part: NEAR, b_units: B_UNITS / 2, strip: Some(STRIP) },
             crate::Isa::Amx | crate::Isa::AmxF32 => Self { part: NEAR, ..Self::LONG },
             _ => Self::LONG,
         }
@@ -81,13 +78,12 @@ pub(super) struct Task {
     pub(super) b_units: usize,
     /// Scratch for rows of A.
     pub(super) a_units: usize,
-    /// Whether A is packed and B is not.
-    pub(super) is_turned: bool,
-    /// Whether [`Kernels::in_parts`] do it.
-    pub(super) is_in_parts: bool,
+    /// The kernel that was chosen for the group.
+    pub(super) kernel: GemmKernel,
 }
 
-pub(super) struct Plan {
+/// The tasks of a list of products.
+pub(super) struct Cut {
     pub(super) tasks: Vec<Task>,
     /// Scratch that any of them needs.
     pub(super) scratch_units: usize,
@@ -153,47 +149,50 @@ impl Panels {
     }
 }
 
-pub(super) fn plan(product: &Product<'_>, kernels: &Kernels, in_parts: Option<&Kernels>, num_threads: usize) -> Plan {
+/// Cuts the groups that packed kernels, swapped ones and tiles take.
+pub(super) fn cut(product: &Product<'_>, plans: &[GemmPlan], chooser: &Chooser, num_threads: usize) -> Cut {
     let num_tiles = product.num_tiles();
     let work = |group: &Group<'_>| group.rows * group.columns * num_tiles * group.depth;
     let total: usize = product.groups.iter().map(work).sum();
     let budget = if num_threads == 1 { usize::MAX } else { total / (num_threads * TASKS_PER_THREAD) + 1 };
-    let mut plan = Plan { tasks: Vec::new(), scratch_units: 0 };
-    for (index, group) in product.groups.iter().enumerate() {
-        if group.rows > 0 && group.columns > 0 && !crate::few_rows::takes(product, group, kernels) {
-            let in_parts = in_parts.filter(|_| is_worth_parts(product, group));
-            cut_group(product, (index, group), in_parts.unwrap_or(kernels), budget, &mut plan);
+    let mut cut = Cut { tasks: Vec::new(), scratch_units: 0 };
+    for ((index, group), plan) in product.groups.iter().enumerate().zip(plans) {
+        if group.rows > 0 && group.columns > 0 && plan.kernel != GemmKernel::Skinny {
+            let bf16x3 = chooser.bf16x3.as_ref().filter(|_| plan.kernel.is_bf16x3());
+            let of = CutOf { product, index, group, kernel: plan.kernel, kernels: bf16x3.unwrap_or(&chooser.kernels) };
+            of.cut(budget, &mut cut);
         }
     }
-    plan
+    cut
 }
 
-/// Whether products of f32 are faster as several of bf16 in tiles: where the operands' elements are used often enough to make up for
-/// taking them apart.
-fn is_worth_parts(product: &Product<'_>, group: &Group<'_>) -> bool {
-    const MIN: usize = 96;
-    /// Rows across the depth are taken apart as they are paired.
-    const MIN_ACROSS: usize = 48;
-    let rows = if product.form == Form::Nn { MIN_ACROSS } else { MIN };
-    group.rows >= rows && group.columns * product.num_tiles() >= MIN && group.depth >= MIN
+/// A group to be cut, and its kernel.
+#[derive(Clone, Copy)]
+pub(super) struct CutOf<'a> {
+    pub(super) product: &'a Product<'a>,
+    pub(super) index: usize,
+    pub(super) group: &'a Group<'a>,
+    pub(super) kernel: GemmKernel,
+    pub(super) kernels: &'a Kernels,
 }
 
-fn cut_group(
-    product: &Product<'_>,
-    (index, group): (usize, &Group<'_>),
-    kernels: &Kernels,
-    budget: usize,
-    plan: &mut Plan,
-) {
-    #[cfg(target_arch = "x86_64")]
-    if kernels.are_tiles {
-        return super::amx::cut_group(product, (index, group), kernels, budget, plan);
-    } else if super::turned::takes(product, group, kernels) {
-        return super::turned::cut_group(product, (index, group), kernels, budget, plan);
+impl CutOf<'_> {
+    /// Cuts the group into tasks that cost no more than `budget`, about.
+    fn cut(self, budget: usize, cut: &mut Cut) {
+        match self.kernel {
+            #[cfg(target_arch = "x86_64")]
+            GemmKernel::TilesSwapAb | GemmKernel::Bf16x3SwapAb => super::amx::cut_swapped(self, budget, cut),
+            #[cfg(target_arch = "x86_64")]
+            GemmKernel::TilesDirect | GemmKernel::Bf16x3Direct => super::amx::cut_direct(self, budget, cut),
+            #[cfg(target_arch = "x86_64")]
+            GemmKernel::SwapAb => super::turned::cut_group(self, budget, cut),
+            GemmKernel::BothPacked => cut_packed(self, budget, cut),
+            _ => cut_group(self, budget, cut),
+        }
     }
-    if product.form == Form::Tn {
-        return cut_packed((index, group), (kernels, kernels.format(product.compute)), budget, plan);
-    }
+}
+
+fn cut_group(CutOf { product, index, group, kernel, kernels }: CutOf<'_>, budget: usize, cut: &mut Cut) {
     let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
@@ -233,10 +232,10 @@ fn cut_group(
     let a_units = (part_units * kernels.rows).next_multiple_of(LINE);
     let waiting = if num_parts > 1 { rows / kernels.rows * chunk } else { 1 };
     let tile_units = waiting * num_tiles * size_of::<Tile>() / 4;
-    plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
+    cut.scratch_units = cut.scratch_units.max(b_units + a_units + tile_units);
     let (rows, chunk, part) = ((0, rows), (0, chunk), part.max(2));
-    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false, is_in_parts: false };
-    push_tasks(plan, group, &panels, size);
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, kernel };
+    push_tasks(cut, group, &panels, size);
 }
 
 /// So many rows and panels of a task, or fewer, that it costs no more than `budget`, about.
@@ -265,12 +264,8 @@ fn within_budget(
 /// As [`cut_group`] for products `A^T B`. A task packs its rows of A and its columns of B once for each other, so that it is best square.
 /// Sums that are too many for the second-level cache would come and go between parts of the depth as slowly as operands: then parts are
 /// long, and of B a few panels at a time are packed.
-fn cut_packed(
-    (index, group): (usize, &Group<'_>),
-    (kernels, format): (&Kernels, Format),
-    budget: usize,
-    plan: &mut Plan,
-) {
+fn cut_packed(CutOf { product, index, group, kernel, kernels }: CutOf<'_>, budget: usize, cut: &mut Cut) {
+    let format = kernels.format(product.compute);
     let (panels, width) = (Panels::of(group.columns, kernels.lanes), widest(kernels.lanes) * kernels.lanes);
     let cost = |rows: usize, wide: usize| rows * (wide * width).min(group.columns) * group.depth;
     let (mut rows, mut wide) = (group.rows.min(MAX_WAITING_ROWS), panels.count);
@@ -299,18 +294,18 @@ fn cut_packed(
     let b_units = (part_units * width * at_once).next_multiple_of(LINE);
     let a_units = (part_units * rows).next_multiple_of(LINE);
     let waiting = if num_parts > 1 { rows / kernels.rows * wide } else { 1 };
-    plan.scratch_units = plan.scratch_units.max(b_units + a_units + waiting * size_of::<Tile>() / 4);
+    cut.scratch_units = cut.scratch_units.max(b_units + a_units + waiting * size_of::<Tile>() / 4);
     let (rows, wide, part) = ((0, rows), (0, wide), part.max(2));
-    let size = Task { group: index, rows, panels: wide, part, b_units, a_units, is_turned: false, is_in_parts: false };
-    push_tasks(plan, group, &panels, size);
+    let size = Task { group: index, rows, panels: wide, part, b_units, a_units, kernel };
+    push_tasks(cut, group, &panels, size);
 }
 
 /// Tasks of a group as large as `size`, which begins at the first row and panel, but for those at its ends.
-pub(super) fn push_tasks(plan: &mut Plan, group: &Group<'_>, panels: &Panels, size: Task) {
+pub(super) fn push_tasks(cut: &mut Cut, group: &Group<'_>, panels: &Panels, size: Task) {
     let (rows, chunk) = (size.rows.1, size.panels.1);
     for first_panel in (0..panels.count).step_by(chunk) {
         for first_row in (0..group.rows).step_by(rows) {
-            plan.tasks.push(Task {
+            cut.tasks.push(Task {
                 rows: (first_row, rows.min(group.rows - first_row)),
                 panels: (first_panel, chunk.min(panels.count - first_panel)),
                 ..size

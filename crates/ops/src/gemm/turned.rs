@@ -7,17 +7,15 @@
 
 use core::arch::x86_64::_mm512_storeu_ps;
 
-use super::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile, TileArgs, widest};
+use super::kernel::{MAX_ROWS, TILE_STRIDE, Tile, TileArgs, widest};
 use super::source::Source;
 use super::store::Room;
-use super::tasks::{Panels, Plan, Task, push_tasks};
+use super::tasks::{Cut, CutOf, Panels, Task, push_tasks};
 use super::transpose::{transpose, words};
-use super::{Finish, Form, Group, Part, Place, Product, Work, convert_row, tile_slice};
+use super::{Finish, Part, Place, Work, convert_row, tile_slice};
 use crate::parallel::piece_range;
 use crate::simd::kernel;
 
-/// The most rows of a group for which packing them is better than packing B.
-const MAX_TURNED: usize = 256;
 /// Units of packed rows of A that a task keeps in the second-level cache.
 const A_UNITS: usize = 96 << 10;
 /// Sums that wait there between parts of the depth, at most.
@@ -30,29 +28,6 @@ const HALF: usize = LANES / 2;
 /// Tiles of sums, of [`MAX_ROWS`] columns each, that make the widest panel.
 const TILES: usize = TILE_STRIDE / MAX_ROWS;
 const TILE_UNITS: usize = size_of::<Tile>() / 4;
-
-/// Whether a group is computed here, or in [tiles](super::amx) that are turned round likewise.
-pub(crate) fn takes(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels) -> bool {
-    let format = kernels.format(product.compute);
-    let elements = format.elements_of(1);
-    (are_there(kernels) || kernels.are_tiles)
-        && product.form == Form::Nt
-        && (group.b.is_direct(format) || group.b.is_widened(format))
-        && group.b.indices.is_none()
-        && [group.depth, group.b.stride, group.b.offset].iter().all(|len| len.is_multiple_of(elements))
-        && group.b.gap.is_none_or(|(_, gap)| gap.is_multiple_of(elements))
-        && group.depth > 0
-        && group.rows <= MAX_TURNED
-}
-
-fn are_there(kernels: &Kernels) -> bool {
-    kernels.halves.is_some() && !kernels.are_tiles
-}
-
-/// Whether groups of so many rows are computed here whatever their weights are: then these may be in blocks.
-pub(crate) fn takes_blocks(kernels: &Kernels, rows: usize) -> bool {
-    are_there(kernels) && (1..=MAX_TURNED).contains(&rows)
-}
 
 /// Rows as lanes: panels of some vectors, and at the end, where half a vector is enough, one of half a vector, alone or beside one or
 /// two whole ones.
@@ -104,13 +79,7 @@ impl Lanes {
 }
 
 /// Cuts a group into tasks of all rows and some panels of columns.
-pub(super) fn cut_group(
-    product: &Product<'_>,
-    (index, group): (usize, &Group<'_>),
-    kernels: &Kernels,
-    budget: usize,
-    plan: &mut Plan,
-) {
+pub(super) fn cut_group(CutOf { product, index, group, kernel, kernels }: CutOf<'_>, budget: usize, cut: &mut Cut) {
     let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
@@ -135,10 +104,10 @@ pub(super) fn cut_group(
     let held = if num_parts > 1 { chunk } else { 1 };
     // Before the sums come the tiles of sixteen rows for the epilogue.
     let tile_units = (2 * num_tiles + tiles_of_panel * held) * TILE_UNITS;
-    plan.scratch_units = plan.scratch_units.max(a_units + b_units + tile_units);
+    cut.scratch_units = cut.scratch_units.max(a_units + b_units + tile_units);
     let (rows, chunk, part) = ((0, group.rows), (0, chunk), format.elements_of(part));
-    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: true, is_in_parts: false };
-    push_tasks(plan, group, &panels, size);
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, kernel };
+    push_tasks(cut, group, &panels, size);
 }
 
 /// Some rows of B: their panel, which of the pair, and which [`MAX_ROWS`] columns of the panel.

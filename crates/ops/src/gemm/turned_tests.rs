@@ -3,13 +3,13 @@
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
 
-use super::MAX_TURNED;
 use crate::experts::{ExpertRows, ExpertWeights, NO_ROW, experts_forward};
+use crate::gemm::plan::MAX_SWAPPED;
 use crate::test_data::{contexts, numbers, tensor};
 use crate::{Activation, Context, Isa};
 
 /// More rows than are ever turned.
-const MANY: usize = MAX_TURNED + 44;
+const MANY: usize = MAX_SWAPPED + 44;
 
 /// A network of one expert, and the type of its weights.
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +67,7 @@ proptest! {
     #[test]
     fn rows_give_the_same_bits_in_random_groups(
         (d, f) in (1_usize..140, 1_usize..140),
-        (first, count) in (0_usize..40, 17_usize..=MAX_TURNED),
+        (first, count) in (0_usize..40, 17_usize..=MAX_SWAPPED),
         is_gated: bool,
         (is_x_f32, is_w_f32) in any::<(bool, bool)>(),
     ) {

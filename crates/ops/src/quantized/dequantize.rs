@@ -11,7 +11,6 @@ use super::put::{ByWords, Widened};
 use super::weights::{Layout, Weights};
 use super::{blocks_of, row_kernel, with_values};
 use crate::gemm::Compute;
-use crate::gemm::kernel::Kernels;
 use crate::parallel::PIECE;
 use crate::{Context, Isa};
 
@@ -56,15 +55,7 @@ fn is_fast(isa: Isa) -> bool {
     return false;
 }
 
-/// Whether a product of so many rows turns blocks of weights into bf16 by itself, some rows at a time.
-pub(super) fn is_in_product(isa: Isa, rows: usize) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return is_fast(isa) && crate::gemm::turned::takes_blocks(&Kernels::select(isa, Compute::Bf16), rows);
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
-}
-
-/// Rows of weights in blocks for a product that [turns them](is_in_product) into bf16 itself.
+/// Rows of weights in blocks for a product that makes bf16 of them by itself.
 #[derive(Clone, Copy)]
 pub(crate) struct Blocks<'a> {
     /// One half of the rows and the other, which may be none.
@@ -75,7 +66,7 @@ pub(crate) struct Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    /// Two halves of `columns` rows of `depth` weights. Only where [`is_in_product`] says so.
+    /// Two halves of `columns` rows of `depth` weights. Only with vectors of 16 lanes.
     pub(super) fn new(isa: Isa, halves: [Weights<'a>; 2], (columns, depth): (usize, usize)) -> Self {
         assert!(is_fast(isa), "blocks in a product");
         Self { halves, columns, depth }

@@ -4,13 +4,14 @@ use std::ops::Range;
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::dequantize::{Blocks, is_in_product, to_bf16};
+use super::dequantize::{Blocks, to_bf16};
 use super::kernel;
 use super::kernel::{Kernel, MAX_FEW, Panel};
 use super::rows::{Quad, QuantizedRows};
 use super::weights::Weights;
 use crate::elementwise::cast;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, Tile};
+use crate::gemm::plan::{Chooser, Dequantize, GemmKernel, GemmPlan, GemmProblem, RowLayout};
 use crate::gemm::row_pieces::{OfPieces, RowPiece, row_pieces};
 use crate::gemm::scratch::{ScratchPool, ScratchSlot};
 use crate::gemm::source::Source;
@@ -53,29 +54,57 @@ impl Product<'_> {
     fn num_tiles(&self) -> usize {
         if self.is_paired { 2 } else { 1 }
     }
+
+    /// Chooses kernels for all groups.
+    fn plans(&self, ctx: &Context) -> Vec<GemmPlan> {
+        let chooser = Chooser::new(ctx.isa(), Compute::Bf16, ctx.is_batch_invariant());
+        let most_rows = self.groups.iter().map(|group| group.rows).max().unwrap_or(0);
+        let depth = self.weights.cols();
+        let b = RowLayout::whole(self.weights.dtype(), depth);
+        let plan = |group: &Group<'_>| {
+            chooser.choose(&GemmProblem {
+                form: Form::Nt,
+                compute: Compute::Bf16,
+                rows: group.rows,
+                columns: group.columns,
+                depth,
+                is_paired: self.is_paired,
+                num_groups: self.groups.len(),
+                most_rows,
+                b,
+                is_gradient: false,
+            })
+        };
+        self.groups.iter().map(plan).collect()
+    }
 }
 
 /// Computes all products of the list.
 pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     assert_eq!(product.a.cols(), product.weights.cols(), "a product with quantized weights");
-    if ctx.is_batch_invariant() && product.groups.iter().any(|group| group.rows > MAX_FEW) {
-        return run_in_pieces(ctx, product, epilogue);
+    let plans = product.plans(ctx);
+    if let Some(most) = plans.iter().find_map(|plan| plan.row_pieces) {
+        return run_in_pieces(ctx, product, most, epilogue);
     }
     let best = Kernel::available(ctx.isa(), product.weights.dtype()).pop().expect("a kernel for every instruction set");
     run_few(ctx, product, best, epilogue);
-    if product.groups.iter().all(|group| group.rows <= MAX_FEW) {
+    let of = |dequantize: Dequantize| -> Vec<usize> {
+        (0..plans.len()).filter(|&index| plans[index].dequantize == Some(dequantize)).collect()
+    };
+    let (some, many) = (of(Dequantize::InProduct), of(Dequantize::Before));
+    if some.is_empty() && many.is_empty() {
         return;
     }
     // Rounded once here instead of by each task that packs them.
     let rounded = (product.a.dtype() != DType::BF16).then(|| cast(ctx, product.a, DType::BF16));
     let product = &Product { a: rounded.as_ref().unwrap_or(product.a), ..*product };
-    run_some(ctx, product, epilogue);
-    run_many(ctx, product, epilogue);
+    run_some(ctx, product, &some, epilogue);
+    run_many(ctx, product, &many, epilogue);
 }
 
-/// Computes all products in pieces of so few rows that one kernel takes all of them.
-fn run_in_pieces(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
-    let pieces = row_pieces(product.groups.iter().map(|group| group.rows), MAX_FEW);
+/// Computes all products in pieces of at most `most` rows, so that one kernel takes all of them.
+fn run_in_pieces(ctx: &Context, product: &Product<'_>, most: usize, epilogue: &dyn Finish) {
+    let pieces = row_pieces(product.groups.iter().map(|group| group.rows), most);
     let groups: Vec<Group<'_>> = pieces
         .iter()
         .map(|piece| {
@@ -99,8 +128,8 @@ pub(super) fn run_few(ctx: &Context, product: &Product<'_>, best: Kernel, epilog
     let Some(layout) = product.groups.first().map(|group| group.weights[0].layout) else { return };
     assert!(product.groups.iter().all(|group| group.weights[0].layout == layout), "weights of one layout");
     let mut tasks = Vec::new();
-    for (index, group) in product.groups.iter().enumerate() {
-        if !(1..=MAX_FEW).contains(&group.rows) || group.columns == 0 {
+    for ((index, group), plan) in product.groups.iter().enumerate().zip(product.plans(ctx)) {
+        if plan.kernel != GemmKernel::QuantizedDot || group.rows == 0 || group.columns == 0 {
             continue;
         }
         let panels = Panels::of(group.columns, lanes);
@@ -183,10 +212,8 @@ impl<'a> Work<'a> {
 }
 
 /// The groups of some more rows, whose product turns blocks into bf16 itself.
-fn run_some(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
+fn run_some(ctx: &Context, product: &Product<'_>, indices: &[usize], epilogue: &dyn Finish) {
     let depth = product.weights.cols();
-    let is_meant = |group: &Group<'_>| group.rows > MAX_FEW && is_in_product(ctx.isa(), group.rows);
-    let indices: Vec<usize> = (0..product.groups.len()).filter(|&index| is_meant(&product.groups[index])).collect();
     let group = |&index: &usize| {
         let group = &product.groups[index];
         let blocks = Blocks::new(ctx.isa(), group.weights, (group.columns, depth));
@@ -194,7 +221,7 @@ fn run_some(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     };
     let groups: Vec<_> = indices.iter().map(group).collect();
     let list = gemm::Product { form: Form::Nt, compute: Compute::Bf16, groups: &groups, is_paired: product.is_paired };
-    gemm::run(ctx, &list, &OfPieces { inner: epilogue, pieces: &whole_groups(product, &indices) });
+    gemm::run(ctx, &list, &OfPieces { inner: epilogue, pieces: &whole_groups(product, indices) });
 }
 
 /// Some groups of a product, each as one piece of all its rows.
@@ -209,11 +236,9 @@ fn float_group<'a>(a: &'a Tensor, group: &Group<'a>, b: Source<'a>) -> gemm::Gro
 }
 
 /// The groups of many rows: their weights become bf16, as many at a time as memory is meant for.
-fn run_many(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
+fn run_many(ctx: &Context, product: &Product<'_>, many: &[usize], epilogue: &dyn Finish) {
     let depth = product.weights.cols();
     let num_weights = |index: usize| product.groups[index].columns * product.num_tiles();
-    let is_meant = |group: &Group<'_>| group.rows > MAX_FEW && !is_in_product(ctx.isa(), group.rows);
-    let many: Vec<usize> = (0..product.groups.len()).filter(|&index| is_meant(&product.groups[index])).collect();
     let mut start = 0;
     while start < many.len() {
         let mut end = start + 1;

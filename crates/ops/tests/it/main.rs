@@ -11,6 +11,8 @@ mod embedding;
 mod expert_biases;
 mod expert_cache;
 mod fixtures;
+#[cfg(target_arch = "x86_64")]
+mod gemm_plan;
 mod graphs;
 mod head_loss;
 mod heads;

@@ -5,8 +5,9 @@
 
 use super::{BLOCK, ROWS};
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
+use crate::gemm::plan::FEW_TILE_ROWS;
 use crate::gemm::source::Format;
-use crate::gemm::tasks::{Panels, Plan, Task, push_tasks};
+use crate::gemm::tasks::{Cut, CutOf, Panels, Task, push_tasks};
 use crate::gemm::turned::Lanes;
 use crate::gemm::{Form, Group, Product};
 
@@ -24,8 +25,6 @@ const A_UNITS: usize = 64 << 10;
 const MAX_PACKED_ROWS: usize = 256;
 /// Panels of which rows of B are long enough to be fetched quickly.
 const MIN_FEW_PANELS: usize = 11;
-/// Rows of a group up to which its B takes longer to fetch than to be multiplied.
-const FEW_ROWS: usize = 160;
 /// Fewest rows of a task.
 const MIN_ROWS: usize = 128;
 /// How much larger tasks of tiles are.
@@ -66,29 +65,11 @@ pub(super) fn part_units(format: Format) -> usize {
     PART_UNITS / block_units(format) * block_units(format)
 }
 
-/// Cuts a group into tasks.
-pub(in crate::gemm) fn cut_group(
-    product: &Product<'_>,
-    group: (usize, &Group<'_>),
-    kernels: &Kernels,
+/// Cuts a group into tasks of some rows, which stay, and some panels of columns.
+pub(in crate::gemm) fn cut_swapped(
+    CutOf { product, index, group, kernel, kernels }: CutOf<'_>,
     budget: usize,
-    plan: &mut Plan,
-) {
-    // In parts neither operand can be used as it lies.
-    if product.form == Form::Nt && (kernels.parts == 1 || group.1.rows <= FEW_ROWS) {
-        cut_turned(product, group, kernels, budget, plan);
-    } else {
-        cut_straight(product, group, kernels, budget, plan);
-    }
-}
-
-/// Tasks of some rows, which stay, and some panels of columns.
-fn cut_turned(
-    product: &Product<'_>,
-    (index, group): (usize, &Group<'_>),
-    kernels: &Kernels,
-    budget: usize,
-    plan: &mut Plan,
+    cut: &mut Cut,
 ) {
     let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
@@ -119,26 +100,23 @@ fn cut_turned(
 
     let (a_units, b_units) = (2 * BLOCK * stretch.min(longest), stretch * lanes.width());
     let tile_units = (2 * num_tiles + tiles_of_panel * held) * TILE_UNITS;
-    plan.scratch_units = plan.scratch_units.max(a_units + b_units + tile_units);
+    cut.scratch_units = cut.scratch_units.max(a_units + b_units + tile_units);
     let part = format.elements_of(stretch).max(2 * BLOCK);
     // Tasks with the same rows follow each other, so that a thread finds them packed.
     for first_row in (0..group.rows).step_by(rows) {
         for first_panel in (0..panels.count).step_by(chunk) {
             let rows = (first_row, rows.min(group.rows - first_row));
             let panels = (first_panel, chunk.min(panels.count - first_panel));
-            let is_in_parts = kernels.parts > 1;
-            plan.tasks.push(Task { group: index, rows, panels, part, b_units, a_units, is_turned: true, is_in_parts });
+            cut.tasks.push(Task { group: index, rows, panels, part, b_units, a_units, kernel });
         }
     }
 }
 
-/// Tasks of some rows and some panels of columns, whose B is packed part by part of the depth.
-fn cut_straight(
-    product: &Product<'_>,
-    (index, group): (usize, &Group<'_>),
-    kernels: &Kernels,
+/// Cuts a group into tasks of some rows and some panels of columns, whose B is packed part by part of the depth.
+pub(in crate::gemm) fn cut_direct(
+    CutOf { product, index, group, kernel, kernels }: CutOf<'_>,
     budget: usize,
-    plan: &mut Plan,
+    cut: &mut Cut,
 ) {
     let num_tiles = product.num_tiles();
     let panels = Panels::of(group.columns, kernels.lanes);
@@ -164,11 +142,10 @@ fn cut_straight(
         _ => rows / kernels.rows * chunk,
     };
     let tile_units = waiting * kernels.rows.div_ceil(MAX_ROWS) * num_tiles * TILE_UNITS;
-    plan.scratch_units = plan.scratch_units.max(b_units + a_units + tile_units);
+    cut.scratch_units = cut.scratch_units.max(b_units + a_units + tile_units);
     let (rows, chunk) = ((0, rows), (0, chunk));
-    let is_in_parts = kernels.parts > 1;
-    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, is_turned: false, is_in_parts };
-    push_tasks(plan, group, &panels, size);
+    let size = Task { group: index, rows, panels: chunk, part, b_units, a_units, kernel };
+    push_tasks(cut, group, &panels, size);
 }
 
 /// What a task of the forms `A B` and `A^T B` has in the second-level cache.
@@ -204,13 +181,13 @@ impl Shares {
             let max_rows = (A_UNITS / part_units).clamp(MIN_ROWS, MAX_PACKED_ROWS);
             return Self { part_units, chunk: chunk_of(B_UNITS / (part_units * panel_width)), max_rows };
         }
-        if group.rows <= FEW_ROWS {
+        if group.rows <= FEW_TILE_ROWS {
             // Memory sets the time: rows of B are read from end to end, but for those of a single group, which all threads share.
             let of_panel = group.rows.next_multiple_of(ROWS) * panel_width;
             let in_budget = (budget / (of_panel * group.depth).max(1)).max(MIN_FEW_PANELS);
             let chunk = chunk_of(in_budget.min(WAITING / of_panel));
             let part_units = even((B_UNITS / 2 / (chunk * panel_width)).clamp(MIN_PART_UNITS, longest));
-            return Self { part_units, chunk, max_rows: FEW_ROWS };
+            return Self { part_units, chunk, max_rows: FEW_TILE_ROWS };
         }
         let part_units = even(longest);
         if format.parts > 1 {

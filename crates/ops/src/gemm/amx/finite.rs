@@ -8,6 +8,7 @@ use core::arch::x86_64::{_mm512_fpclass_ps_mask, _mm512_load_ps};
 use super::BLOCK;
 use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
+use crate::gemm::plan::GemmKernel;
 use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::store::Room;
 use crate::gemm::tasks::Task;
@@ -97,8 +98,7 @@ fn sum_again(work: &Work<'_>, at: Place, epilogue: &dyn Finish) {
         part,
         b_units,
         a_units,
-        is_turned: false,
-        is_in_parts: false,
+        kernel: GemmKernel::Packed,
     };
     Work { product, group, task: &task, next: None, kernels, isa }.run(scratch, &mut ScratchSlot::default(), epilogue);
 }

@@ -26,7 +26,7 @@ mod turned;
 use std::arch::asm;
 use std::marker::PhantomData;
 
-pub(super) use cut::cut_group;
+pub(super) use cut::{cut_direct, cut_swapped};
 pub(super) use pack::transposed_columns as pack_columns;
 pub(super) use parts::panels as pack_in_parts;
 
@@ -135,8 +135,8 @@ impl super::Work<'_> {
         epilogue: &dyn super::Finish,
     ) {
         let exact = finite::Exact { work: self, epilogue };
-        let epilogue: &dyn super::Finish = if self.task.is_in_parts { &exact } else { epilogue };
-        if self.task.is_turned {
+        let epilogue: &dyn super::Finish = if self.task.kernel.is_bf16x3() { &exact } else { epilogue };
+        if self.task.kernel.is_swapped() {
             self.run_turned_tiles(scratch, held, epilogue);
         } else {
             self.run_straight_tiles(scratch, held, epilogue);

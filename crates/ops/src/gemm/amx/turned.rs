@@ -205,7 +205,7 @@ impl Work<'_> {
         if next_panel < self.task.panels.0 + self.task.panels.1 {
             return of(self.task, Slab::of(self, self.task, next_panel).pairs().next());
         }
-        let Some(next) = self.next.filter(|next| next.is_turned) else { return Later::NOTHING };
+        let Some(next) = self.next.filter(|next| next.kernel.is_swapped()) else { return Later::NOTHING };
         of(next, Slab::of(self, next, next.panels.0).pairs().next())
     }
 }
