@@ -12,7 +12,7 @@ use crate::device::{Capturing, Device, lock};
 use crate::emulated::Emulated;
 use crate::expert_cache::{ExpertCache, ExpertCacheStats};
 use crate::nvidia::{self, Nvidia, PendingCopy};
-use crate::{Arg, CapturedLaunch, Emulation, GpuError, Launch, Traffic};
+use crate::{Arg, CapturedLaunch, Emulation, GpuError, Launch, Pending, Traffic};
 
 /// A GPU, or its emulation. Cloning gives another handle.
 #[derive(Clone)]
@@ -273,12 +273,28 @@ impl Gpu {
     /// With these arguments the kernel touches no memory except that of the tensors they were made of, and no tensor that it writes is
     /// also read by another block through another argument.
     pub unsafe fn launch(&self, launch: &Launch<'_>) {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_as(launch, None) };
+    }
+
+    /// Queues a kernel as [`launch`](Self::launch) does, and declares its operation: a launcher that comes next may
+    /// [take it back](Self::fuse_with_last).
+    ///
+    /// # Safety
+    ///
+    /// That of [`launch`](Self::launch).
+    pub unsafe fn launch_pending(&self, launch: &Launch<'_>, pending: Pending<'_>) {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_as(launch, Some(pending)) };
+    }
+
+    unsafe fn launch_as(&self, launch: &Launch<'_>, pending: Option<Pending<'_>>) {
         if launch.grid.contains(&0) {
             return;
         }
         let (is_captured, is_full) = {
             let mut capture = self.device.capture();
-            (capture.captures(launch), capture.is_full())
+            (capture.captures(launch, pending), capture.is_full())
         };
         if is_captured {
             if is_full {
@@ -301,11 +317,11 @@ impl Gpu {
         result
     }
 
-    /// Removes the last captured launch, if there is one and `is_wanted` accepts it. The caller launches a kernel that does the work of
-    /// both, with its arguments.
+    /// Removes the last captured launch, if its operation was declared and `take` takes something of it. The caller launches a kernel that
+    /// does the work of both.
     #[must_use]
-    pub fn fuse_with_last(&self, is_wanted: impl FnOnce(&CapturedLaunch) -> bool) -> Option<CapturedLaunch> {
-        self.device.capture().fuse_with_last(is_wanted)
+    pub fn fuse_with_last<R>(&self, take: impl FnOnce(Pending<'static>) -> Option<R>) -> Option<(R, CapturedLaunch)> {
+        self.device.capture().fuse_with_last(take)
     }
 
     /// Lets the GPU begin with what was captured of a step.

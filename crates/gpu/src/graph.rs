@@ -9,14 +9,14 @@
 //! into memory that no earlier kernel of the step knows, so they need not wait; reading a result launches the kernels before it. A long
 //! step becomes several graphs, so that the GPU is at work while the host puts the rest together.
 //!
-//! The last captured launch can be removed by one that does the same beside its own work: a norm by the product of what is normed. A
-//! kernel of few rows is over sooner than the next one begins.
+//! The last captured launch can be replaced by one that does its work as well, if it was declared as [`Pending`]: a norm by the product of
+//! what is normed. A kernel of few rows is over sooner than the next one begins.
 
 use moeworks_tensor::DeviceBlock;
 
 use crate::backend::Backend;
 use crate::traffic::Meter;
-use crate::{Arg, GpuError, Launch, Source, nvidia};
+use crate::{Arg, GpuError, Launch, Pending, Source, nvidia};
 
 /// The fewest launches that are worth a graph.
 const MIN_LAUNCHES: usize = 8;
@@ -35,10 +35,8 @@ const MAX_GRAPHS: usize = 512;
 #[derive(Clone, PartialEq)]
 pub struct CapturedLaunch {
     source: &'static Source,
-    /// The kernel's name.
-    pub kernel: String,
-    /// The number of blocks.
-    pub grid: [usize; 3],
+    kernel: String,
+    grid: [usize; 3],
     threads: usize,
     shared: usize,
     /// The arguments in order.
@@ -99,6 +97,8 @@ pub(crate) struct Capture {
     /// Lists that were launched since the step began: layers of a model are alike, but each keeps its arguments from step to step.
     place: usize,
     launches: Vec<CapturedLaunch>,
+    /// The operation of each of them, if it may be fused with the next one.
+    pending: Vec<Option<Pending<'static>>>,
     freed: Vec<DeviceBlock>,
     /// The least recently used one first.
     known: Vec<Known>,
@@ -128,17 +128,23 @@ impl Capture {
         self.launches.len() >= (MAX_FIRST_LAUNCHES << self.place.min(MAX_LAUNCHES.ilog2() as usize)).min(MAX_LAUNCHES)
     }
 
-    /// Captures the launch if a step is being captured. Returns whether it did.
-    pub(crate) fn captures(&mut self, launch: &Launch<'_>) -> bool {
+    /// Captures the launch if a step is being captured, with its operation if that may be fused with the next one. Returns whether it did.
+    pub(crate) fn captures(&mut self, launch: &Launch<'_>, pending: Option<Pending<'_>>) -> bool {
         if self.depth > 0 {
             self.launches.push(CapturedLaunch::new(launch));
+            self.pending.push(pending.map(Pending::detached));
         }
         self.depth > 0
     }
 
-    /// Removes the last captured launch if `is_wanted` accepts it; its work is left to the caller.
-    pub(crate) fn fuse_with_last(&mut self, is_wanted: impl FnOnce(&CapturedLaunch) -> bool) -> Option<CapturedLaunch> {
-        self.launches.pop_if(|launch| is_wanted(launch))
+    /// Removes the last captured launch if `take` takes something of its operation; its work is left to the caller.
+    pub(crate) fn fuse_with_last<R>(
+        &mut self,
+        take: impl FnOnce(Pending<'static>) -> Option<R>,
+    ) -> Option<(R, CapturedLaunch)> {
+        let taken = take((*self.pending.last()?)?)?;
+        self.pending.pop();
+        Some((taken, self.launches.pop()?))
     }
 
     /// Retains a block until the captured launches that may use it are made; returns it if there are none.
@@ -157,6 +163,7 @@ impl Capture {
     /// Each launch is one that [`Gpu::launch`](crate::Gpu::launch) may make, and the memory of its arguments was not given back since.
     pub(crate) unsafe fn flush(&mut self, backend: &Backend, meter: &Meter) -> Result<(), GpuError> {
         let launches = std::mem::take(&mut self.launches);
+        self.pending.clear();
         // SAFETY: the caller's promise.
         let result = unsafe { self.run(backend, meter, launches) };
         self.freed.clear();
@@ -166,6 +173,7 @@ impl Capture {
     /// Drops the captured launches without making them.
     pub(crate) fn discard(&mut self) {
         self.launches.clear();
+        self.pending.clear();
         self.freed.clear();
     }
 

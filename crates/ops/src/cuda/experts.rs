@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::e4m3::{self, Packed};
-use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct, place};
+use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct};
 use super::tile_list::TileLists;
 use super::wgrad::WgradProduct;
 use super::{Listed, On, THREADS, WARPS, small_m_gemm, takes_weights};
@@ -17,7 +17,9 @@ use crate::gemm::Form;
 use crate::late::List;
 use crate::linear::Write;
 use moeworks_gpu::sources::GROUPED;
-use moeworks_gpu::{Arg, COUNTERS, CapturedLaunch, ExpertStacks, Launch};
+use moeworks_gpu::{
+    Arg, COUNTERS, CapturedLaunch, ExpertStacks, Launch, Pending, PendingCombine, PendingProduct, ProductKernel,
+};
 
 /// Whether forward runs here.
 pub(crate) fn takes(weights: ExpertWeights<'_>) -> bool {
@@ -313,7 +315,7 @@ fn activation<'a>(
     let to_h = h.map_or(Arg::none(), |h| on.write(h));
     let mut args = vec![to_h, on.write(a), bias, types[0], types[1], weights.down.cols().into()];
     args.extend(shape(weights.activation));
-    Epilogue { kernels, args }
+    Epilogue { kernels, args, stored: None }
 }
 
 /// Adds each row's expert's bias `[E, D]` to the row of `outputs`.
@@ -400,15 +402,21 @@ pub(crate) fn combine(
     combine_onto(on, outputs, rows, weights, shape, None)
 }
 
-/// The product that makes the few rows to be combined, if it would be launched next: it is not, and who asks for it does it.
+/// The product that makes the few rows to be combined, if it would be launched next: it is not, and the caller's kernel does it.
 fn product_of(on: On<'_>, outputs: &Tensor, num_tokens: usize) -> Option<CapturedLaunch> {
     if num_tokens > MAX_COMBINED_BY_LAST {
         return None;
     }
-    on.gpu.fuse_with_last(|node| {
-        let is_product = node.kernel.starts_with("small_m_rows_nt_") && node.grid[0] <= COUNTERS;
-        is_product && [node.args[place::TO], node.args[place::BASE]] == [on.read(outputs), Arg::none()]
-    })
+    let outputs = on.read(outputs);
+    let is_wanted = |product: &PendingProduct<'_>| {
+        let can_combine = product.kernel == ProductKernel::SmallM && product.grid[0] <= COUNTERS;
+        can_combine && product.to == outputs && product.base == Arg::none()
+    };
+    let taken = on.gpu.fuse_with_last(|pending| match pending {
+        Pending::Product(product) => is_wanted(&product).then_some(()),
+        _ => None,
+    });
+    taken.map(|((), launch)| launch)
 }
 
 /// The same with what `base`, f32 of the same shape, has besides.
@@ -434,20 +442,22 @@ fn combine_onto(
         drop(args);
         return y;
     }
+    let combine = PendingCombine { y: on.write(&mut y), tokens: shape[0] };
     let args = [
         on.read(outputs),
         (outputs.dtype() == DType::BF16).into(),
         on.read(token_rows.tensor()),
         on.read_or_none(weights),
         on.read_or_none(base),
-        on.write(&mut y),
+        combine.y,
         rows.num_choices.into(),
         shape[1].into(),
     ];
     let (source, kernel) = (&GROUPED, "combine_rows");
     let grid = [shape[0], shape[1].div_ceil(COMBINED_COLUMNS), 1];
+    let launch = Launch { source, kernel, grid, threads: THREADS, shared: 0, args: &args };
     // SAFETY: blocks write their token's row from rows of `outputs` that the map names.
-    unsafe { on.gpu.launch(&Launch { source, kernel, grid, threads: THREADS, shared: 0, args: &args }) };
+    unsafe { on.gpu.launch_pending(&launch, Pending::Combine(combine)) };
     y
 }
 
@@ -501,7 +511,7 @@ pub(crate) fn backward(
     args.extend(shape(weights.activation));
     args.push(on.write(&mut parts));
     // SAFETY: `h`, `dh`, `weighed` and `parts` have a row for each row, `parts` a column for each tile of columns.
-    unsafe { first.run(on, &Epilogue { kernels: ["pull_back_rows", "plain_pull_back_rows", ""], args }) };
+    unsafe { first.run(on, &Epilogue { kernels: ["pull_back_rows", "plain_pull_back_rows", ""], args, stored: None }) };
     let mut d_row_weights = on.empty(&[r], DType::F32);
     let args = [on.read(&parts), on.write(&mut d_row_weights), r.into(), num_parts.into()];
     // SAFETY: a thread adds up its row's parts.

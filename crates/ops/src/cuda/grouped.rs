@@ -15,7 +15,7 @@ use super::tile_list::{TileLists, num_tiles};
 use super::{On, blocks, elementwise};
 use crate::gemm::Form;
 use moeworks_gpu::sources::{GROUPED, GROUPED_FP8, GROUPED_HOPPER};
-use moeworks_gpu::{Arg, BOX_COLUMNS, Launch, Matrices, Onto, Source};
+use moeworks_gpu::{Arg, BOX_COLUMNS, Launch, Matrices, Onto, Pending, PendingProduct, ProductKernel, Source};
 
 /// Rows and columns of a block's tile on the tensor cores, and its shared memory: four stages of two operands.
 pub(super) const TILE: usize = 128;
@@ -51,21 +51,6 @@ const MAX_FEW_TILES: usize = 32;
 fn keep_together() -> bool {
     static ARE_APART: OnceLock<bool> = OnceLock::new();
     !*ARE_APART.get_or_init(|| std::env::var_os(NO_PACE_VARIABLE).is_some())
-}
-
-/// What kernels are called that store the products of rows.
-const ROWS_NT: &str = "rows_nt";
-
-/// Where arguments of kernels that store stand, for launches that are taken back: A, which of its rows, B's type, the
-/// columns and the depth ([`RowsProduct::operands`]), then where sums go and what they come on top of.
-pub(super) mod place {
-    pub(in super::super) const A: usize = 0;
-    pub(in super::super) const GATHER: usize = 1;
-    pub(in super::super) const B_IS_BF16: usize = 5;
-    pub(in super::super) const COLUMNS: usize = 9;
-    pub(in super::super) const DEPTH: usize = 10;
-    pub(in super::super) const TO: usize = 13;
-    pub(in super::super) const BASE: usize = 14;
 }
 
 /// What the arguments of those of some rows end with where rows are not combined (experts.rs).
@@ -233,6 +218,16 @@ impl Groups<'_> {
 pub(super) struct Epilogue<'a> {
     pub(super) kernels: [&'static str; 3],
     pub(super) args: Vec<Arg<'a>>,
+    /// The places of sums of the form `A B^T` that are stored as they are: such a launch may be fused with the next one.
+    pub(super) stored: Option<Stored<'a>>,
+}
+
+/// The places of sums.
+#[derive(Clone, Copy)]
+pub(super) struct Stored<'a> {
+    to: Arg<'a>,
+    /// The summand, or the null pointer.
+    base: Arg<'a>,
 }
 
 impl RowsProduct<'_> {
@@ -410,7 +405,7 @@ impl RowsProduct<'_> {
         let layout = if let Kernel::SmallM(dtype) = kernel { Some(self.layout(on, dtype)) } else { None };
         if let Some(layout) = layout {
             args.extend(layout.args());
-            if epilogue.kernels[0] == ROWS_NT {
+            if epilogue.stored.is_some() {
                 args.extend(nothing_to_combine());
             }
         }
@@ -426,9 +421,33 @@ impl RowsProduct<'_> {
         let (source, name) = kernel.source_and_name(epilogue.kernels);
         let launch = kernel.launch(source, &name, grid, &args);
         let launch = Launch { shared: layout.map_or(launch.shared, |layout| layout.shared), ..launch };
+        let pending = epilogue.stored.and_then(|stored| self.pending(on, kernel, a, (launch.grid, stored)));
         // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
         // checks say; the epilogue is the caller's promise.
-        unsafe { on.gpu.launch(&launch) };
+        unsafe {
+            match pending {
+                Some(product) => on.gpu.launch_pending(&launch, Pending::Product(product)),
+                None => on.gpu.launch(&launch),
+            }
+        }
+    }
+
+    /// The product as it is declared where its kernel can be fused with the next one.
+    fn pending<'a>(
+        &'a self,
+        on: On<'_>,
+        kernel: Kernel,
+        a: &'a Tensor,
+        (grid, Stored { to, base }): ([usize; 3], Stored<'a>),
+    ) -> Option<PendingProduct<'a>> {
+        let kernel = match kernel {
+            Kernel::Vec => ProductKernel::Vec,
+            Kernel::SmallM(_) => ProductKernel::SmallM,
+            _ => return None,
+        };
+        let (columns, depth, b_is_bf16) = (self.columns, self.depth, self.b.dtype() == DType::BF16);
+        let gather = on.read_or_none(self.gather);
+        Some(PendingProduct { kernel, a: on.read(a), gather, b_is_bf16, columns, depth, to, base, grid })
     }
 
     /// What the arguments of every kernel begin with, for A as it is read, a list of tiles, the depth and the stride of B.
@@ -550,18 +569,21 @@ impl RowsProduct<'_> {
         }
         let is_bf16 = y.dtype() == DType::BF16;
         let kernels = match self.form {
-            Form::Nt => [ROWS_NT, "plain_rows_nt", "vec_rows_nt"],
+            Form::Nt => ["rows_nt", "plain_rows_nt", "vec_rows_nt"],
             _ => ["rows_nn", "plain_rows_nn", ""],
         };
-        let args = vec![on.write(y), on.read_or_none(base), is_bf16.into(), self.columns.into()];
+        let stored = Stored { to: on.write(y), base: on.read_or_none(base) };
+        let args = vec![stored.to, stored.base, is_bf16.into(), self.columns.into()];
         // SAFETY: the output has a row for each row of the groups.
         unsafe {
             if self.has_short_rows(on) {
                 let half = self.columns / 2;
                 let kernels = [kernels[0], kernels[1], "vec_both_nt"];
-                return Self { columns: half, pair: Some(half), ..*self }.run(on, &Epilogue { kernels, args });
+                let epilogue = Epilogue { kernels, args, stored: None };
+                return Self { columns: half, pair: Some(half), ..*self }.run(on, &epilogue);
             }
-            self.run(on, &Epilogue { kernels, args });
+            let stored = (self.form == Form::Nt).then_some(stored);
+            self.run(on, &Epilogue { kernels, args, stored });
         }
     }
 }

@@ -27,7 +27,7 @@ mod small_m_gemm;
 mod tile_list;
 mod wgrad;
 
-use moeworks_gpu::{Arg, DenseProduct, Gpu, Launch, Source};
+use moeworks_gpu::{Arg, DenseProduct, Gpu, Launch, Pending, Source};
 use moeworks_tensor::{DType, Element, Tensor};
 
 use crate::Context;
@@ -118,6 +118,26 @@ impl<'a> On<'a> {
         let launch = Launch { source, kernel, grid: [blocks, 1, 1], threads: THREADS, shared: 0, args };
         // SAFETY: the caller's promise.
         unsafe { self.gpu.launch(&launch) };
+    }
+}
+
+impl On<'_> {
+    /// Launches `blocks` blocks of [`THREADS`] threads of an operation that may be fused with the next one.
+    ///
+    /// # Safety
+    ///
+    /// That of [`Gpu::launch`].
+    unsafe fn launch_pending(
+        self,
+        source: &'static Source,
+        kernel: &str,
+        blocks: usize,
+        args: &[Arg<'_>],
+        pending: Pending<'_>,
+    ) {
+        let launch = Launch { source, kernel, grid: [blocks, 1, 1], threads: THREADS, shared: 0, args };
+        // SAFETY: the caller's promise.
+        unsafe { self.gpu.launch_pending(&launch, pending) };
     }
 }
 

@@ -7,7 +7,7 @@ use super::{On, THREADS, name};
 use crate::attention::AttentionShape;
 use crate::qkv_norm_rope_append::{Kept, Placing};
 use moeworks_gpu::sources::QKV_NORM_ROPE_APPEND;
-use moeworks_gpu::{Arg, Launch};
+use moeworks_gpu::{Arg, Launch, Pending, PendingQkvAppend};
 
 /// Elements of a row that a block has room for.
 const MAX_WIDTH: usize = 8192;
@@ -31,68 +31,102 @@ pub(crate) fn run(
     let mut queries = on.empty(q.shape(), q.dtype());
     let norms = how.norms.map(|norm| norm.map(|norm| on.f32s(norm)));
     let norm_width = |norm: &Option<Tensor>, x: &Tensor| norm.as_ref().map_or(x.cols(), Tensor::len);
-    let args = [
-        on.read(q),
-        on.read(k),
-        on.read(v),
-        on.write(&mut queries),
-        on.write(kept.keys),
-        on.write(kept.values),
-        on.read_or_none(norms[0].as_ref()),
-        on.read_or_none(norms[1].as_ref()),
-        norm_width(&norms[0], q).into(),
-        norm_width(&norms[1], k).into(),
-        how.eps.into(),
-        on.read(rotation.angles),
-        on.read(how.positions),
-        rotation.head_dim.into(),
-        rotation.start.into(),
-        rotation.half.into(),
-        rotation.is_interleaved.into(),
-        q.cols().into(),
-        k.cols().into(),
-        v.cols().into(),
-        (rows / kept.num_sequences).into(),
-        capacity.into(),
-        kept.held.into(),
-    ];
+    let append = PendingQkvAppend {
+        projections: [on.read(q), on.read(k), on.read(v)],
+        is_bf16: q.dtype() == DType::BF16,
+        to: [on.write(&mut queries), on.write(kept.keys), on.write(kept.values)],
+        norms: norms.each_ref().map(|norm| on.read_or_none(norm.as_ref())),
+        norm_widths: [norm_width(&norms[0], q), norm_width(&norms[1], k)],
+        eps: how.eps.into(),
+        angles: on.read(rotation.angles),
+        positions: on.read(how.positions),
+        head_dim: rotation.head_dim,
+        start: rotation.start.into(),
+        half: rotation.half.into(),
+        is_interleaved: rotation.is_interleaved.into(),
+        widths: [q, k, v].map(Tensor::cols),
+        rows,
+        rows_each: rows / kept.num_sequences,
+        capacity,
+        held: kept.held,
+    };
     let kernel = format!("qkv_norm_rope_append_{}", name(q.dtype()));
     let (grid, shared) = ([rows, 3, 1], 4 * [q, k, v].iter().map(|x| x.cols()).max().unwrap_or(0));
-    let launch = Launch { source: &QKV_NORM_ROPE_APPEND, kernel: &kernel, grid, threads: THREADS, shared, args: &args };
+    let args = &args(&append);
+    let launch = Launch { source: &QKV_NORM_ROPE_APPEND, kernel: &kernel, grid, threads: THREADS, shared, args };
     // SAFETY: a block reads a row of one of the three and writes it to its place, which is within what is kept; positions are those of
     // the table.
-    unsafe { on.gpu.launch(&launch) };
+    unsafe { on.gpu.launch_pending(&launch, Pending::QkvAppend(append)) };
     queries
+}
+
+/// The arguments of the kernel in its order.
+fn args<'a>(append: &PendingQkvAppend<'a>) -> [Arg<'a>; 23] {
+    let &PendingQkvAppend { projections: [q, k, v], to: [queries, keys, values], norms, norm_widths, .. } = append;
+    let [q_norm_width, k_norm_width] = norm_widths.map(Arg::from);
+    let [q_width, k_width, v_width] = append.widths.map(Arg::from);
+    [
+        q,
+        k,
+        v,
+        queries,
+        keys,
+        values,
+        norms[0],
+        norms[1],
+        q_norm_width,
+        k_norm_width,
+        append.eps,
+        append.angles,
+        append.positions,
+        append.head_dim.into(),
+        append.start,
+        append.half,
+        append.is_interleaved,
+        q_width,
+        k_width,
+        v_width,
+        append.rows_each.into(),
+        append.capacity.into(),
+        append.held.into(),
+    ]
 }
 
 /// The arguments of a kernel that does this beside its own work.
 pub(super) type Placed = [Arg<'static>; 16];
 
-/// Of one token of each sequence, in bf16: if that would be launched next, and makes the queries, the last key and the last value of so
-/// shaped an attention, it is not launched, and who asks for it does it.
+/// The operation of one token of each sequence, in bf16, if it would be launched next and makes the queries, the last key and the last value
+/// `qkv` of an attention of this shape: it is not launched, and the caller's kernel does it.
 pub(super) fn take(on: On<'_>, qkv: [Arg<'_>; 3], shape: &AttentionShape) -> Option<Placed> {
-    if shape.seq_len != 1 {
-        return None;
-    }
+    let (append, _) = on.gpu.fuse_with_last(|pending| match pending {
+        Pending::QkvAppend(append) => (append.to == qkv && is_for(&append, shape)).then_some(append),
+        _ => None,
+    })?;
+    let PendingQkvAppend { projections: [q, k, v], to: [queries, keys, values], norms: [q_norm, k_norm], .. } = append;
+    let [q_norm_width, k_norm_width] = append.norm_widths.map(Arg::from);
+    let (angles, positions) = (append.angles, append.positions);
+    let of_norms = [q_norm, k_norm, q_norm_width, k_norm_width, append.eps];
+    let mut placed = [Arg::none(); 16];
+    placed[..6].copy_from_slice(&[q, k, v, queries, keys, values]);
+    placed[6..11].copy_from_slice(&of_norms);
+    placed[11..].copy_from_slice(&[angles, positions, append.start, append.half, append.is_interleaved]);
+    Some(placed)
+}
+
+/// Whether it places one token of each sequence of an attention, in bf16, with norms of whole rows or of heads.
+fn is_for(append: &PendingQkvAppend<'_>, shape: &AttentionShape) -> bool {
     let widths =
         [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim];
-    let node = on.gpu.fuse_with_last(|node| {
-        let number = |at: usize| node.args[at].number() as usize;
-        // Norms of whole rows or of heads.
-        let is_known = |norm: usize, width: usize| {
-            node.args[norm] == Arg::none() || [width, shape.head_dim].contains(&number(norm + 2))
-        };
-        node.kernel == "qkv_norm_rope_append_bf16"
-            && node.grid[0] == shape.batch
-            && node.args[3..6] == qkv
-            && [17, 18, 19].map(number) == widths
-            && [number(13), number(20)] == [shape.head_dim, 1]
-            && [number(21), number(22) + 1] == [shape.kv_capacity, shape.kv_len]
-            && is_known(6, widths[0])
-            && is_known(7, widths[1])
-    })?;
-    let mut placed = [Arg::none(); 16];
-    placed[..13].copy_from_slice(&node.args[..13]);
-    placed[13..].copy_from_slice(&node.args[14..17]);
-    Some(placed)
+    let is_known = |index: usize| {
+        let width = append.norm_widths[index];
+        append.norms[index] == Arg::none() || [widths[index], shape.head_dim].contains(&width)
+    };
+    append.is_bf16
+        && (shape.seq_len, append.rows_each) == (1, 1)
+        && append.rows == shape.batch
+        && append.widths == widths
+        && append.head_dim == shape.head_dim
+        && (append.capacity, append.held + 1) == (shape.kv_capacity, shape.kv_len)
+        && is_known(0)
+        && is_known(1)
 }

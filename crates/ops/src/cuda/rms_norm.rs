@@ -5,7 +5,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::{On, THREADS, WARPS, elementwise, name};
 use crate::linear::Write;
 use moeworks_gpu::sources::{GROUPED, RMS_NORM};
-use moeworks_gpu::{Arg, CapturedLaunch, Launch};
+use moeworks_gpu::{Launch, Pending, PendingNorm};
 
 /// Rows that get a block each: more keep a GPU busy by warps. (512 rows of 2,048 by warps took an H100 14 us, 256 by blocks 5.)
 const FEW: usize = 4096;
@@ -19,33 +19,42 @@ pub(crate) fn forward(on: On<'_>, x: &Tensor, weight: &Tensor, eps: f32, out: DT
     let (mut y, mut inv_rms) = (on.empty(x.shape(), out), on.empty(&[rows], DType::F32));
     let kernel = format!("rms_norm_{}_{}", name(x.dtype()), name(out));
     let weight = on.f32s(weight);
-    let args =
-        [on.read(x), on.read(&weight), eps.into(), on.write(&mut y), on.write(&mut inv_rms), rows.into(), width.into()];
-    if combine_and_norm(on, (x, out), &args) {
+    let norm = PendingNorm {
+        x: on.read(x),
+        x_is_bf16: x.dtype() == DType::BF16,
+        weight: on.read(&weight),
+        eps: eps.into(),
+        y: on.write(&mut y),
+        y_is_bf16: out == DType::BF16,
+        inv_rms: on.write(&mut inv_rms),
+        rows,
+        width,
+    };
+    if combine_and_norm(on, x, &norm) {
         return (y, inv_rms);
     }
+    let args = [norm.x, norm.weight, norm.eps, norm.y, norm.inv_rms, rows.into(), width.into()];
     let blocks = if rows <= FEW { rows } else { rows.div_ceil(WARPS) };
     // SAFETY: a warp or a block reads and writes its row of `rows` by `width` elements.
-    unsafe { on.launch(&RMS_NORM, &kernel, blocks, &args) };
+    unsafe { on.launch_pending(&RMS_NORM, &kernel, blocks, &args, Pending::Norm(norm)) };
     (y, inv_rms)
 }
 
-/// Launches the kernel that combines experts' rows and norms the sums, instead of the one that would be launched next if it makes `x`. One row is
-/// left to the product that takes its norm ([`fused_norm`](super::fused_norm)).
-fn combine_and_norm(on: On<'_>, (x, out): (&Tensor, DType), norm: &[Arg<'_>; 7]) -> bool {
-    let [from, weight, eps, y, inv_rms, rows, width] = *norm;
-    let (rows, width) = (rows.number() as usize, width.number() as usize);
+/// Launches the kernel that combines experts' rows and norms the sums, instead of the combination that would be launched next if that makes
+/// the rows `x` of the norm. One row is left to the product that takes its norm ([`fused_norm`](super::fused_norm)).
+fn combine_and_norm(on: On<'_>, x: &Tensor, norm: &PendingNorm<'_>) -> bool {
+    let PendingNorm { weight, eps, y, y_is_bf16, inv_rms, rows, width, .. } = *norm;
     let is_kept = (2..=FEW).contains(&rows) && width.is_multiple_of(8) && width <= MAX_KEPT && x.dtype() == DType::F32;
-    // (outputs, is_bf16, token_rows, row_weights, base, y, choices, width): experts.rs.
-    let is_combined =
-        |node: &CapturedLaunch| node.kernel == "combine_rows" && node.args[5] == from && node.grid[0] == rows;
-    let Some(combined) = is_kept.then(|| on.gpu.fuse_with_last(is_combined)).flatten() else { return false };
-    let args: Vec<_> =
-        combined.args.into_iter().chain([weight, eps, y, (out == DType::BF16).into(), inv_rms]).collect();
+    let take = |pending| match pending {
+        Pending::Combine(combine) => (is_kept && combine.y == norm.x && combine.tokens == rows).then_some(()),
+        _ => None,
+    };
+    let Some(((), combined)) = on.gpu.fuse_with_last(take) else { return false };
+    let args: Vec<_> = combined.args.into_iter().chain([weight, eps, y, y_is_bf16.into(), inv_rms]).collect();
     let (grid, shared) = ([rows, 1, 1], width * 4);
     let kernel = "combine_rows_normed";
     let launch = Launch { source: &GROUPED, kernel, grid, threads: THREADS, shared, args: &args };
-    // SAFETY: as of both: a block writes its token's row of sums and of what is normed.
+    // SAFETY: that of both: a block writes its token's row of sums and of what is normed.
     unsafe { on.gpu.launch(&launch) };
     true
 }

@@ -6,7 +6,6 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::place;
 use super::tile_list::{listed_height, num_tiles};
 use super::{On, THREADS, WARPS, double, fused_norm};
 use crate::counting_sort::SortedChoices;
@@ -15,7 +14,7 @@ use crate::late::Late;
 use crate::score_top_k::{ScoreRule, Scored, ScoredGrads};
 use crate::top_k::{ChoiceSums, ScoreGrads, ScoreSums, TopK};
 use moeworks_gpu::sources::{ROUTE_FEW, ROUTER, SCORES};
-use moeworks_gpu::{Arg, CapturedLaunch, Launch};
+use moeworks_gpu::{Arg, CapturedLaunch, Launch, Pending, PendingProduct, ProductKernel};
 
 /// Rows that one block adds up, as on the CPU.
 const ROWS_EACH: usize = 128;
@@ -69,34 +68,43 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     TopK { probs: logits, ids, weights, lse, sums, sorted: sorted.map(FewChoices::sorted) }
 }
 
-/// The product that makes these logits, if it would be launched next: it is not, and who asks for it does it.
-fn product_of(on: On<'_>, logits: Arg<'_>) -> Option<CapturedLaunch> {
-    on.gpu.fuse_with_last(|node| {
-        let is_product = node.kernel == "vec_rows_nt" && node.grid[1] <= MAX_DECIDED / WARPS;
-        let has = |place: usize, arg: Arg<'_>| node.args[place] == arg;
-        is_product && has(place::TO, logits) && has(place::GATHER, Arg::none()) && has(place::B_IS_BF16, false.into())
-    })
+/// A product that makes logits, and its launch, which was taken back.
+struct LogitsProduct {
+    product: PendingProduct<'static>,
+    launch: CapturedLaunch,
+}
+
+/// The product that makes these logits, if it would be launched next: it is not, and the caller's kernel does it.
+fn product_of(on: On<'_>, logits: Arg<'_>) -> Option<LogitsProduct> {
+    let is_wanted = |product: &PendingProduct<'_>| {
+        let is_few = product.kernel == ProductKernel::Vec && product.grid[1] <= MAX_DECIDED / WARPS;
+        is_few && product.to == logits && product.gather == Arg::none() && !product.b_is_bf16
+    };
+    let taken = on.gpu.fuse_with_last(|pending| match pending {
+        Pending::Product(product) => Some(product).filter(is_wanted),
+        _ => None,
+    });
+    taken.map(|(product, launch)| LogitsProduct { product, launch })
 }
 
 /// A router's whole decision for few rows, with the product that makes its logits, and the norm that makes what is multiplied if that would
 /// be launched next.
-fn decide_for_few(on: On<'_>, product: Option<CapturedLaunch>, rows: usize, decision: &[Arg<'_>]) {
-    let Some(product) = product else {
+fn decide_for_few(on: On<'_>, product: Option<LogitsProduct>, rows: usize, decision: &[Arg<'_>]) {
+    let Some(LogitsProduct { product, launch }) = product else {
         // SAFETY: a warp of the one block reads and writes its row of each; of choices as `sort_few_choices`.
         return unsafe { on.launch(&ROUTER, "decide_for_few", 1, decision) };
     };
-    let shared = rows * product.args[place::DEPTH].number() as usize * 4;
+    let shared = rows * product.depth * 4;
     let norm = if rows <= MAX_NORMED_ROWS && shared <= MAX_NORMED_BYTES {
-        fused_norm::take(on, product.args[place::A], rows)
+        fused_norm::take(on, product.a, rows)
     } else {
         None
     };
     let shared = if norm.is_some() { shared } else { 0 };
-    let columns = product.args[place::COLUMNS].number() as usize;
-    let grid = [columns.div_ceil(ROUTE_COLUMNS), product.grid[1], 1];
+    let grid = [product.columns.div_ceil(ROUTE_COLUMNS), product.grid[1], 1];
     let counters = on.gpu.counters(on.ctx.pool());
     let mut args = norm.unwrap_or_else(fused_norm::nothing).to_vec();
-    args.extend(product.args);
+    args.extend(launch.args);
     args.extend_from_slice(decision);
     args.push(on.read(&counters));
     let launch = Launch { source: &ROUTE_FEW, kernel: "route_few", grid, threads: THREADS, shared, args: &args };
