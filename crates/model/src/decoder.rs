@@ -5,6 +5,7 @@
 //! the last to the first and runs each block's weight-gradient task as soon as the block's input gradient is known.
 
 mod checks;
+mod ragged;
 mod training;
 
 use std::sync::Arc;
@@ -166,7 +167,8 @@ impl Decoder {
         let encoder_output = self.encoder.as_ref().map(encode).transpose()?;
         let before = self.config().num_encoder_layers();
         let sequences = Sequences::whole(batch.num_sequences, batch.seq_len);
-        let pass = self.pass(ctx, weights, Mode::Infer, sequences, Ids::Known(batch.inputs), encoder_output);
+        let mut pass = self.pass(ctx, weights, Mode::Infer, sequences, Ids::Known(batch.inputs), encoder_output);
+        self.stage.set_documents(&mut pass, batch);
         let mut watch = |index: usize, saved: &MoeSaved| watch(before + index, saved);
         let x = self.hidden(&pass, weights, Ids::Known(batch.inputs), None, Some(&mut watch));
         let loss = self.stage.head_loss(ctx, weights, &x, batch.targets);
@@ -185,11 +187,12 @@ impl Decoder {
         mode: Mode,
         hook: RoutingHook<'_>,
     ) -> Result<(), BatchError> {
-        self.stage.check_shape(&TokenBatch { targets: batch.inputs, ..*batch })?;
+        self.stage.check_batch(&TokenBatch { targets: batch.inputs, ..*batch })?;
         let gathered = self.stage.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
         let (ids, sequences) = (Ids::Known(batch.inputs), Sequences::whole(batch.num_sequences, batch.seq_len));
-        let pass = self.pass(ctx, weights, mode.without_backward(), sequences, ids, None);
+        let mut pass = self.pass(ctx, weights, mode.without_backward(), sequences, ids, None);
+        self.stage.set_documents(&mut pass, batch);
         self.hidden(&pass, weights, ids, None, Some(hook));
         Ok(())
     }

@@ -11,6 +11,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::config::ModelConfig;
 use crate::layers::EncoderOutput;
+use crate::paged_kv_cache::PagedLayer;
 
 /// Rows that a layer's cache has room for at first; without a window it doubles when full.
 const FIRST_CAPACITY: usize = 64;
@@ -20,6 +21,14 @@ pub struct KvCache {
     layers: Vec<LayerCache>,
     num_sequences: usize,
     encoder_output: Option<EncoderOutput>,
+}
+
+/// The keys and values of a layer that the tokens of a pass are added to.
+pub(crate) enum LayerKv<'a> {
+    /// Sequences that grow together.
+    Growing(&'a mut LayerCache),
+    /// Sequences in blocks, of any lengths.
+    Paged(&'a mut PagedLayer),
 }
 
 /// What is kept of a sequence in one layer, or of several that are equally long.
@@ -90,8 +99,8 @@ impl KvCache {
     }
 
     /// The caches of the layers.
-    pub(crate) fn layers_mut(&mut self) -> &mut [LayerCache] {
-        &mut self.layers
+    pub(crate) fn layers_mut(&mut self) -> Vec<LayerKv<'_>> {
+        self.layers.iter_mut().map(LayerKv::Growing).collect()
     }
 
     /// The sources that the texts answer, in a model with an encoder.

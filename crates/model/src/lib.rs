@@ -17,6 +17,7 @@ mod kv_cache;
 mod layers;
 mod losses;
 mod mode;
+mod paged_kv_cache;
 mod pass;
 mod pass_order;
 mod rope_tables;
@@ -44,7 +45,10 @@ pub use kv_cache::KvCache;
 pub use layers::{EncoderOutput, ResidualStream, WeightGradTask, WeightGradTasks, WeightGrads};
 pub use losses::{LossValues, RouterLoss, router_losses};
 pub use mode::Mode;
-pub use pass::{BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, TokenBatch};
+pub use paged_kv_cache::PagedKvCache;
+pub use pass::{
+    BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, SequencePart, TokenBatch, WantedLogits,
+};
 pub use pass_order::{PassAction, PassOrder};
 pub use scan::{NotFinite, WeightCheck};
 pub use sharding::{HeldPart, Sharding};

@@ -62,6 +62,34 @@ impl<'a> TokenBatch<'a> {
     }
 }
 
+/// The next tokens of a sequence in a pass over sequences of different lengths.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SequencePart<'a> {
+    /// The tokens, at least one.
+    pub ids: &'a [u32],
+    /// The position of the first of them: tokens of the sequence before it, whose keys and values are in the blocks.
+    pub start: usize,
+    /// The blocks of the sequence in the cache, in the order of its tokens. Blocks before that of the first token may be those of other
+    /// sequences, too.
+    pub blocks: &'a [u32],
+    /// The adapter to compute with. There is none yet.
+    pub adapter: Option<u32>,
+    /// The tokens whose logits are wanted.
+    pub logits: WantedLogits,
+}
+
+/// The tokens of a sequence whose logits are wanted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WantedLogits {
+    /// None, as in the middle of a prompt.
+    None,
+    /// The last one.
+    #[default]
+    Last,
+    /// All of them.
+    All,
+}
+
 /// The auxiliary loss that balances the experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -333,6 +361,51 @@ pub enum BatchError {
         /// Tokens of the batch.
         num_tokens: usize,
     },
+    /// A sequence without blocks for all its tokens.
+    #[error(
+        "sequence {sequence} has {num_blocks} blocks of {block_len} tokens, but {num_tokens} tokens with those of this pass"
+    )]
+    FewBlocks {
+        /// The sequence in the pass.
+        sequence: usize,
+        /// Its blocks.
+        num_blocks: usize,
+        /// Tokens of a block.
+        block_len: usize,
+        /// Its tokens.
+        num_tokens: usize,
+    },
+    /// A block that the cache does not have.
+    #[error("sequence {sequence}: block {block} is not one of the cache's {num_blocks}")]
+    NoBlock {
+        /// The sequence in the pass.
+        sequence: usize,
+        /// The block.
+        block: u32,
+        /// Blocks of the cache.
+        num_blocks: usize,
+    },
+    /// Two sequences of a pass with the same block, of which one writes into it.
+    #[error("sequence {sequence} writes into block {block}, which sequence {other} writes into or reads")]
+    SharedBlock {
+        /// The sequence that writes.
+        sequence: usize,
+        /// The block.
+        block: u32,
+        /// The other sequence.
+        other: usize,
+    },
+    /// An adapter that was not loaded.
+    #[error("sequence {sequence}: there is no adapter {adapter}")]
+    NoAdapter {
+        /// The sequence in the pass.
+        sequence: usize,
+        /// The adapter.
+        adapter: u32,
+    },
+    /// A model whose passes hold sequences of one length alone.
+    #[error("sequences of different lengths in one pass: {0}")]
+    NotRagged(&'static str),
     /// A model that cannot keep the pieces of a sequence separate.
     #[error("sequences of several documents that do not see each other: {0}")]
     NoSegments(&'static str),

@@ -20,16 +20,17 @@ pub(crate) use self::training::TrainingPass;
 pub use self::training::{GradTarget, LayerDone, StageBackward, StageForward, StageOutputGrads, StageSaved};
 use crate::config::{ModelConfig, PositionKind};
 use crate::gather::{Gather, after};
-use crate::kv_cache::LayerCache;
+use crate::kv_cache::LayerKv;
 use crate::layers::attention::{AttentionBlock, WRONG_KIND};
 use crate::layers::cross::CrossBlock;
 use crate::layers::feed_forward::FeedForwardBlock;
 use crate::layers::layer::{Layer, NextLayer, ResidualStream};
 use crate::layers::norm::Norm;
+use crate::layers::pieces::Pieces;
 use crate::layers::relative::Relative;
 use crate::layers::{EncoderOutput, Pass, RouterRules, Sequences};
 use crate::mode::Mode;
-use crate::pass::PassOptions;
+use crate::pass::{PassOptions, TokenBatch};
 use crate::rope_tables::RopeTables;
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::{DecoderWeights, LayerWeights, WeightGroup, WeightPlace, WeightRole, WeightSpec, WeightTable};
@@ -269,6 +270,20 @@ impl Stage {
         pass
     }
 
+    /// Makes the tokens of a pass those of `pieces`.
+    pub(crate) fn set_pieces(&self, pass: &mut Pass<'_>, pieces: Pieces) {
+        pass.positions = pieces.positions(pass.ctx);
+        pass.rope = self.rope.get(&self.config, pieces.longest_end());
+        pass.pieces = Some(pieces);
+    }
+
+    /// Keeps the pieces of a batch's sequences separate in a pass.
+    pub(crate) fn set_documents(&self, pass: &mut Pass<'_>, batch: &TokenBatch<'_>) {
+        if batch.has_pieces() {
+            self.set_pieces(pass, Pieces::documents(batch.segments));
+        }
+    }
+
     /// The stream behind the stage's last layer in a pass that keeps nothing. `caches` are those of the whole model's layers; `hook` sees
     /// what each MoE layer decided.
     pub(crate) fn forward_layers(
@@ -276,12 +291,12 @@ impl Stage {
         pass: &Pass<'_>,
         weights: &DecoderWeights,
         mut stream: ResidualStream,
-        caches: Option<&mut [LayerCache]>,
+        caches: Option<Vec<LayerKv<'_>>>,
         mut hook: Option<RoutingHook<'_>>,
     ) -> ResidualStream {
         let end = self.part.layers.end;
         let whole = |index: usize| self.whole_layer(pass.ctx, weights, index, after(index, end));
-        let mut caches = caches.map(|caches| caches[self.part.layers.clone()].iter_mut());
+        let mut caches = caches.map(|caches| caches.into_iter().skip(self.part.layers.start));
         for (place, layer) in self.layers.iter().enumerate() {
             let w = whole(layer.index);
             let next_weights = || whole(layer.index + 1);

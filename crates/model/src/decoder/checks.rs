@@ -25,11 +25,6 @@ impl Decoder {
             (None, []) => {}
             (Some(_), _) => self.check_sources(&batch.source_batch())?,
         }
-        if self.encoder.is_some() && batch.has_pieces() {
-            self.stage.check_shape(batch)?;
-            batch.check_segments()?;
-            return Err(BatchError::NoSegments("a model with an encoder answers one source each"));
-        }
         self.stage.check_batch(batch)
     }
 
@@ -47,6 +42,11 @@ impl Decoder {
     #[must_use]
     pub fn room(&self, len: usize) -> usize {
         self.stage.room(len)
+    }
+
+    /// Refuses the ids of a prompt that the vocabulary does not have.
+    pub fn check_prompt(&self, ids: &[u32]) -> Result<(), BatchError> {
+        self.stage.check_ids("prompt", ids)
     }
 
     /// Refuses a sequence of `len` tokens that is longer than the positions reach.

@@ -4,8 +4,9 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{
-    AttentionShape, attention_backward, attention_biased, attention_biased_backward, attention_with_sinks,
-    sinks_backward,
+    AttentionHeads, AttentionInputs as RaggedInputs, AttentionOutput, AttentionShape, RaggedShape, attention_backward,
+    attention_biased, attention_biased_backward, attention_ragged, attention_ragged_backward, attention_with_sinks,
+    sinks_backward, sinks_ragged_backward,
 };
 use moeworks_ops::elementwise::{self, into_type};
 use moeworks_ops::linear::{Write, linear_backward_input, linear_onto};
@@ -17,7 +18,8 @@ use super::latent::{Latent, LatentGradTask, LatentSaved};
 use super::norm::{Norm, NormBackward};
 use super::projection::{project_grads, project_summed};
 use crate::config::ModelConfig;
-use crate::kv_cache::LayerCache;
+use crate::kv_cache::{LayerCache, LayerKv};
+use crate::paged_kv_cache::PagedLayer;
 use crate::split::TensorSplit;
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::{AttentionInputs, AttentionWeights, LayerWeights};
@@ -131,18 +133,20 @@ impl AttentionBlock {
         pass: &Pass<'_>,
         weights: &LayerWeights,
         x: &Tensor,
-        cache: Option<&mut LayerCache>,
+        cache: Option<LayerKv<'_>>,
     ) -> (Tensor, Option<AttentionSaved>) {
         let w = &weights.attention;
         let (normed, norm) = self.normed(pass, weights, x);
         if let Some(cache) = cache {
-            let o = self.attend_cached(pass, w, &normed, cache);
+            let o = match cache {
+                LayerKv::Growing(cache) => self.attend_cached(pass, w, &normed, cache),
+                LayerKv::Paged(layer) => self.attend_paged(pass, w, &normed, layer),
+            };
             return (self.output(pass, w, &o, x), None);
         }
         let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
         let [q, k, v] = &qkv;
-        let len = pass.sequences.len;
-        let (o, lse) = attend(pass, (q, k, v), w.sinks.as_ref(), &self.shape(pass, len, len));
+        let (o, lse) = self.attend_own(pass, (q, k, v), w.sinks.as_ref());
         let y = self.output(pass, w, &o, x);
         let saved = AttentionSaved { x: x.clone(), norm, normed, inputs, qkv, o, lse };
         (y, pass.mode.keeps_for_backward().then_some(saved))
@@ -164,9 +168,80 @@ impl AttentionBlock {
         }
     }
 
+    /// Attention among the tokens of the pass, each sequence or piece for itself.
+    fn attend_own(
+        &self,
+        pass: &Pass<'_>,
+        (q, k, v): (&Tensor, &Tensor, &Tensor),
+        sinks: Option<&Tensor>,
+    ) -> (Tensor, Tensor) {
+        let Some(pieces) = &pass.pieces else {
+            let len = pass.sequences.len;
+            return attend(pass, (q, k, v), sinks, &self.shape(pass, len, len));
+        };
+        let sequences = pieces.own_sequences();
+        let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
+        let AttentionOutput { o, lse } = attention_ragged(pass.ctx, RaggedInputs { q, k, v, sinks }, &shape);
+        (o, lse)
+    }
+
+    /// The heads' results for `normed [T, D]`, the next tokens of sequences in blocks, which they are written to.
+    fn attend_paged(&self, pass: &Pass<'_>, w: &AttentionWeights, normed: &Tensor, layer: &mut PagedLayer) -> Tensor {
+        let pieces = pass.pieces.as_ref().expect("a paged pass has pieces");
+        match (&self.inputs, &w.inputs) {
+            (Inputs::Heads(heads), AttentionInputs::Heads(inputs)) => {
+                let ([q, k, v], _) = heads.forward(pass, inputs, normed);
+                layer.write(pass.ctx, &[&k, &v], pieces.runs());
+                let [keys, values] = layer.kept() else { unreachable!("keys and values were written") };
+                let sequences = pieces.paged_sequences();
+                let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
+                let inputs = RaggedInputs { q: &q, k: keys, v: values, sinks: w.sinks.as_ref() };
+                attention_ragged(pass.ctx, inputs, &shape).o
+            }
+            (Inputs::Latent(latent), AttentionInputs::Latent(inputs)) => {
+                latent.forward_paged(pass, inputs, normed, layer, (self.heads(), w.sinks.as_ref()))
+            }
+            _ => panic!("{WRONG_KIND}"),
+        }
+    }
+
+    /// The sizes that sequences of all lengths share.
+    fn heads(&self) -> AttentionHeads {
+        let Self { num_heads, num_kv_heads, head_dim, value_dim, window, scale, .. } = *self;
+        AttentionHeads { num_heads, num_kv_heads, head_dim, value_dim, window, scale }
+    }
+
     fn normed(&self, pass: &Pass<'_>, weights: &LayerWeights, x: &Tensor) -> (Tensor, Tensor) {
         let dtype = weights.attention.o.weight.dtype().of_activations();
         self.norm.forward(pass.ctx, &weights.attention_norm, x, dtype)
+    }
+
+    /// The gradients of queries, keys and values by [`attend_own`](Self::attend_own), and of what relative positions add to scores. Those
+    /// of sinks, given with where they go, are written.
+    fn attend_own_backward(
+        &self,
+        pass: &Pass<'_>,
+        d_o: &Tensor,
+        [q, k, v]: &[Tensor; 3],
+        output: &AttentionOutput,
+        (sinks, write): (Option<(&Tensor, &mut Tensor)>, Write),
+    ) -> ([Tensor; 3], Option<Vec<f32>>) {
+        let (ctx, AttentionOutput { o, lse }) = (pass.ctx, output);
+        let Some(pieces) = &pass.pieces else {
+            let shape = self.shape(pass, pass.sequences.len, pass.sequences.len);
+            if let Some((sinks, d_sinks)) = sinks {
+                sinks_backward(ctx, d_o, (o, lse), sinks, (&shape, write), d_sinks);
+            }
+            return attend_backward(pass, d_o, (q, k, v), (o, lse), &shape);
+        };
+        let sequences = pieces.own_sequences();
+        let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
+        let inputs = RaggedInputs { q, k, v, sinks: sinks.as_ref().map(|(sinks, _)| *sinks) };
+        let grads = attention_ragged_backward(ctx, d_o, inputs, output, &shape);
+        if let Some((sinks, d_sinks)) = sinks {
+            sinks_ragged_backward(ctx, d_o, output, sinks, (&shape, write), d_sinks);
+        }
+        ([grads.dq, grads.dk, grads.dv], None)
     }
 
     /// What heads found, brought back to the residual stream.
@@ -196,12 +271,10 @@ impl AttentionBlock {
         // Products with it round it; rounded once it is half as much to read.
         let d_block = into_type(ctx, scaled(ctx, dy, self.residual_multiplier), w.o.weight.dtype());
         let d_o = linear_backward_input(ctx, &d_block, &w.o.weight, w.o.weight.dtype());
-        let shape = self.shape(pass, pass.sequences.len, pass.sequences.len);
-        let [q, k, v] = &qkv;
-        if let (Some(sinks), Some(d_sinks)) = (&w.sinks, &mut grads.attention.sinks) {
-            sinks_backward(ctx, &d_o, (&o, &lse), sinks, (&shape, write), d_sinks);
-        }
-        let (d_qkv, bias) = attend_backward(pass, &d_o, (q, k, v), (&o, &lse), &shape);
+        let sinks = w.sinks.as_ref().zip(grads.attention.sinks.as_mut());
+        let output = AttentionOutput { o, lse };
+        let (d_qkv, bias) = self.attend_own_backward(pass, &d_o, &qkv, &output, (sinks, write));
+        let AttentionOutput { o, .. } = output;
         drop(d_o);
         let inputs_grads = &mut grads.attention.inputs;
         let (mut d_normed, inputs) = self.inputs.backward(pass, w, (normed, inputs), d_qkv, write, inputs_grads);

@@ -10,7 +10,9 @@
 
 use std::borrow::Cow;
 
-use moeworks_ops::attention::{AttentionShape, is_for_host};
+use moeworks_ops::attention::{
+    AttentionHeads, AttentionInputs as RaggedInputs, AttentionShape, RaggedShape, attention_ragged, is_for_host,
+};
 use moeworks_ops::columns::{Blocks, Columns, add_columns, copy_columns};
 use moeworks_ops::elementwise::copy_rows;
 use moeworks_ops::heads::{HeadParts, linear_by_head, transposed_linear_by_head};
@@ -25,6 +27,7 @@ use super::attention::attend;
 use super::projection::{attended_type, matrix_grad, project, project_grads};
 use crate::config::LatentAttention;
 use crate::kv_cache::LayerCache;
+use crate::paged_kv_cache::PagedLayer;
 use crate::weights::LatentWeights;
 
 /// Makes queries, keys and values.
@@ -129,15 +132,53 @@ impl Latent {
         let row = self.row_dim();
         let shape = AttentionShape { num_kv_heads: 1, head_dim: row, value_dim: row, ..shape(held, cache.capacity()) };
         let (sums, _) = attend(pass, (&q, kept, kept), sinks, &shape);
+        self.widened_sums(place, &sums, kv)
+    }
+
+    /// The heads' results for `normed [T, D]`, the next tokens of sequences in blocks, which they are written to: `[T, H w]`. `heads` are
+    /// those of keys and values as they are widened.
+    pub(super) fn forward_paged(
+        &self,
+        pass: &Pass<'_>,
+        w: &LatentWeights,
+        normed: &Tensor,
+        layer: &mut PagedLayer,
+        (heads, sinks): (AttentionHeads, Option<&Tensor>),
+    ) -> Tensor {
+        let (ctx, pieces) = (pass.ctx, pass.pieces.as_ref().expect("a paged pass has pieces"));
+        let (q, _) = self.queries(pass, w, normed);
+        let (kv, key) = self.narrowed(pass, w, normed);
+        let row = self.joined(ctx, (&kv.normed, &key));
+        // Kept on the GPU all of it would come to the host for each token.
+        let place = &if is_for_host(ctx, row.cols(), row.dtype()) { ctx.on_host() } else { ctx.clone() };
+        layer.write(place, &[&row], pieces.runs());
+        let is_cheaper_wide = pieces.all(|count, held| self.should_widen(count, held));
+        if pieces.begin_here() && is_cheaper_wide && !ctx.is_batch_invariant() {
+            let (k, v) = self.widened(ctx, w, (&kv.normed, &key));
+            let sequences = pieces.own_sequences();
+            let shape = RaggedShape { heads, sequences: &sequences };
+            return attention_ragged(ctx, RaggedInputs { q: &q, k: &k, v: &v, sinks }, &shape).o;
+        }
+        let kv = &*numbers_of_kv(place, w, q.dtype());
+        let (q, kept, dim) = (self.narrow_queries(place, &q, kv), &layer.kept()[0], self.row_dim());
+        let heads = AttentionHeads { num_kv_heads: 1, head_dim: dim, value_dim: dim, ..heads };
+        let sequences = pieces.paged_sequences();
+        let shape = RaggedShape { heads, sequences: &sequences };
+        let sums = attention_ragged(ctx, RaggedInputs { q: &q, k: kept, v: kept, sinks }, &shape).o;
+        self.widened_sums(place, &sums, kv)
+    }
+
+    /// What heads summed up of narrow vectors, as values: `[T, H w]`.
+    fn widened_sums(&self, place: &Context, sums: &Tensor, kv: &Tensor) -> Tensor {
         let mut o = place.empty_there(&[sums.rows(), self.num_heads * self.value_dim], sums.dtype());
         let parts = HeadParts {
             count: self.num_heads,
-            x: Columns { start: 0, step: row },
+            x: Columns { start: 0, step: self.row_dim() },
             w: self.wide_columns(self.sizes.plain_dim),
             num_rows: self.value_dim,
             y: Columns { start: 0, step: self.value_dim },
         };
-        linear_by_head(place, &sums, kv, &parts, &mut o);
+        linear_by_head(place, sums, kv, &parts, &mut o);
         o
     }
 

@@ -11,7 +11,7 @@ use super::attention::{AttentionBlock, AttentionSaved};
 use super::cross::{CrossBlock, CrossSaved, EncodedGrad};
 use super::feed_forward::{FeedForwardBlock, FeedForwardOutputGrads, FeedForwardSaved};
 use super::weight_grads::{BlockGradTask, TaskSink};
-use crate::kv_cache::LayerCache;
+use crate::kv_cache::LayerKv;
 use crate::weights::LayerWeights;
 
 /// Experts are predicted for at most so many tokens: more of them go to most experts of a layer.
@@ -132,7 +132,7 @@ impl Layer {
         pass: &Pass<'_>,
         w: &LayerWeights,
         stream: &ResidualStream,
-        cache: Option<&mut LayerCache>,
+        cache: Option<LayerKv<'_>>,
         next: Option<NextLayer<'_, '_>>,
     ) -> (ResidualStream, LayerSaved) {
         let (mut middle, attention) = self.attention.forward(pass, w, &stream.x, cache);

@@ -11,6 +11,7 @@ mod latent;
 pub(crate) mod layer;
 pub(crate) mod norm;
 mod pass;
+pub(crate) mod pieces;
 mod projection;
 pub(crate) mod relative;
 pub(crate) mod weight_grads;

@@ -11,6 +11,7 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use super::cross::EncoderOutput;
 use super::layer::Flow;
+use super::pieces::Pieces;
 use super::relative::Relative;
 use crate::mode::Mode;
 use crate::pass::{PassOptions, RouterNoise};
@@ -126,6 +127,8 @@ pub(crate) struct Pass<'a> {
     /// The rules of the pass, and whether a backward pass follows.
     pub(crate) mode: Mode,
     pub(crate) sequences: Sequences,
+    /// The pieces that do not see each other, where these are not the sequences.
+    pub(crate) pieces: Option<Pieces>,
     /// `[T]` u32: the position of each token in its sequence.
     pub(crate) positions: Tensor,
     /// The rotary table; none without a rotary embedding.
@@ -147,6 +150,7 @@ impl<'a> Pass<'a> {
         Self {
             ctx,
             mode,
+            pieces: None,
             positions: sequences.positions(ctx),
             rope: None,
             relative: None,

@@ -11,9 +11,9 @@ impl Stage {
     pub(crate) fn check_batch(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
         self.check_shape(batch)?;
         batch.check_segments()?;
-        match batch.has_pieces() {
-            true => Err(BatchError::NoSegments("this version does not compute them yet")),
-            false => Ok(()),
+        match self.why_not_ragged().filter(|_| batch.has_pieces()) {
+            Some(reason) => Err(BatchError::NoSegments(reason)),
+            None => Ok(()),
         }
     }
 
@@ -35,6 +35,18 @@ impl Stage {
             Some(index) => Err(BatchError::Id { what: "targets", index, id: targets[index], vocab_size }),
             None => Ok(()),
         }
+    }
+
+    /// The reason why the stage's passes cannot hold sequences of different lengths; none if they can.
+    pub(crate) fn why_not_ragged(&self) -> Option<&'static str> {
+        let variant = &self.config.variant;
+        if variant.encoder.is_some() {
+            return Some("a model with an encoder answers one source each");
+        }
+        if !self.is_limited() {
+            return Some("relative positions are those of sequences that are equally long");
+        }
+        (variant.expert_capacity > 0).then_some("the model's experts take a share of each sequence, all equally long")
     }
 
     /// Whether the positions of a sequence have an end.

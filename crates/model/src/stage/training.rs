@@ -183,7 +183,8 @@ impl Stage {
     ) -> TrainingPass<'a> {
         let sequences = Sequences::whole(batch.num_sequences, batch.seq_len);
         let rules = self.training_rules(batch.inputs, options);
-        let pass = self.pass(ctx, weights, Mode::Train, sequences, rules, encoder_output);
+        let mut pass = self.pass(ctx, weights, Mode::Train, sequences, rules, encoder_output);
+        self.set_documents(&mut pass, batch);
         let stream = self.entry(&pass, weights, Ids::Known(batch.inputs), from);
         TrainingPass::new(self, pass, stream, options)
     }
@@ -269,7 +270,8 @@ impl Stage {
         let weights = gathered.as_ref().unwrap_or(weights);
         let sequences = Sequences::whole(batch.num_sequences, batch.seq_len);
         let rules = RouterRules::plain(batch.inputs, &sequences);
-        let pass = self.pass(ctx, weights, mode.without_backward(), sequences, rules, None);
+        let mut pass = self.pass(ctx, weights, mode.without_backward(), sequences, rules, None);
+        self.set_documents(&mut pass, batch);
         let stream = self.entry(&pass, weights, Ids::Known(batch.inputs), from);
         Ok(self.forward_layers(&pass, weights, stream, None, None))
     }

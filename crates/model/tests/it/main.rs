@@ -18,6 +18,7 @@ mod layouts;
 mod mistaken;
 mod odd_tokenizers;
 mod pages;
+mod ragged;
 mod safetensors;
 mod small_model;
 mod special_tokens;

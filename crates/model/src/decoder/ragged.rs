@@ -1,0 +1,180 @@
+//! Passes over sequences of different lengths, whose keys and values are in blocks.
+
+use moeworks_moe::MoeSaved;
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::copy_rows;
+use moeworks_tensor::{DType, Tensor};
+
+use super::Decoder;
+use crate::layers::pieces::Pieces;
+use crate::layers::{ResidualStream, Sequences};
+use crate::mode::Mode;
+use crate::paged_kv_cache::PagedKvCache;
+use crate::pass::{BatchError, SequencePart, WantedLogits};
+use crate::stage::{Ids, RoutingHook};
+use crate::weights::DecoderWeights;
+
+impl Decoder {
+    /// Fails if the model's passes hold sequences of one length alone.
+    pub fn check_ragged(&self) -> Result<(), BatchError> {
+        let reason = self.stage.why_not_ragged();
+        let reason =
+            reason.or_else(|| self.encoder.is_some().then_some("a model with an encoder answers one source each"));
+        reason.map_or(Ok(()), |reason| Err(BatchError::NotRagged(reason)))
+    }
+
+    /// Passes the next tokens of several sequences, of any number each, and writes their keys and values to their blocks in `cache`.
+    /// Returns the logits `[R, V]` f32 of the tokens that want them, in the order of the parts; with none `[0, V]`. `hook` sees what each
+    /// MoE layer decided for the tokens of all parts, one behind the other.
+    ///
+    /// On a batch-invariant context a sequence gets the bits that it gets alone. Where experts live on several ranks, the others
+    /// [serve](Self::serve_inference); ranks that hold the matrices of other layers between them pass the same parts.
+    ///
+    /// # Errors
+    /// Before anything is computed, if a part does not fit the model or the cache, or two parts would write to the same block.
+    pub fn forward_ragged(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        cache: &mut PagedKvCache,
+        parts: &[SequencePart<'_>],
+        mut hook: Option<RoutingHook<'_>>,
+    ) -> Result<Tensor, BatchError> {
+        self.check_parts(cache, parts)?;
+        let gathered = self.stage.gathered(ctx, weights);
+        let weights = gathered.as_ref().unwrap_or(weights);
+        let num_rows = parts.iter().map(SequencePart::num_logits).sum();
+        let mut logits = ctx.zeros_there(&[num_rows, self.config().vocab_size], DType::F32);
+        let mut first_rows = Vec::new();
+        let mut next_row = 0;
+        for part in parts {
+            first_rows.push(next_row);
+            next_row += part.num_logits();
+        }
+        let mut tell = |layer: usize, saved: &MoeSaved| {
+            if let Some(hook) = &mut hook {
+                hook(layer, saved);
+            }
+        };
+        for indices in self.groups_by_rotation(parts) {
+            let group: Vec<SequencePart<'_>> = indices.iter().map(|&index| parts[index]).collect();
+            let found = self.ragged_pass(ctx, weights, cache, &group, Some(&mut tell));
+            if indices.len() == parts.len() {
+                return Ok(found);
+            }
+            let mut row = 0;
+            for (part, &index) in group.iter().zip(&indices) {
+                copy_rows(ctx, (&found, row), (&mut logits, first_rows[index]), part.num_logits());
+                row += part.num_logits();
+            }
+        }
+        Ok(logits)
+    }
+
+    /// One pass over checked parts that are rotated by one table.
+    fn ragged_pass(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        cache: &mut PagedKvCache,
+        parts: &[SequencePart<'_>],
+        hook: Option<RoutingHook<'_>>,
+    ) -> Tensor {
+        let ids: Vec<u32> = parts.iter().flat_map(|part| part.ids).copied().collect();
+        let pieces = Pieces::paged(parts, cache.block_len());
+        let sequences = Sequences::whole(1, ids.len());
+        let mut pass = self.pass(ctx, weights, Mode::Infer, sequences, Ids::Known(&ids), None);
+        self.stage.set_pieces(&mut pass, pieces);
+        let stream = ResidualStream { x: self.stage.embed(&pass, weights, Ids::Known(&ids)), router_logits: None };
+        let x = self.stage.forward_layers(&pass, weights, stream, Some(cache.layers_mut()), hook).x;
+        let num_rows = parts.iter().map(SequencePart::num_logits).sum();
+        if num_rows == 0 {
+            return ctx.empty(&[0, self.config().vocab_size], DType::F32);
+        }
+        let mut wanted = ctx.empty_there(&[num_rows, self.config().width], DType::F32);
+        let (mut end, mut row) = (0, 0);
+        for part in parts {
+            end += part.ids.len();
+            let count = part.num_logits();
+            copy_rows(ctx, (&x, end - count), (&mut wanted, row), count);
+            row += count;
+        }
+        self.stage.head_logits(ctx, weights, &wanted)
+    }
+
+    /// Parts, by their indices, that go in one pass: where a rotary embedding changes beyond a length, those below it and those beyond it
+    /// are apart.
+    fn groups_by_rotation(&self, parts: &[SequencePart<'_>]) -> Vec<Vec<usize>> {
+        let bound = self.config().variant.rotary.changes_beyond().unwrap_or(usize::MAX);
+        let is_beyond = |&index: &usize| parts[index].end() > bound;
+        let (beyond, below): (Vec<usize>, Vec<usize>) = (0..parts.len()).partition(is_beyond);
+        [below, beyond].into_iter().filter(|group| !group.is_empty()).collect()
+    }
+
+    fn check_parts(&self, cache: &PagedKvCache, parts: &[SequencePart<'_>]) -> Result<(), BatchError> {
+        self.check_ragged()?;
+        if parts.is_empty() || parts.iter().any(|part| part.ids.is_empty()) {
+            return Err(BatchError::Empty);
+        }
+        for (sequence, part) in parts.iter().enumerate() {
+            if let Some(adapter) = part.adapter {
+                return Err(BatchError::NoAdapter { sequence, adapter });
+            }
+            self.stage.check_ids("prompt", part.ids)?;
+            self.check_len(part.end())?;
+            check_blocks(cache, sequence, part)?;
+        }
+        check_written(cache, parts)
+    }
+}
+
+impl SequencePart<'_> {
+    /// The position behind the last token.
+    fn end(&self) -> usize {
+        self.start.saturating_add(self.ids.len())
+    }
+
+    /// Tokens whose logits are wanted.
+    fn num_logits(&self) -> usize {
+        match self.logits {
+            WantedLogits::None => 0,
+            WantedLogits::Last => 1,
+            WantedLogits::All => self.ids.len(),
+        }
+    }
+}
+
+/// Checks that a part has enough blocks and that the cache has them.
+fn check_blocks(cache: &PagedKvCache, sequence: usize, part: &SequencePart<'_>) -> Result<(), BatchError> {
+    let (num_blocks, block_len) = (cache.num_blocks(), cache.block_len());
+    if part.blocks.len().saturating_mul(block_len) < part.end() {
+        let (num_blocks, num_tokens) = (part.blocks.len(), part.end());
+        return Err(BatchError::FewBlocks { sequence, num_blocks, block_len, num_tokens });
+    }
+    match part.blocks.iter().find(|&&block| block as usize >= num_blocks) {
+        Some(&block) => Err(BatchError::NoBlock { sequence, block, num_blocks }),
+        None => Ok(()),
+    }
+}
+
+/// Checks that what a part writes to no other part uses, and that no part has a block twice that it writes to.
+fn check_written(cache: &PagedKvCache, parts: &[SequencePart<'_>]) -> Result<(), BatchError> {
+    let block_len = cache.block_len();
+    let used = |part: &SequencePart<'_>| part.end().div_ceil(block_len);
+    let mut writers = vec![None; cache.num_blocks()];
+    for (sequence, part) in parts.iter().enumerate() {
+        for &block in &part.blocks[part.start / block_len..used(part)] {
+            if let Some(other) = writers[block as usize].replace(sequence) {
+                return Err(BatchError::SharedBlock { sequence, block, other });
+            }
+        }
+    }
+    for (other, part) in parts.iter().enumerate() {
+        for &block in &part.blocks[..part.start / block_len] {
+            if let Some(sequence) = writers[block as usize] {
+                return Err(BatchError::SharedBlock { sequence, block, other });
+            }
+        }
+    }
+    Ok(())
+}

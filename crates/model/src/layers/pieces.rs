@@ -1,0 +1,121 @@
+//! The pieces of a pass: tokens of sequences of different lengths, which do not see each other.
+
+use moeworks_ops::Context;
+use moeworks_ops::attention::{KeyRows, RaggedSequence};
+use moeworks_tensor::{DType, Tensor};
+
+use crate::paged_kv_cache::{RowRun, row_runs};
+use crate::pass::SequencePart;
+
+/// Consecutive tokens of a pass that belong to one sequence or document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// Tokens.
+    pub(crate) len: usize,
+    /// The position of the first of them in its sequence.
+    pub(crate) start: usize,
+    /// The blocks of the sequence in a paged cache; none where the piece is all that there is of it.
+    pub(crate) blocks: Vec<u32>,
+}
+
+/// The pieces of a pass, in the order of its tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Pieces {
+    pieces: Vec<Piece>,
+    /// Tokens of a block of the paged cache; 0 without one.
+    block_len: usize,
+    /// The rows of the paged cache that the tokens of the pass go to.
+    runs: Vec<RowRun>,
+}
+
+impl Pieces {
+    /// Documents of these lengths, each from position 0 on.
+    pub(crate) fn documents(lens: &[usize]) -> Self {
+        let pieces = lens.iter().map(|&len| Piece { len, start: 0, blocks: Vec::new() }).collect();
+        Self { pieces, block_len: 0, runs: Vec::new() }
+    }
+
+    /// The next tokens of sequences in a paged cache with blocks of `block_len` tokens.
+    pub(crate) fn paged(parts: &[SequencePart<'_>], block_len: usize) -> Self {
+        let mut runs = Vec::new();
+        let mut first = 0;
+        let piece = |part: &SequencePart<'_>| {
+            let SequencePart { ids, start, blocks, .. } = *part;
+            runs.extend(row_runs(first, start, ids.len(), blocks, block_len));
+            first += ids.len();
+            Piece { len: ids.len(), start, blocks: blocks.to_vec() }
+        };
+        let pieces = parts.iter().map(piece).collect();
+        Self { pieces, block_len, runs }
+    }
+
+    /// T: tokens of the pass.
+    pub(crate) fn num_tokens(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.len).sum()
+    }
+
+    /// The position behind the last token of the longest sequence.
+    pub(crate) fn longest_end(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.start + piece.len).max().unwrap_or(0)
+    }
+
+    /// The rows of the paged cache that the tokens of the pass go to.
+    pub(crate) fn runs(&self) -> &[RowRun] {
+        &self.runs
+    }
+
+    /// Whether every sequence begins in this pass.
+    pub(crate) fn begin_here(&self) -> bool {
+        self.pieces.iter().all(|piece| piece.start == 0)
+    }
+
+    /// Whether every piece passes `rule`, which is given its tokens and those of its sequence so far.
+    pub(crate) fn all(&self, rule: impl Fn(usize, usize) -> bool) -> bool {
+        self.pieces.iter().all(|piece| rule(piece.len, piece.start + piece.len))
+    }
+
+    /// `[T]` u32: the position of each token in its sequence.
+    pub(crate) fn positions(&self, ctx: &Context) -> Tensor {
+        let mut positions = ctx.empty(&[self.num_tokens()], DType::U32);
+        let of_pieces = self.pieces.iter().flat_map(|piece| piece.start..piece.start + piece.len);
+        positions.u32s_mut().iter_mut().zip(of_pieces).for_each(|(to, position)| *to = position as u32);
+        positions
+    }
+
+    /// Attention whose keys are the rows of this pass: all sequences begin in it.
+    pub(crate) fn own_sequences(&self) -> Vec<RaggedSequence<'static>> {
+        let mut first = 0;
+        let sequence = |piece: &Piece| {
+            let keys = KeyRows::Consecutive { first };
+            first += piece.len;
+            RaggedSequence { num_queries: piece.len, num_keys: piece.len, keys }
+        };
+        self.pieces.iter().map(sequence).collect()
+    }
+
+    /// Attention whose keys are in the blocks of a paged cache.
+    pub(crate) fn paged_sequences(&self) -> Vec<RaggedSequence<'_>> {
+        let mut sequences = Vec::with_capacity(self.pieces.len());
+        for Piece { len, start, blocks } in &self.pieces {
+            let keys = KeyRows::Blocks { blocks, block_len: self.block_len };
+            sequences.push(RaggedSequence { num_queries: *len, num_keys: start + len, keys });
+        }
+        sequences
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn positions_go_on_in_each_sequence() {
+        let blocks = [3, 1];
+        let part = |ids, start| SequencePart { ids, start, blocks: &blocks, ..SequencePart::default() };
+        let pieces = Pieces::paged(&[part(&[7, 8], 3), part(&[9], 0)], 4);
+        let ctx = Context::cpu(1);
+        assert_eq!(pieces.positions(&ctx).u32s(), [3, 4, 0]);
+        assert_eq!((pieces.num_tokens(), pieces.longest_end(), pieces.begin_here()), (3, 5, false));
+        assert_eq!(Pieces::documents(&[2, 3]).positions(&ctx).u32s(), [0, 1, 0, 1, 2]);
+    }
+}

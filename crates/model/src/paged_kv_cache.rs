@@ -1,0 +1,140 @@
+//! Keys and values of many sequences in blocks of equal length (PagedAttention, Kwon et al., 2309.06180, section 4).
+//!
+//! A cache has blocks; the owner of sequences says which of them each sequence has. Sequences with the same beginning may share blocks.
+
+use moeworks_ops::Context;
+use moeworks_ops::elementwise::copy_rows;
+use moeworks_tensor::{DType, Tensor};
+
+use crate::config::ModelConfig;
+use crate::kv_cache::LayerKv;
+
+/// Keys and values of many sequences, in every layer, in blocks.
+pub struct PagedKvCache {
+    layers: Vec<PagedLayer>,
+    num_blocks: usize,
+    block_len: usize,
+}
+
+/// The blocks of one layer.
+pub(crate) struct PagedLayer {
+    /// Rotated keys and values, or the narrow rows of latent attention: `[num_blocks block_len, ..]` each. None before the first token.
+    kept: Vec<Tensor>,
+    num_rows: usize,
+}
+
+/// Consecutive rows of a pass that go to consecutive rows of a paged cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RowRun {
+    /// The first row in the pass.
+    pub(crate) from: usize,
+    /// The first row in the cache.
+    pub(crate) to: usize,
+    /// Rows.
+    pub(crate) count: usize,
+}
+
+impl PagedKvCache {
+    /// An empty cache of `num_blocks` blocks of `block_len` tokens for a model of `config`. The memory is taken at the first token.
+    #[must_use]
+    pub fn new(config: &ModelConfig, num_blocks: usize, block_len: usize) -> Self {
+        let layer = |_| PagedLayer { kept: Vec::new(), num_rows: num_blocks * block_len };
+        Self { layers: (0..config.num_layers).map(layer).collect(), num_blocks, block_len }
+    }
+
+    /// Blocks.
+    #[must_use]
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    /// Tokens of a block.
+    #[must_use]
+    pub fn block_len(&self) -> usize {
+        self.block_len
+    }
+
+    /// Bytes that a token takes in all layers of a model of `config`, where keys and values are of type `dtype`.
+    #[must_use]
+    pub fn bytes_per_token(config: &ModelConfig, dtype: DType) -> usize {
+        let numbers = match config.variant.latent {
+            Some(latent) => latent.kv_rank + latent.rotary_dim,
+            None => config.num_kv_heads * (config.head_dim + config.value_dim()),
+        };
+        config.num_layers * numbers * dtype.size()
+    }
+
+    /// Bytes that the blocks take; 0 before the first token.
+    #[must_use]
+    pub fn num_bytes(&self) -> usize {
+        self.layers.iter().flat_map(|layer| &layer.kept).map(Tensor::num_bytes).sum()
+    }
+
+    /// Copies the content of block `from` to block `to`, in every layer.
+    ///
+    /// # Panics
+    /// If there is no such block.
+    pub fn copy_block(&mut self, ctx: &Context, from: u32, to: u32) {
+        let len = self.block_len;
+        for kept in self.layers.iter_mut().flat_map(|layer| &mut layer.kept) {
+            let mut block = ctx.empty_there(&[len, kept.cols()], kept.dtype());
+            copy_rows(ctx, (kept, from as usize * len), (&mut block, 0), len);
+            copy_rows(ctx, (&block, 0), (kept, to as usize * len), len);
+        }
+    }
+
+    /// The blocks of the layers.
+    pub(crate) fn layers_mut(&mut self) -> Vec<LayerKv<'_>> {
+        self.layers.iter_mut().map(LayerKv::Paged).collect()
+    }
+}
+
+impl PagedLayer {
+    /// Writes the rows of a pass, one for each token in each of `new`, to the rows that `runs` say.
+    pub(crate) fn write(&mut self, ctx: &Context, new: &[&Tensor], runs: &[RowRun]) {
+        if self.kept.is_empty() {
+            self.kept = new.iter().map(|new| ctx.zeros_there(&[self.num_rows, new.cols()], new.dtype())).collect();
+        }
+        for (kept, new) in self.kept.iter_mut().zip(new) {
+            for run in runs {
+                copy_rows(ctx, (new, run.from), (kept, run.to), run.count);
+            }
+        }
+    }
+
+    /// The tensors that were written to.
+    pub(crate) fn kept(&self) -> &[Tensor] {
+        &self.kept
+    }
+}
+
+/// The runs of rows that `count` tokens from position `start` on, rows `first..` of a pass, have in `blocks`.
+pub(crate) fn row_runs(first: usize, start: usize, count: usize, blocks: &[u32], block_len: usize) -> Vec<RowRun> {
+    let mut runs: Vec<RowRun> = Vec::new();
+    let (mut position, end) = (start, start + count);
+    while position < end {
+        let (block, offset) = (blocks[position / block_len] as usize, position % block_len);
+        let (from, to) = (first + position - start, block * block_len + offset);
+        let count = (block_len - offset).min(end - position);
+        match runs.last_mut() {
+            Some(last) if last.to + last.count == to => last.count += count,
+            _ => runs.push(RowRun { from, to, count }),
+        }
+        position += count;
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_a_pass_go_to_the_rows_of_their_blocks() {
+        let run = |from, to, count| RowRun { from, to, count };
+        assert_eq!(row_runs(5, 0, 6, &[7, 2], 4), [run(5, 28, 4), run(9, 8, 2)]);
+        assert_eq!(row_runs(0, 3, 4, &[1, 2], 4), [run(0, 7, 4)], "blocks that follow each other make one run");
+        assert_eq!(row_runs(3, 5, 1, &[0, 9, 1], 4), [run(3, 37, 1)]);
+        assert_eq!(row_runs(3, 5, 0, &[], 4), []);
+    }
+}
