@@ -1,15 +1,17 @@
 //! Serving many texts at once.
 //!
 //! Each turn of the loop is decided first and carried out then: [`Scheduler::next_turn`] makes a [`Turn`], a plain value that says which
-//! sequence passes which tokens and which blocks hold its keys and values.
+//! sequence passes which tokens and which blocks hold its keys and values; [`Engine`] carries it out with a model.
 
 pub mod api;
 mod blocks;
+mod engine;
 mod hash;
 mod scheduler;
 pub mod server;
 
 pub use blocks::{BlockId, BlockPool};
+pub use engine::{Engine, EngineError, Output, Request};
 pub use hash::BlockHash;
 pub use scheduler::{
     BlockCopy, Counts, Limits, LimitsError, NewSequence, Refused, Scheduler, SequenceId, Turn, TurnPart,

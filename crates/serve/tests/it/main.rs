@@ -1,6 +1,7 @@
 //! Tests of a server: of the parts that decide, and over TCP with an engine that answers with the alphabet.
 
 mod answers;
+mod engine;
 mod fake_engine;
 mod faults;
 mod http;

@@ -1,0 +1,146 @@
+//! Many answers at once, with small models.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use moeworks_infer::generation::{
+    CachedSequence, End, GenerateRequest, Sampler, SamplingOptions, StopReason, generate,
+};
+use moeworks_infer::open::Model;
+use moeworks_model::hf::load_model;
+use moeworks_model::{Decoder, Tokenizer};
+use moeworks_ops::Context;
+use moeworks_serve::{Counts, Engine, EngineError, Limits, Refused, Request, SequenceId};
+
+/// A small model of a family, whose tokens are shown as bytes and of which one ends a text.
+fn model(name: &str) -> Model {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures").join(name);
+    let ctx = Context::cpu(2).with_batch_invariance(true);
+    let (config, weights) = load_model(&ctx, &path).unwrap();
+    let (decoder, tokenizer) = (Decoder::new(config).unwrap(), Tokenizer::bytes());
+    Model { ctx, decoder, weights, tokenizer, stop_ids: vec![6], part_checked: None }
+}
+
+fn limits() -> Limits {
+    Limits { num_blocks: 64, block_len: 4, turn_tokens: 24, max_running: 8, ..Limits::default() }
+}
+
+/// Prompts of different lengths, some of which begin alike.
+fn prompt(index: usize) -> Vec<u32> {
+    let shared = [5, 9, 2, 11, 7, 3, 8, 1, 4];
+    let own = (0..index % 5).map(|i| (index * 7 + i * 3) as u32 % 40);
+    shared[..index % 10].iter().copied().chain(own).chain([index as u32 % 13]).collect()
+}
+
+fn options(index: usize) -> SamplingOptions {
+    let temperature = if index.is_multiple_of(2) { 0.0 } else { 0.9 };
+    SamplingOptions { temperature, seed: index as u64, ..SamplingOptions::default() }
+}
+
+fn request(index: usize) -> Request {
+    Request {
+        prompt: prompt(index),
+        max_new_tokens: 3 + index % 9,
+        sampler: Sampler::new(options(index)).unwrap(),
+        stops: Vec::new(),
+        ignores_stop_ids: false,
+        priority: 0,
+        salt: Vec::new(),
+    }
+}
+
+/// The tokens of a request that is alone, by `generate`.
+fn alone(model: &Model, index: usize) -> Vec<u32> {
+    let mut sequence = CachedSequence::new(model.decoder.config());
+    let Request { prompt, max_new_tokens, mut sampler, .. } = request(index);
+    let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &model.stop_ids };
+    let generated =
+        generate(model.as_model_ref(), &mut sequence, &request, &mut sampler, |_| std::ops::ControlFlow::Continue(()))
+            .unwrap();
+    assert_ne!(generated.reason, StopReason::Asked);
+    generated.ids
+}
+
+/// Makes turns until all is done. Returns each request's tokens and end.
+fn run(engine: &mut Engine<'_>) -> HashMap<SequenceId, (Vec<u32>, Option<End>)> {
+    let mut answers: HashMap<SequenceId, (Vec<u32>, Option<End>)> = HashMap::new();
+    while engine.has_requests() {
+        for output in engine.turn().unwrap() {
+            let answer = answers.entry(output.sequence).or_default();
+            answer.0.push(output.token);
+            answer.1 = output.end;
+        }
+    }
+    answers
+}
+
+#[test]
+fn answers_among_others_are_those_that_requests_get_alone() {
+    for name in ["olmoe", "deepseek_v2", "gpt_oss"] {
+        let model = model(name);
+        // So few blocks that some are preempted.
+        for num_blocks in [64, 9] {
+            let mut engine = Engine::new(&model, Limits { num_blocks, ..limits() }).unwrap();
+            let ids: Vec<SequenceId> = (0..30).map(|index| engine.add(request(index)).unwrap()).collect();
+            let answers = run(&mut engine);
+            for (index, id) in ids.iter().enumerate() {
+                let (tokens, end) = &answers[id];
+                assert_eq!(*tokens, alone(&model, index), "{name}: request {index}");
+                assert!(end.is_some());
+            }
+            let Counts { free_blocks, preemptions, prefix_hits, .. } = engine.counts();
+            assert_eq!((free_blocks, preemptions > 0), (num_blocks, num_blocks == 9), "{name}");
+            assert!(prefix_hits > 0, "beginnings are shared");
+        }
+    }
+}
+
+#[test]
+fn a_stop_text_ends_an_answer_before_it() {
+    let model = model("olmoe");
+    let mut engine = Engine::new(&model, limits()).unwrap();
+    let whole = |engine: &mut Engine<'_>, stops: Vec<String>| {
+        engine.add(Request { max_new_tokens: 30, stops, ignores_stop_ids: true, ..request(0) }).unwrap();
+        let mut text = String::new();
+        let mut end = None;
+        while engine.has_requests() {
+            for output in engine.turn().unwrap() {
+                text += &output.text;
+                end = output.end;
+            }
+        }
+        (text, end)
+    };
+    let (text, end) = whole(&mut engine, Vec::new());
+    assert_eq!(end, Some(End::Limit));
+    let middle = text.chars().nth(text.chars().count() / 2).unwrap();
+    let (before, end) = whole(&mut engine, vec![middle.to_string()]);
+    assert_eq!((before.as_str(), end), (&text[..text.find(middle).unwrap()], Some(End::StopText)));
+}
+
+#[test]
+fn a_cancelled_request_leaves_no_block() {
+    let model = model("olmoe");
+    let mut engine = Engine::new(&model, limits()).unwrap();
+    let ids: Vec<SequenceId> = (0..6).map(|index| engine.add(request(index)).unwrap()).collect();
+    engine.turn().unwrap();
+    assert!(ids.into_iter().all(|id| engine.cancel(id)));
+    assert!(!engine.has_requests());
+    assert_eq!(engine.counts().free_blocks, 64);
+    assert!(engine.turn().unwrap().is_empty());
+}
+
+#[test]
+fn requests_that_do_not_fit_are_refused() {
+    let model = model("olmoe");
+    let mut engine = Engine::new(&model, Limits { num_blocks: 2, ..limits() }).unwrap();
+    let refused = |engine: &mut Engine<'_>, request| engine.add(request).unwrap_err();
+    let empty = refused(&mut engine, Request { prompt: Vec::new(), ..request(0) });
+    assert!(matches!(empty, EngineError::Refused(Refused::EmptyPrompt)), "{empty}");
+    let long = refused(&mut engine, Request { max_new_tokens: 40, ..request(0) });
+    assert!(matches!(long, EngineError::Refused(Refused::TooLong { .. })), "{long}");
+    let context = refused(&mut engine, Request { max_new_tokens: usize::MAX, ..request(0) });
+    assert!(context.to_string().contains("the model is made for at most"), "{context}");
+    let wrong = refused(&mut engine, Request { prompt: vec![4_000_000], ..request(0) });
+    assert!(wrong.to_string().contains("must be below the vocabulary's size"), "{wrong}");
+}
