@@ -16,8 +16,8 @@ use crate::interrupts::{Interrupts, Receiving};
 use crate::log::Log;
 use crate::output::{self, OutputGone};
 use crate::{
-    bench, chat, completions, convert, doctor, estimate, evaluate, generate, inspect, plan, ranks, routing, simulate,
-    study, train,
+    bench, chat, completions, convert, doctor, estimate, evaluate, generate, inspect, plan, ranks, routing, serve,
+    simulate, study, train,
 };
 
 /// The exit code where the arguments are wrong.
@@ -139,6 +139,7 @@ impl Call<'_> {
             Command::Train(args) => train::run(args, self),
             Command::Generate(args) => generate::run(&args),
             Command::Chat(args) => chat::run(&args, self),
+            Command::Serve(args) => serve::run(&args, self),
             Command::Evaluate(args) => evaluate::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Estimate(args) => estimate::run(&args),

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use moeworks_serve::server::StopSignal;
 use moeworks_train::Requests;
 use signal_hook::SigId;
 use signal_hook::consts::{SIGINT, SIGUSR1};
@@ -41,6 +42,8 @@ enum Receiver {
     Run(Requests),
     /// A chat whose answer can be ended.
     Chat(ChatSignals),
+    /// A server that can be told to end.
+    Server(StopSignal),
 }
 
 /// The interrupts of a chat.
@@ -86,6 +89,7 @@ impl Interrupts {
                 Reaction::Handled
             }
             Receiver::Chat(chat) => chat.receive(signal),
+            Receiver::Server(stop) if stop.stop() => Reaction::Handled,
             _ => Reaction::End,
         }
     }
@@ -103,6 +107,11 @@ impl Interrupts {
     /// Gives signals to a chat until the result is dropped.
     pub(crate) fn give_to_chat(&self, chat: &ChatSignals) -> Receiving<'_> {
         self.give_to(Receiver::Chat(chat.clone()))
+    }
+
+    /// Gives signals to a server until the result is dropped: the first tells it to end.
+    pub(crate) fn give_to_server(&self, stop: &StopSignal) -> Receiving<'_> {
+        self.give_to(Receiver::Server(stop.clone()))
     }
 
     fn give_to(&self, receiver: Receiver) -> Receiving<'_> {
@@ -155,6 +164,17 @@ mod tests {
         assert_eq!(interrupts.receive(SIGINT), Reaction::Handled);
         assert!(chat.is_asked.load(Ordering::Relaxed));
         assert_eq!(interrupts.receive(signal_hook::consts::SIGTERM), Reaction::End);
+        drop(held);
+        assert_eq!(interrupts.receive(SIGINT), Reaction::End);
+    }
+
+    #[test]
+    fn the_first_signal_tells_a_server_to_end_and_the_second_ends_the_process() {
+        let (interrupts, stop) = (Interrupts::default(), StopSignal::default());
+        let held = interrupts.give_to_server(&stop);
+        assert_eq!(interrupts.receive(signal_hook::consts::SIGTERM), Reaction::Handled);
+        assert!(stop.is_stopped());
+        assert_eq!(interrupts.receive(SIGINT), Reaction::End);
         drop(held);
         assert_eq!(interrupts.receive(SIGINT), Reaction::End);
     }

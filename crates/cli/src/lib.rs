@@ -39,6 +39,7 @@ mod ranks;
 mod reading;
 mod routing;
 mod sampling;
+mod serve;
 mod sharding;
 mod simulate;
 mod study;

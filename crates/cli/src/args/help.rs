@@ -7,7 +7,7 @@ use super::Cli;
 /// The groups of commands in `moeworks --help`, in the order in which a newcomer needs them. Others are listed under `Other`.
 const GROUPS: [(&str, &[&str]); 6] = [
     ("Train", &["train", "study", "report"]),
-    ("Run", &["chat", "generate"]),
+    ("Run", &["chat", "generate", "serve"]),
     ("Inspect", &["inspect", "evaluate", "routing"]),
     ("Make", &["convert", "upcycle"]),
     ("Plan", &["estimate", "plan", "simulate"]),

@@ -9,6 +9,7 @@ mod inspect;
 mod machine;
 mod parse;
 mod plan;
+mod serve;
 mod simulate;
 mod train;
 
@@ -26,6 +27,7 @@ pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs, Sha
 pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs};
 pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
+pub(crate) use serve::{AccessArgs, LoadArgs, ServeArgs};
 pub(crate) use simulate::SimulateArgs;
 pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
 
@@ -58,6 +60,8 @@ pub(crate) enum Command {
     Generate(GenerateArgs),
     /// Talk with a model by its own chat template
     Chat(ChatArgs),
+    /// Answer requests over HTTP, as OpenAI's API has them, many at a time
+    Serve(ServeArgs),
     /// Measure how well a model predicts a text: loss, perplexity, bits per byte, expert load
     Evaluate(EvaluateArgs),
     /// Show what a model has: parameters, memory, expert load

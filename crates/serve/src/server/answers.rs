@@ -8,8 +8,8 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::app::{App, Ticket, now};
 use super::driver::{Command, Event, NewAnswer, Piece, Reply};
 use super::reply::{Choice, Envelope, Kind, Usage};
-use super::work::Request;
 use crate::api::{ApiError, ChatRequest, Common, CompletionRequest, ErrorKind};
+use crate::engine::Request;
 
 /// A request with all that the engine needs.
 pub(crate) struct Job {

@@ -22,6 +22,8 @@ const MAX_HEAD_BYTES: usize = 64 << 10;
 const MAX_HEADERS: usize = 100;
 /// The time between two looks at whether requests have ended.
 const POLL: Duration = Duration::from_millis(5);
+/// The time between two looks at whether the engine goes on.
+const ALIVE_POLL: Duration = Duration::from_millis(100);
 /// The time that connections have to send what they still hold.
 const CLOSING: Duration = Duration::from_secs(2);
 /// The pause after a connection that could not be accepted, as where there are no more file descriptors.
@@ -46,7 +48,7 @@ pub(crate) async fn serve(listener: TcpListener, router: Router, app: &Arc<App>,
 /// ended.
 async fn end(app: &Arc<App>, stop: &StopSignal) {
     while !stop.is_stopped() && app.is_alive() {
-        tokio::time::sleep(POLL).await;
+        stop.told_within(ALIVE_POLL).await;
     }
     app.drain();
     let idle = async {

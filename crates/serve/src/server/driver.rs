@@ -8,8 +8,9 @@ use moeworks_infer::generation::End;
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::metrics::{Finish, Metrics};
-use super::work::{Output, Request, TurnEngine};
+use super::work::TurnEngine;
 use crate::api::{ApiError, ErrorKind};
+use crate::engine::{Output, Request};
 use crate::scheduler::SequenceId;
 
 /// An order to the engine's thread.

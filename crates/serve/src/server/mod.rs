@@ -21,7 +21,9 @@ use std::time::Duration;
 
 pub use access::ApiKeys;
 pub use served::ServedModel;
-pub use work::{EngineError, Output, Request, TurnEngine};
+pub use work::TurnEngine;
+
+use tokio::sync::Notify;
 
 use self::access::Hosts;
 use self::app::{App, EngineLink};
@@ -83,18 +85,31 @@ impl Default for ServerOptions {
 
 /// Tells a server to end. Clones are the same.
 #[derive(Clone, Debug, Default)]
-pub struct StopSignal(Arc<AtomicBool>);
+pub struct StopSignal(Arc<Stop>);
+
+#[derive(Debug, Default)]
+struct Stop {
+    is_told: AtomicBool,
+    notify: Notify,
+}
 
 impl StopSignal {
     /// Tells the server to end; returns whether it was not told before.
     pub fn stop(&self) -> bool {
-        !self.0.swap(true, Ordering::AcqRel)
+        let was_told = self.0.is_told.swap(true, Ordering::AcqRel);
+        self.0.notify.notify_one();
+        !was_told
     }
 
     /// Whether the server was told to end.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.is_told.load(Ordering::Acquire)
+    }
+
+    /// Waits until the server is told, but no longer than this.
+    async fn told_within(&self, time: Duration) {
+        let _ = tokio::time::timeout(time, self.0.notify.notified()).await;
     }
 }
 

@@ -1,52 +1,8 @@
 //! The engine as the server sees it.
 
-use moeworks_infer::generation::{End, Sampler};
-
 use crate::api::{ApiError, ErrorKind};
+use crate::engine::{Engine, EngineError, Output, Request};
 use crate::scheduler::{Counts, Refused, SequenceId};
-
-/// A request for an answer.
-#[derive(Debug)]
-pub struct Request {
-    /// The tokens to go on from.
-    pub prompt: Vec<u32>,
-    /// Tokens to generate at most.
-    pub max_new_tokens: usize,
-    /// Draws the tokens, with settings and a seed of this request.
-    pub sampler: Sampler,
-    /// Texts that end the answer and are not part of it.
-    pub stops: Vec<String>,
-    /// Whether the answer goes on behind the model's stop tokens.
-    pub ignores_stop_ids: bool,
-    /// Lower ones are served first.
-    pub priority: i32,
-    /// Requests of different salts share no keys and values.
-    pub salt: Vec<u8>,
-}
-
-/// The part of a turn that belongs to one answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Output {
-    /// The request's sequence.
-    pub sequence: SequenceId,
-    /// The token.
-    pub token: u32,
-    /// The text that is certain with it; a character of several tokens comes with its last one.
-    pub text: String,
-    /// Says why the answer is complete, if it is.
-    pub end: Option<End>,
-}
-
-/// A failure of the engine.
-#[derive(Debug, thiserror::Error)]
-pub enum EngineError {
-    /// The request is not taken.
-    #[error(transparent)]
-    Refused(#[from] Refused),
-    /// The model fails.
-    #[error(transparent)]
-    Model(#[from] moeworks_infer::InferError),
-}
 
 /// An engine that answers many requests at once, turn by turn.
 pub trait TurnEngine {
@@ -72,13 +28,35 @@ pub trait TurnEngine {
     fn counts(&self) -> Counts;
 }
 
+impl TurnEngine for Engine<'_> {
+    fn add(&mut self, request: Request) -> Result<SequenceId, EngineError> {
+        Engine::add(self, request)
+    }
+
+    fn cancel(&mut self, id: SequenceId) -> bool {
+        Engine::cancel(self, id)
+    }
+
+    fn turn(&mut self) -> Result<Vec<Output>, EngineError> {
+        Engine::turn(self)
+    }
+
+    fn has_requests(&self) -> bool {
+        Engine::has_requests(self)
+    }
+
+    fn counts(&self) -> Counts {
+        Engine::counts(self)
+    }
+}
+
 impl From<EngineError> for ApiError {
     fn from(error: EngineError) -> Self {
         let kind = match &error {
             EngineError::Refused(Refused::QueueFull { .. }) => ErrorKind::QueueFull,
             EngineError::Refused(Refused::TooLong { .. }) => ErrorKind::TooLong,
             EngineError::Refused(_) => ErrorKind::Invalid,
-            EngineError::Model(_) => ErrorKind::Internal,
+            EngineError::Model(_) | EngineError::Limits(_) => ErrorKind::Internal,
         };
         Self::new(kind, error.to_string())
     }

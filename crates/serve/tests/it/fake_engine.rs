@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use moeworks_infer::generation::{End, StopTexts};
-use moeworks_serve::server::{EngineError, Output, Request, TurnEngine};
-use moeworks_serve::{Counts, Limits, NewSequence, Scheduler, SequenceId};
+use moeworks_serve::server::TurnEngine;
+use moeworks_serve::{Counts, EngineError, Limits, NewSequence, Output, Request, Scheduler, SequenceId};
 
 /// A prompt with this byte makes a turn fail.
 pub(crate) const FAILS: char = '!';
