@@ -22,8 +22,8 @@ pub struct Request {
     pub sampler: Sampler,
     /// Texts that end the answer and are not part of it.
     pub stops: Vec<String>,
-    /// Whether the answer goes on behind the model's stop tokens.
-    pub ignores_stop_ids: bool,
+    /// Tokens that end the answer and have no text in it: usually those of the model.
+    pub stop_ids: Vec<u32>,
     /// Lower ones are served first.
     pub priority: i32,
     /// Requests of different salts share no keys and values.
@@ -61,7 +61,7 @@ pub enum EngineError {
 struct Answering<'a> {
     sampler: Sampler,
     text: AnswerText<'a>,
-    ignores_stop_ids: bool,
+    stop_ids: Vec<u32>,
     /// Tokens that it may still get.
     num_left: usize,
 }
@@ -103,7 +103,7 @@ impl<'a> Engine<'a> {
     /// # Errors
     /// If it does not fit, or too many wait.
     pub fn add(&mut self, request: Request) -> Result<SequenceId, EngineError> {
-        let Request { prompt, max_new_tokens, mut sampler, stops, ignores_stop_ids, priority, salt } = request;
+        let Request { prompt, max_new_tokens, mut sampler, stops, stop_ids, priority, salt } = request;
         let len = prompt.len().saturating_add(max_new_tokens);
         self.model.decoder.check_len(len).map_err(InferError::from)?;
         self.model.decoder.check_prompt(&prompt).map_err(InferError::from)?;
@@ -111,7 +111,7 @@ impl<'a> Engine<'a> {
         let text = AnswerText::new(self.model, &prompt, &stops);
         let new = NewSequence { prompt, max_new_tokens, priority, salt, adapter: None, uses_prefix_cache: true };
         let id = self.scheduler.add(new)?;
-        self.answers.insert(id, Answering { sampler, text, ignores_stop_ids, num_left: max_new_tokens });
+        self.answers.insert(id, Answering { sampler, text, stop_ids, num_left: max_new_tokens });
         Ok(id)
     }
 
@@ -155,7 +155,7 @@ impl<'a> Engine<'a> {
 
     /// Draws the next token of a sequence from a row of logits; none if its request is gone.
     fn draw(&mut self, logits: &Tensor, row: usize, id: SequenceId) -> Result<Option<Output>, EngineError> {
-        let Model { ctx, stop_ids, .. } = self.model;
+        let ctx = &self.model.ctx;
         let Some(answer) = self.answers.get_mut(&id) else { return Ok(None) };
         let mut own = ctx.empty_there(&[1, logits.cols()], DType::F32);
         copy_rows(ctx, (logits, row), (&mut own, 0), 1);
@@ -164,7 +164,7 @@ impl<'a> Engine<'a> {
             return Err(self.model.not_a_number().into());
         }
         answer.num_left -= 1;
-        let is_stop = !answer.ignores_stop_ids && stop_ids.contains(&drawn.id);
+        let is_stop = answer.stop_ids.contains(&drawn.id);
         let mut text = if is_stop { String::new() } else { answer.text.push(drawn.id)? };
         let end = match (is_stop, answer.text.is_stopped(), answer.num_left) {
             (true, ..) => Some(End::StopToken),

@@ -243,9 +243,9 @@ fn weight_gradients_that_are_run_late_and_in_any_order_have_the_same_bits() {
                     let mut tasks = model.step_in_stages(&mut stages, &options(), WeightGrads::Later).tasks;
                     assert_eq!(tasks.len(), 2 * config.num_layers, "one for attention, one for the feed-forward");
                     if is_reversed {
-                        tasks.reverse()
+                        tasks.reverse();
                     } else {
-                        tasks.rotate_left(3)
+                        tasks.rotate_left(3);
                     }
                     for (stage, task) in tasks {
                         assert!(stages[stage].stage.part().layers.contains(&task.layer()));

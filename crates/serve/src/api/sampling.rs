@@ -86,16 +86,19 @@ impl Sampling {
         }
     }
 
-    /// Makes the sampler of an answer. `model_stop_ids` end the model's texts.
+    /// Returns the tokens that end an answer. `model_stop_ids` end the model's texts.
+    #[must_use]
+    pub fn all_stop_ids(&self, model_stop_ids: &[u32]) -> Vec<u32> {
+        let of_model = if self.ignores_stop_ids { &[][..] } else { model_stop_ids };
+        self.stop_ids.iter().chain(of_model).copied().collect()
+    }
+
+    /// Makes the sampler of an answer that `end_ids` end.
     ///
     /// # Errors
     /// If a setting of the model's files is out of range.
-    pub fn sampler(&self, seed: u64, defaults: &FileDefaults, model_stop_ids: &[u32]) -> Result<Sampler, ApiError> {
+    pub fn sampler(&self, seed: u64, defaults: &FileDefaults, end_ids: Vec<u32>) -> Result<Sampler, ApiError> {
         let options = SamplingOptions { seed, ..self.options(defaults) };
-        let mut end_ids = self.stop_ids.clone();
-        if !self.ignores_stop_ids {
-            end_ids.extend(model_stop_ids);
-        }
         let rules = LogitRules { biases: self.logit_bias.clone(), end_ids, min_tokens: self.min_tokens as u64 };
         let sampler = Sampler::new(options)
             .map_err(|error| ApiError::new(ErrorKind::Invalid, error.to_string()).of(error.setting))?;

@@ -80,8 +80,7 @@ impl Job {
         let (sender, events) = unbounded_channel();
         for (choice, request) in requests.into_iter().enumerate() {
             let reply = Reply { choice, events: sender.clone() };
-            let stop_ids = common.sampling.stop_ids.clone();
-            ticket.app().send(Command::Add(Box::new(NewAnswer { request, stop_ids, reply, since })))?;
+            ticket.app().send(Command::Add(Box::new(NewAnswer { request, reply, since })))?;
         }
         let mut answers = Answers {
             events,
@@ -110,12 +109,13 @@ fn request(app: &App, common: &Common, start: Start<'_>) -> Result<Request, ApiE
     let Start { prompt, max_new_tokens, seed, salt } = start;
     let (served, sampling) = (&app.served, &common.sampling);
     let of_file = &served.defaults.sampling.stop_texts;
+    let stop_ids = sampling.all_stop_ids(&served.model.stop_ids);
     Ok(Request {
         prompt: prompt.to_vec(),
         max_new_tokens,
-        sampler: sampling.sampler(seed, &served.defaults, &served.model.stop_ids)?,
+        sampler: sampling.sampler(seed, &served.defaults, stop_ids.clone())?,
         stops: sampling.stops.iter().chain(of_file).cloned().collect(),
-        ignores_stop_ids: sampling.ignores_stop_ids,
+        stop_ids,
         priority: common.priority,
         salt: salt.to_vec(),
     })

@@ -24,8 +24,6 @@ pub(crate) enum Command {
 /// A request with the receiver of its answer.
 pub(crate) struct NewAnswer {
     pub(crate) request: Request,
-    /// Tokens that end the answer besides the model's own.
-    pub(crate) stop_ids: Vec<u32>,
     pub(crate) reply: Reply,
     /// The time at which the request came.
     pub(crate) since: Instant,
@@ -61,7 +59,6 @@ pub(crate) struct Piece {
 /// An answer under way.
 struct Live {
     reply: Reply,
-    stop_ids: Vec<u32>,
     since: Instant,
     /// The time of the last token.
     last: Option<Instant>,
@@ -119,13 +116,13 @@ impl<'a, E: TurnEngine> Driver<'a, E> {
     }
 
     fn add(&mut self, new: NewAnswer) {
-        let NewAnswer { request, stop_ids, reply, since } = new;
+        let NewAnswer { request, reply, since } = new;
         let num_prompt_tokens = request.prompt.len();
         match self.engine.add(request) {
             Ok(id) => {
                 self.metrics.add_prompt(num_prompt_tokens);
                 reply.send(Event::Accepted);
-                self.live.insert(id, Live { reply, stop_ids, since, last: None });
+                self.live.insert(id, Live { reply, since, last: None });
             }
             Err(error) => {
                 reply.send(Event::Failed(error.into()));
@@ -161,14 +158,10 @@ impl<'a, E: TurnEngine> Driver<'a, E> {
     }
 
     fn hand_out(&mut self, output: Output) {
-        let Output { sequence, token, mut text, mut end } = output;
+        let Output { sequence, token, text, end } = output;
         let Some(live) = self.live.get_mut(&sequence) else { return };
         let now = Instant::now();
         self.metrics.add_token(live.since, live.last.replace(now), now);
-        if end.is_none() && live.stop_ids.contains(&token) {
-            self.engine.cancel(sequence);
-            (text, end) = (String::new(), Some(End::StopToken));
-        }
         if let Some(end) = end {
             self.metrics.finish(if end == End::Limit { Finish::Length } else { Finish::Stop }, live.since);
         }

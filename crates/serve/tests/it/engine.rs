@@ -43,7 +43,7 @@ fn request(index: usize) -> Request {
         max_new_tokens: 3 + index % 9,
         sampler: Sampler::new(options(index)).unwrap(),
         stops: Vec::new(),
-        ignores_stop_ids: false,
+        stop_ids: vec![6],
         priority: 0,
         salt: Vec::new(),
     }
@@ -78,9 +78,9 @@ fn run(engine: &mut Engine<'_>) -> HashMap<SequenceId, (Vec<u32>, Option<End>)> 
 fn answers_among_others_are_those_that_requests_get_alone() {
     for name in ["olmoe", "deepseek_v2", "gpt_oss"] {
         let model = model(name);
-        // So few blocks that some are preempted.
-        for num_blocks in [64, 9] {
-            let mut engine = Engine::new(&model, Limits { num_blocks, ..limits() }).unwrap();
+        // Enough blocks, and so few that some are preempted.
+        for (num_blocks, block_len) in [(64, 4), (40, 1)] {
+            let mut engine = Engine::new(&model, Limits { num_blocks, block_len, ..limits() }).unwrap();
             let ids: Vec<SequenceId> = (0..30).map(|index| engine.add(request(index)).unwrap()).collect();
             let answers = run(&mut engine);
             for (index, id) in ids.iter().enumerate() {
@@ -89,7 +89,7 @@ fn answers_among_others_are_those_that_requests_get_alone() {
                 assert!(end.is_some());
             }
             let Counts { free_blocks, preemptions, prefix_hits, .. } = engine.counts();
-            assert_eq!((free_blocks, preemptions > 0), (num_blocks, num_blocks == 9), "{name}");
+            assert_eq!((free_blocks, preemptions > 0), (num_blocks, block_len == 1), "{name}");
             assert!(prefix_hits > 0, "beginnings are shared");
         }
     }
@@ -100,7 +100,7 @@ fn a_stop_text_ends_an_answer_before_it() {
     let model = model("olmoe");
     let mut engine = Engine::new(&model, limits()).unwrap();
     let whole = |engine: &mut Engine<'_>, stops: Vec<String>| {
-        engine.add(Request { max_new_tokens: 30, stops, ignores_stop_ids: true, ..request(0) }).unwrap();
+        engine.add(Request { max_new_tokens: 30, stops, stop_ids: Vec::new(), ..request(0) }).unwrap();
         let mut text = String::new();
         let mut end = None;
         while engine.has_requests() {
@@ -124,7 +124,8 @@ fn a_cancelled_request_leaves_no_block() {
     let mut engine = Engine::new(&model, limits()).unwrap();
     let ids: Vec<SequenceId> = (0..6).map(|index| engine.add(request(index)).unwrap()).collect();
     engine.turn().unwrap();
-    assert!(ids.into_iter().all(|id| engine.cancel(id)));
+    let num_cancelled = ids.into_iter().filter(|&id| engine.cancel(id)).count();
+    assert!(num_cancelled >= 4, "one or two may have ended");
     assert!(!engine.has_requests());
     assert_eq!(engine.counts().free_blocks, 64);
     assert!(engine.turn().unwrap().is_empty());

@@ -43,6 +43,10 @@ impl FakeEngine {
         let answer = self.answers.get_mut(&id)?;
         let letter = char::from(b'a' + (answer.num_drawn % 26) as u8);
         answer.num_drawn += 1;
+        if answer.request.stop_ids.contains(&(letter as u32)) {
+            let (text, end) = (answer.stops.finish(), Some(End::StopToken));
+            return Some(Output { sequence: id, token: letter as u32, text, end });
+        }
         let mut text = answer.stops.push(&letter.to_string());
         let is_last = answer.num_drawn == answer.request.max_new_tokens;
         let end = answer.stops.is_found().then_some(End::StopText).or(is_last.then_some(End::Limit));
