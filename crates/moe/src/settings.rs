@@ -1,6 +1,6 @@
 //! Settings as a table: a setting's name, type, default, range and comment stand in one place, the definition of its section.
 //!
-//! The macro [`settings!`](crate::settings) makes of a definition the struct, its `Default`, and the rows ([`Setting`]) that the
+//! The macro [`settings!`](macro@crate::settings) makes of a definition the struct, its `Default`, and the rows ([`Setting`]) that the
 //! commented configuration file, the checks and `docs/settings.md` are made from:
 //!
 //! ```
@@ -231,7 +231,7 @@ fn comment(doc: &[&str]) -> String {
     lines.join("\n")
 }
 
-/// A section of a configuration: a struct whose fields are settings. [`settings!`](crate::settings) implements it.
+/// A section of a configuration: a struct whose fields are settings. [`settings!`](macro@crate::settings) implements it.
 pub trait Section {
     /// The lines of its documentation.
     const DOC: &'static [&'static str];
@@ -251,8 +251,8 @@ pub trait Section {
     fn check_ranges(&self) -> Result<(), ConfigError>;
 }
 
-/// Defines a section of settings: see the [module](self). Fields that are no settings of their own, such as sections below, come
-/// in a block `besides`.
+/// Defines a section of settings: its struct, defaults and rows (an example is at the head of `settings.rs`). Fields that are no
+/// settings of their own, such as sections below, come in a block `besides`.
 #[macro_export]
 macro_rules! settings {
     (
