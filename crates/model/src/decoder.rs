@@ -187,7 +187,7 @@ impl Decoder {
         mode: Mode,
         hook: RoutingHook<'_>,
     ) -> Result<(), BatchError> {
-        self.stage.check_batch(&TokenBatch { targets: batch.inputs, ..*batch })?;
+        self.check_batch(&TokenBatch { targets: batch.inputs, ..*batch })?;
         let gathered = self.stage.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
         let (ids, sequences) = (Ids::Known(batch.inputs), Sequences::whole(batch.num_sequences, batch.seq_len));

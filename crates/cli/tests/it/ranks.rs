@@ -197,7 +197,7 @@ fn layouts_that_cannot_be_are_named() {
     let train = |more: &[&str], parts: &[&str]| {
         refused(&work, &[&["train", "--data", "text.txt"][..], more].concat(), parts);
     };
-    train(&["--ep", "0"], &["parallel.ep = 0", "at least 1"]);
+    train(&["--ep", "0"], &["parallel.ep = 0", "from 1 to 4096"]);
     train(&["--ep", "100", "--dp", "100"], &["parallel.dp = 100", "4096"]);
     train(&["--ep", "2", "--set", "model.num_experts=0"], &["parallel.ep = 2", "no experts"]);
     train(&["--ep", "2", "--data", "missing.txt"], &["missing.txt"]);
@@ -207,9 +207,9 @@ fn layouts_that_cannot_be_are_named() {
     let broken = work.file("broken.placement", "placement experts=8 ranks=2\n0: 2\n");
     let placement = format!("parallel.placement={broken}");
     train(&["--ep", "2", "--set", &placement], &["broken.placement", "line 2"]);
-    train(&["--tp", "0"], &["parallel.tp = 0", "at least 1"]);
+    train(&["--tp", "0"], &["parallel.tp = 0", "from 1 to 4096"]);
     train(&["--tp", "100"], &["model.num_heads", "at least parallel.tp, 100"]);
-    train(&["--ep", "2", "--set", "parallel.chunks=65"], &["parallel.chunks = 65", "at most 64"]);
+    train(&["--ep", "2", "--set", "parallel.chunks=65"], &["parallel.chunks = 65", "from 0 to 64"]);
     train(&["--ep", "2", "--set", "parallel.wire=int4"], &["parallel.wire", "int4"]);
     let measured = work.file("topology.toml", "num_nodes = 1\nranks_per_node = 0\n");
     train(&["--ep", "2", "--set", &format!("parallel.topology={measured}")], &["topology.toml"]);
