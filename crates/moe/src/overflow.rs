@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::NO_EXPERT;
 
-/// What becomes of a choice whose expert has no remaining.
+/// The fate of a choice whose expert has no remaining capacity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Overflow {

@@ -13,7 +13,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::{SharedWeights, is_left_out};
 
-/// What backward needs of forward.
+/// The values that backward needs of forward.
 pub(crate) struct SharedSaved {
     /// All tokens, each with its gate where the output is multiplied by one.
     rows: AllRows,
@@ -105,7 +105,7 @@ impl SharedTask {
     }
 }
 
-/// What a backward pass needs of experts; that of a pass which was said to be forward only is a fault of the caller.
+/// The values that a backward pass needs of experts; asking for those of a pass which was said to be forward only is a fault of the caller.
 pub(crate) fn kept(saved: &Option<ExpertsSaved>) -> &ExpertsSaved {
     saved.as_ref().expect("a pass that was to be forward only has no backward pass")
 }

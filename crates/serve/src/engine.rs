@@ -30,7 +30,7 @@ pub struct Request {
     pub salt: Vec<u8>,
 }
 
-/// What a turn adds to an answer.
+/// A token that a turn adds to an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
     /// The request's sequence.
@@ -86,7 +86,7 @@ impl<'a> Engine<'a> {
         Ok(Self { model, scheduler, cache, answers: HashMap::new() })
     }
 
-    /// What is waiting and running, for metrics.
+    /// Counts of what is waiting and running, for metrics.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.scheduler.counts()

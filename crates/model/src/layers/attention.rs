@@ -61,7 +61,7 @@ enum InputsGradTask {
     Latent(LatentGradTask),
 }
 
-/// What backward needs of forward.
+/// The values that backward needs of forward.
 pub(crate) struct AttentionSaved {
     /// `[T, D]`: the block's input.
     x: Tensor,
@@ -80,6 +80,12 @@ pub(crate) struct AttentionGradTask {
     dy: Tensor,
     compute: DType,
     bias: Option<Vec<f32>>,
+}
+
+/// Sinks, and the tensor that their gradients are written to.
+struct SinkGrads<'a> {
+    sinks: &'a Tensor,
+    d_sinks: &'a mut Tensor,
 }
 
 impl AttentionBlock {
@@ -145,8 +151,7 @@ impl AttentionBlock {
             return (self.output(pass, w, &o, x), None);
         }
         let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
-        let [q, k, v] = &qkv;
-        let (o, lse) = self.attend_own(pass, (q, k, v), w.sinks.as_ref());
+        let (o, lse) = self.attend_own(pass, &qkv, w.sinks.as_ref());
         let y = self.output(pass, w, &o, x);
         let saved = AttentionSaved { x: x.clone(), norm, normed, inputs, qkv, o, lse };
         (y, pass.mode.keeps_for_backward().then_some(saved))
@@ -169,12 +174,7 @@ impl AttentionBlock {
     }
 
     /// Attention among the tokens of the pass, each sequence or piece for itself.
-    fn attend_own(
-        &self,
-        pass: &Pass<'_>,
-        (q, k, v): (&Tensor, &Tensor, &Tensor),
-        sinks: Option<&Tensor>,
-    ) -> (Tensor, Tensor) {
+    fn attend_own(&self, pass: &Pass<'_>, [q, k, v]: &[Tensor; 3], sinks: Option<&Tensor>) -> (Tensor, Tensor) {
         let Some(pieces) = &pass.pieces else {
             let len = pass.sequences.len;
             return attend(pass, (q, k, v), sinks, &self.shape(pass, len, len));
@@ -199,7 +199,7 @@ impl AttentionBlock {
                 attention_ragged(pass.ctx, inputs, &shape).o
             }
             (Inputs::Latent(latent), AttentionInputs::Latent(inputs)) => {
-                latent.forward_paged(pass, inputs, normed, layer, (self.heads(), w.sinks.as_ref()))
+                latent.forward_paged(pass, inputs, normed, layer, self.heads(), w.sinks.as_ref())
             }
             _ => panic!("{WRONG_KIND}"),
         }
@@ -224,21 +224,22 @@ impl AttentionBlock {
         d_o: &Tensor,
         [q, k, v]: &[Tensor; 3],
         output: &AttentionOutput,
-        (sinks, write): (Option<(&Tensor, &mut Tensor)>, Write),
+        sinks: Option<SinkGrads<'_>>,
+        write: Write,
     ) -> ([Tensor; 3], Option<Vec<f32>>) {
         let (ctx, AttentionOutput { o, lse }) = (pass.ctx, output);
         let Some(pieces) = &pass.pieces else {
             let shape = self.shape(pass, pass.sequences.len, pass.sequences.len);
-            if let Some((sinks, d_sinks)) = sinks {
+            if let Some(SinkGrads { sinks, d_sinks }) = sinks {
                 sinks_backward(ctx, d_o, (o, lse), sinks, (&shape, write), d_sinks);
             }
             return attend_backward(pass, d_o, (q, k, v), (o, lse), &shape);
         };
         let sequences = pieces.own_sequences();
         let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
-        let inputs = RaggedInputs { q, k, v, sinks: sinks.as_ref().map(|(sinks, _)| *sinks) };
+        let inputs = RaggedInputs { q, k, v, sinks: sinks.as_ref().map(|grads| grads.sinks) };
         let grads = attention_ragged_backward(ctx, d_o, inputs, output, &shape);
-        if let Some((sinks, d_sinks)) = sinks {
+        if let Some(SinkGrads { sinks, d_sinks }) = sinks {
             sinks_ragged_backward(ctx, d_o, output, sinks, (&shape, write), d_sinks);
         }
         ([grads.dq, grads.dk, grads.dv], None)
@@ -272,8 +273,9 @@ impl AttentionBlock {
         let d_block = into_type(ctx, scaled(ctx, dy, self.residual_multiplier), w.o.weight.dtype());
         let d_o = linear_backward_input(ctx, &d_block, &w.o.weight, w.o.weight.dtype());
         let sinks = w.sinks.as_ref().zip(grads.attention.sinks.as_mut());
+        let sinks = sinks.map(|(sinks, d_sinks)| SinkGrads { sinks, d_sinks });
         let output = AttentionOutput { o, lse };
-        let (d_qkv, bias) = self.attend_own_backward(pass, &d_o, &qkv, &output, (sinks, write));
+        let (d_qkv, bias) = self.attend_own_backward(pass, &d_o, &qkv, &output, sinks, write);
         let AttentionOutput { o, .. } = output;
         drop(d_o);
         let inputs_grads = &mut grads.attention.inputs;

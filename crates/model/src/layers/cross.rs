@@ -46,7 +46,7 @@ pub(crate) struct CrossBlock {
 /// All keys, wherever they stand.
 const RULE: ScoreRule<'static> = ScoreRule { bias: None, is_causal: false };
 
-/// What backward needs of forward.
+/// The values that backward needs of forward.
 pub(crate) struct CrossSaved {
     /// `[T, D]`: the block's input.
     x: Tensor,

@@ -33,7 +33,7 @@ pub(crate) struct FeedForwardBlock {
     pub(crate) is_cut: bool,
 }
 
-/// What backward needs of forward.
+/// The values that backward needs of forward.
 pub(crate) struct FeedForwardSaved {
     /// `[T, D]`: the block's input.
     x: Tensor,
@@ -52,7 +52,7 @@ enum InnerSaved {
 type IsWhole = bool;
 
 impl FeedForwardSaved {
-    /// What the router decided; none in a dense layer.
+    /// The router's decision; none in a dense layer.
     pub(crate) fn moe(&self) -> Option<&MoeSaved> {
         match &self.inner {
             InnerSaved::Dense(_) => None,
@@ -68,7 +68,7 @@ pub(crate) struct FeedForwardOutputGrads<'a> {
     pub(crate) dy: &'a Tensor,
     /// `[T, E]`: that of the router's logits, by the next MoE layer.
     pub(crate) d_router_logits: Option<&'a Tensor>,
-    /// Those of the losses on the router.
+    /// The gradients of the losses on the router.
     pub(crate) loss_grad: Option<&'a LossGrad>,
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct Heads {
     pub(crate) is_cut: bool,
 }
 
-/// What backward needs of forward.
+/// The values that backward needs of forward.
 pub(crate) struct HeadsSaved {
     q: Saved,
     k: Saved,

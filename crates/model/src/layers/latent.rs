@@ -46,7 +46,7 @@ struct Narrow {
     normed: Tensor,
 }
 
-/// What backward needs of forward.
+/// The values that backward needs of forward.
 pub(crate) struct LatentSaved {
     q: Option<Narrow>,
     kv: Narrow,
@@ -143,7 +143,8 @@ impl Latent {
         w: &LatentWeights,
         normed: &Tensor,
         layer: &mut PagedLayer,
-        (heads, sinks): (AttentionHeads, Option<&Tensor>),
+        heads: AttentionHeads,
+        sinks: Option<&Tensor>,
     ) -> Tensor {
         let (ctx, pieces) = (pass.ctx, pass.pieces.as_ref().expect("a paged pass has pieces"));
         let (q, _) = self.queries(pass, w, normed);
@@ -168,7 +169,7 @@ impl Latent {
         self.widened_sums(place, &sums, kv)
     }
 
-    /// What heads summed up of narrow vectors, as values: `[T, H w]`.
+    /// Widens the narrow vectors that heads summed up to values: `[T, H w]`.
     fn widened_sums(&self, place: &Context, sums: &Tensor, kv: &Tensor) -> Tensor {
         let mut o = place.empty_there(&[sums.rows(), self.num_heads * self.value_dim], sums.dtype());
         let parts = HeadParts {

@@ -101,7 +101,7 @@ impl WeightGradTask {
 
 /// The tasks that a backward pass left, in the order in which it came to them.
 ///
-/// Those of one pass write to different tensors, so they may run in any order. Of several passes each tensor's run in the order of the
+/// Tasks of one pass write to different tensors, so they may run in any order. Of several passes each tensor's run in the order of the
 /// passes: sums of gradients then have the same bits. Where experts live on several ranks, all ranks run the tasks in the same order.
 #[derive(Default)]
 pub struct WeightGradTasks {

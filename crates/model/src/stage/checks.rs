@@ -1,4 +1,4 @@
-//! What a stage asks of the tokens that it is given.
+//! Checks of the tokens that a stage is given.
 
 use moeworks_ops::head_loss::IGNORE;
 

@@ -12,7 +12,7 @@ use crate::router::RouterSaved;
 use crate::shared::SharedSaved;
 use crate::{Dispatch, ExpertIds, LayerStats, Routing, ZeroComputationShare};
 
-/// What backward needs of forward, and what forward decided. Cloning shares the tensors.
+/// The values that backward needs of forward, and the decision. Cloning shares the tensors.
 #[derive(Clone)]
 pub struct MoeSaved {
     pub(super) inner: Arc<Saved>,

@@ -15,7 +15,7 @@ pub struct RankMemory {
     pub gradients: f64,
     /// Two f32 moments.
     pub optimizer: f64,
-    /// What backward needs of forward.
+    /// The values that backward needs of forward.
     pub activations: f64,
     /// Rows received from other ranks, which backward needs too.
     pub received: f64,

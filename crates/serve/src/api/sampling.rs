@@ -19,7 +19,7 @@ const MAX_BIAS: f64 = 100.0;
 /// The temperature where neither the request nor the model's files name one, as OpenAI has it.
 const TEMPERATURE: f32 = 1.0;
 
-/// How tokens are drawn, and where an answer ends. What is none comes from the model's files, or is the default of OpenAI.
+/// The drawing of tokens and the end of an answer. A setting that is none comes from the model's files, or is the default of OpenAI.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sampling {
     /// Tokens of an answer at most.

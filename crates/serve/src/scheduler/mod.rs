@@ -34,7 +34,7 @@ pub struct Scheduler {
     counts: Counts,
 }
 
-/// What a scheduler has and had, for metrics.
+/// Counts of what a scheduler has and had, for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Sequences that wait.
@@ -76,7 +76,7 @@ impl Scheduler {
         &self.limits
     }
 
-    /// What there is and was.
+    /// Counts of what there is and was.
     #[must_use]
     pub fn counts(&self) -> Counts {
         let (waiting, running) = (self.waiting.len(), self.running.len());

@@ -24,7 +24,7 @@ pub(crate) struct FakeEngine {
     answers: HashMap<SequenceId, Answering>,
     /// The time of a turn.
     delay: Duration,
-    /// Of the last turn, for tests.
+    /// The counts of the last turn, for tests.
     counts: Arc<Mutex<Counts>>,
 }
 

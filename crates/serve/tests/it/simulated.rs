@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use moeworks_serve::{Scheduler, SequenceId, Turn};
 
-/// What keys and values depend on: the salt, the adapter and all tokens up to theirs.
+/// A hash of all that keys and values depend on: the salt, the adapter and all tokens up to theirs.
 type Content = u64;
 
 /// The blocks' content, and what each sequence was given.

@@ -185,7 +185,7 @@ impl Dataset {
         Self { spans: rule, ..self }
     }
 
-    /// The same texts with documents that do not see each other, each ended by `separator`.
+    /// Makes a batch of the same texts with documents that do not see each other, each ended by `separator`.
     #[must_use]
     pub fn with_separate_documents(self, separator: u32) -> Self {
         Self { separator: Some(separator), ..self }

@@ -122,7 +122,7 @@ impl Classifier {
         Points { x, classes: which.map(|point| (cluster(point) % NUM_CLASSES) as u32).collect() }
     }
 
-    /// What the layers make of points: the input `[N, D]` of the MoE layer, its output with that, and what backward needs.
+    /// The results of the layers for points: the input `[N, D]` of the MoE layer, its output with that, and what backward needs.
     fn hidden(
         &self,
         ctx: &Context,
