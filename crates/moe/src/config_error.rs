@@ -8,7 +8,7 @@ pub struct ConfigError {
     pub setting: &'static str,
     /// Its value.
     pub value: String,
-    /// What would be right.
+    /// The values that would be right.
     pub expected: String,
 }
 

@@ -55,7 +55,7 @@ pub struct LayerRanks {
 pub struct EpOptions {
     /// The way of tokens.
     pub exchange: Exchange,
-    /// What moves, tokens or experts; the same on all ranks of the group.
+    /// The choice of what moves, tokens or experts; the same on all ranks of the group.
     pub moving: Moving,
     /// A meter of the work of layers with experts.
     pub meter: Option<Arc<Meter>>,

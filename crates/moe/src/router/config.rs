@@ -63,7 +63,7 @@ settings! {
         routed_scale: f32 = 1.0, in Range::POSITIVE;
         /// Above 0: sparsemixer (PhiMoE): in training two experts are drawn from those within twice this of the highest score.
         ///
-        /// Of a token's two experts each is weighed by a softmax over the experts that come as close to the highest as twice this,
+        /// Each of a token's two experts is weighed by a softmax over the experts that come as close to the highest as twice this,
         /// relative to the score, the first without regard to the second and the second without the first (Liu et al., 2409.12136).
         sparsemixer_jitter: f32 = 0.0, in Range::NOT_NEGATIVE;
         /// Deviation of normal noise on the logits in training, a number or a ramp; 0: none.

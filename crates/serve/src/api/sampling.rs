@@ -26,20 +26,8 @@ pub struct Sampling {
     pub max_tokens: Option<usize>,
     /// Tokens of an answer before which it does not end.
     pub min_tokens: usize,
-    /// Divides the logits.
-    pub temperature: Option<f32>,
-    /// Only the most likely tokens, this many; 0 for all.
-    pub top_k: Option<usize>,
-    /// Only the most likely tokens that together have this probability.
-    pub top_p: Option<f32>,
-    /// Only tokens at least this many times as likely as the most likely.
-    pub min_p: Option<f32>,
-    /// The penalty of CTRL.
-    pub repetition_penalty: Option<f32>,
-    /// Subtracted from the logits of tokens that the answer has.
-    pub presence_penalty: Option<f32>,
-    /// Subtracted from the logit of a token for each time that the answer has it.
-    pub frequency_penalty: Option<f32>,
+    /// The settings of the sampler that are given, but for the seed.
+    pub settings: SamplingSettings,
     /// Seed of the random numbers; none for another one each time.
     pub seed: Option<u64>,
     /// Added to the logits of tokens.
@@ -57,14 +45,7 @@ impl Sampling {
         Ok(Self {
             max_tokens: max_tokens(fields)?,
             min_tokens: fields.count("min_tokens", 0)?.unwrap_or(0),
-            temperature: fields.number("temperature", Range::closed(0.0..=2.0))?,
-            // Other servers know two values for all tokens.
-            top_k: fields.integer("top_k", -1..=MAX_TOP_K)?.map(|k| usize::try_from(k).unwrap_or(0)),
-            top_p: fields.number("top_p", Range::above(0.0..=1.0))?,
-            min_p: fields.number("min_p", Range::closed(0.0..=1.0))?,
-            repetition_penalty: fields.number("repetition_penalty", Range::above(0.0..=10.0))?,
-            presence_penalty: fields.number("presence_penalty", Range::closed(-2.0..=2.0))?,
-            frequency_penalty: fields.number("frequency_penalty", Range::closed(-2.0..=2.0))?,
+            settings: settings(fields)?,
             seed: seed(fields)?,
             logit_bias: logit_bias(fields)?,
             stops: stops(fields)?,
@@ -108,18 +89,23 @@ impl Sampling {
     fn options(&self, defaults: &FileDefaults) -> SamplingOptions {
         let of_file = &defaults.sampling;
         let temperature = (!of_file.is_greedy && of_file.temperature.is_none()).then_some(TEMPERATURE);
-        let settings = SamplingSettings {
-            temperature: self.temperature.or(temperature),
-            top_k: self.top_k,
-            top_p: self.top_p,
-            min_p: self.min_p,
-            repetition_penalty: self.repetition_penalty,
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
-            ..SamplingSettings::default()
-        };
-        settings.resolve(defaults).options
+        let temperature = self.settings.temperature.or(temperature);
+        SamplingSettings { temperature, ..self.settings.clone() }.resolve(defaults).options
     }
+}
+
+fn settings(fields: &mut Fields) -> Result<SamplingSettings, ApiError> {
+    Ok(SamplingSettings {
+        temperature: fields.number("temperature", Range::closed(0.0..=2.0))?,
+        // Other servers know two values for all tokens.
+        top_k: fields.integer("top_k", -1..=MAX_TOP_K)?.map(|k| usize::try_from(k).unwrap_or(0)),
+        top_p: fields.number("top_p", Range::above(0.0..=1.0))?,
+        min_p: fields.number("min_p", Range::closed(0.0..=1.0))?,
+        repetition_penalty: fields.number("repetition_penalty", Range::above(0.0..=10.0))?,
+        presence_penalty: fields.number("presence_penalty", Range::closed(-2.0..=2.0))?,
+        frequency_penalty: fields.number("frequency_penalty", Range::closed(-2.0..=2.0))?,
+        ..SamplingSettings::default()
+    })
 }
 
 /// Returns the error of a token that a vocabulary does not have.

@@ -52,7 +52,7 @@ fn a_request_with_everything_that_clients_send_is_read() {
     assert_eq!((num_choices, is_stream, includes_usage, priority, returns_token_ids), (2, true, true, -1, true));
     let biases = vec![TokenBias { id: 5, bias: -100.0 }, TokenBias { id: 7, bias: 2.5 }];
     assert_eq!((sampling.logit_bias, sampling.stop_ids, sampling.seed), (biases, vec![3, 4], Some(1234)));
-    assert_eq!((sampling.temperature, sampling.top_k, sampling.min_tokens), (Some(0.5), Some(40), 2));
+    assert_eq!((sampling.settings.temperature, sampling.settings.top_k, sampling.min_tokens), (Some(0.5), Some(40), 2));
     assert_eq!((sampling.stops, sampling.ignores_stop_ids), (vec!["###".to_owned(), "\n\n".to_owned()], true));
 }
 
@@ -191,7 +191,7 @@ fn h3_numbers_out_of_range_or_not_finite_are_refused() {
         let error = CompletionRequest::parse(body.as_bytes()).unwrap_err();
         assert!(error.message.contains("is not JSON"), "{error}");
     }
-    assert_eq!(with("top_k", json!(-1)).unwrap().common.sampling.top_k, Some(0));
+    assert_eq!(with("top_k", json!(-1)).unwrap().common.sampling.settings.top_k, Some(0));
     assert_eq!(with("seed", json!(-1)).unwrap().common.sampling.seed, None);
 }
 

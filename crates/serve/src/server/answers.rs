@@ -108,13 +108,12 @@ struct Start<'a> {
 fn request(app: &App, common: &Common, start: Start<'_>) -> Result<Request, ApiError> {
     let Start { prompt, max_new_tokens, seed, salt } = start;
     let (served, sampling) = (&app.served, &common.sampling);
-    let of_file = &served.defaults.sampling.stop_texts;
     let stop_ids = sampling.all_stop_ids(&served.model.stop_ids);
     Ok(Request {
         prompt: prompt.to_vec(),
         max_new_tokens,
         sampler: sampling.sampler(seed, &served.defaults, stop_ids.clone())?,
-        stops: sampling.stops.iter().chain(of_file).cloned().collect(),
+        stops: sampling.settings.stop_texts(&sampling.stops, &served.defaults),
         stop_ids,
         priority: common.priority,
         salt: salt.to_vec(),

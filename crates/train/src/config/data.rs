@@ -34,7 +34,7 @@ settings! {
         validation_fraction: f64 = 0.05, in Range::number(0.0..=0.5);
         /// Seed that chooses the held-out tokens, independent of train.seed.
         ///
-        /// The same text and sequence length give the same ones whatever the seed of training is.
+        /// It alone chooses them for a text and a sequence length: the seed of training has no part in it.
         validation_seed: u64 = 1, in Range::COUNT;
         /// Field of JSON rows and column of CSV and Parquet files that holds the text; a.b is field b within a.
         text_field: String = "text".into();

@@ -14,7 +14,7 @@ pub enum ConfigError {
         setting: String,
         /// Its value as TOML.
         value: String,
-        /// What would be right.
+        /// The values that would be right.
         expected: String,
     },
     /// A setting that does not exist.

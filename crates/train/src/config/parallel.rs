@@ -28,8 +28,8 @@ settings! {
         all_to_all: PathChoice = PathChoice::Auto;
         /// Format of tokens on their way: f32, bf16, f16 or int8 (dispatch alone; the rest as bf16).
         wire: WireChoice = WireChoice::F32;
-        /// What moves: tokens (to their experts), weights (of all experts to the tokens), or auto: for each layer and step the experts
-        /// whose weights cost less to move than their tokens.
+        /// Movement between ranks: tokens (to their experts), weights (of all experts to the tokens), or auto: for each layer and step
+        /// the weights of the experts that cost less to move than their tokens.
         moving: MovingChoice = MovingChoice::Tokens;
         /// Chunks of a layer's tokens, one in flight while another is computed; 0: as measured, which makes the rounding
         /// of a run depend on the machine.
