@@ -240,7 +240,7 @@ impl AttentionBlock {
         let inputs = RaggedInputs { q, k, v, sinks: sinks.as_ref().map(|grads| grads.sinks) };
         let grads = attention_ragged_backward(ctx, d_o, inputs, output, &shape);
         if let Some(SinkGrads { sinks, d_sinks }) = sinks {
-            sinks_ragged_backward(ctx, d_o, output, sinks, (&shape, write), d_sinks);
+            sinks_ragged_backward(ctx, d_o, output, sinks, &shape, write, d_sinks);
         }
         ([grads.dq, grads.dk, grads.dv], None)
     }

@@ -127,6 +127,20 @@ struct Task<'a> {
     keys: Range<usize>,
 }
 
+/// Gradients of keys or values, a row of `width` elements each, of which those behind a head's are padding.
+#[derive(Clone, Copy)]
+struct PaddedRows<'a> {
+    values: &'a [f32],
+    width: usize,
+}
+
+impl<'a> PaddedRows<'a> {
+    /// The first `len` elements of a row.
+    fn row(&self, row: usize, len: usize) -> &'a [f32] {
+        &self.values[row * self.width..][..len]
+    }
+}
+
 impl Task<'_> {
     fn run(&self, ctx: &Context, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
         let (isa, heads, words) = (ctx.isa(), &self.sequence.heads, inputs.words);
@@ -158,17 +172,11 @@ impl Task<'_> {
             }
             self.store_dq(rows, &mut state, outputs);
         }
-        self.store_keys(isa, (dk, width), (dv, value_width), outputs);
+        self.store_keys(isa, PaddedRows { values: dk, width }, PaddedRows { values: dv, width: value_width }, outputs);
     }
 
-    /// Writes the gradients of the keys and of their values, each with the width of its rows.
-    fn store_keys(
-        &self,
-        isa: Isa,
-        (dk, width): (&[f32], usize),
-        (dv, value_width): (&[f32], usize),
-        outputs: &Outputs<'_>,
-    ) {
+    /// Writes the gradients of the keys and of their values.
+    fn store_keys(&self, isa: Isa, dk: PaddedRows<'_>, dv: PaddedRows<'_>, outputs: &Outputs<'_>) {
         let AttentionHeads { head_dim, value_dim, scale, .. } = self.sequence.heads;
         for keys in self.blocks() {
             let [starts, value_starts] = self.key_elements(&keys);
@@ -183,8 +191,8 @@ impl Task<'_> {
                     let dk = outputs.dk.range(start..start + head_dim);
                     (dk, outputs.dv.range(value_start..value_start + value_dim))
                 };
-                store_scaled(isa, &dk[row * width..][..head_dim], scale, to_dk);
-                store_scaled(isa, &dv[row * value_width..][..value_dim], 1.0, to_dv);
+                store_scaled(isa, dk.row(row, head_dim), scale, to_dk);
+                store_scaled(isa, dv.row(row, value_dim), 1.0, to_dv);
             }
         }
     }

@@ -218,7 +218,8 @@ pub fn sinks_ragged_backward(
     d_o: &Tensor,
     output: &AttentionOutput,
     sinks: &Tensor,
-    (shape, write): (&RaggedShape<'_>, Write),
+    shape: &RaggedShape<'_>,
+    write: Write,
     d_sinks: &mut Tensor,
 ) {
     shape.check_output(d_o, output);

@@ -10,7 +10,7 @@ use crate::simd::{Float, with_float};
 /// Tokens of a task.
 const TOKENS: usize = 64;
 
-/// What the gradients are made from: the gradient of the outputs, these, the log-sums of softmaxes and the sinks.
+/// The inputs of the gradients: the gradient of the outputs, the outputs, the log-sums of softmaxes and the sinks.
 #[derive(Clone, Copy)]
 pub(super) struct SinkInputs<'a> {
     pub(super) d_o: &'a Tensor,

@@ -14,7 +14,7 @@ pub(crate) struct ScratchPool<'a> {
     free: Mutex<Vec<ScratchSlot>>,
 }
 
-/// What a slot holds besides memory, from one task of a product to the next.
+/// The state of a slot besides its memory, kept from one task of a product to the next.
 #[derive(Default)]
 pub(crate) struct ScratchSlot {
     slot: usize,

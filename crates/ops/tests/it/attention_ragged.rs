@@ -178,7 +178,7 @@ impl Case {
         self.sequences[..index].iter().map(|sequence| sequence.num_queries).sum()
     }
 
-    /// What a sequence has of a tensor with rows of `width` elements for each query.
+    /// The part of a sequence in a tensor with rows of `width` elements for each query.
     fn of_queries<'a, T>(&self, index: usize, all: &'a [T], width: usize) -> &'a [T] {
         &all[self.first_query(index) * width..][..self.sequences[index].num_queries * width]
     }
@@ -393,7 +393,7 @@ fn gradients_of_sinks_are_the_sums_over_sequences() {
         let shape = RaggedShape { heads: case.heads, sequences: &sequences };
         let mut found = Tensor::from_slice(ctx.pool(), &[4], &[f32::NAN; 4]);
         for (write, times) in [(Write::Replace, 1.0), (Write::Add, 2.0)] {
-            sinks_ragged_backward(&ctx, &d_o, &output, sinks, (&shape, write), &mut found);
+            sinks_ragged_backward(&ctx, &d_o, &output, sinks, &shape, write, &mut found);
             let expected: Vec<f64> = expected.iter().map(|d| times * d).collect();
             assert_close(&format!("sinks on {name}"), &doubles(&found), &expected, 2e-5);
         }
