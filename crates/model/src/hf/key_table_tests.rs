@@ -15,7 +15,7 @@ fn fixture(family: &Family) -> Map<String, Value> {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// What the family's reader asks a file for.
+/// Returns the keys that the family's reader asks a file for.
 fn asked(family: &Family, map: &Map<String, Value>) -> BTreeSet<String> {
     let keys = Keys::new(map);
     (family.read)(&keys).unwrap();
