@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeLayer, MoeSaved, RouterInput, WgradTarget};
+use moeworks_moe::{
+    ConfigError, ExpertIds, ExpertRanks, LayerStats, LossGrad, MoeLayer, MoeSaved, RouterInput, WgradTarget,
+};
 use moeworks_ops::Context;
 use moeworks_ops::head_loss::HeadLoss;
 use moeworks_ops::linear::Write;
@@ -28,6 +30,8 @@ pub(crate) struct IdlePass<'a> {
     mode: Mode,
     rules: RouterRules<'a>,
     checkpoint_layers: bool,
+    /// Lists of no ids, where the other ranks hand expert ids in.
+    expert_ids: &'a [ExpertIds],
     /// The layers passed; none for one without experts.
     layers: Vec<Option<IdleLayer<'a>>>,
     loss_grads: Vec<LossGrad>,
@@ -41,22 +45,25 @@ struct IdleLayer<'a> {
 }
 
 impl<'a> IdlePass<'a> {
-    /// A training pass.
-    pub(crate) fn training(stage: &'a Stage, options: &PassOptions) -> Self {
+    /// A training pass. `expert_ids` are lists of no ids where the other ranks hand theirs in.
+    pub(crate) fn training(stage: &'a Stage, options: &PassOptions, expert_ids: &'a [ExpertIds]) -> Self {
         let rules = RouterRules::without_tokens(options.has_gshard_loss());
         let checkpoint_layers = options.checkpoint_layers;
-        Self { stage, mode: Mode::Train, rules, checkpoint_layers, layers: Vec::new(), loss_grads: Vec::new() }
+        let (layers, loss_grads) = (Vec::new(), Vec::new());
+        Self { stage, mode: Mode::Train, rules, checkpoint_layers, expert_ids, layers, loss_grads }
     }
 
     /// A pass in use.
     fn inference(stage: &'a Stage) -> Self {
         let rules = RouterRules::without_tokens(false);
         let (layers, loss_grads) = (Vec::new(), Vec::new());
-        Self { stage, mode: Mode::Infer, rules, checkpoint_layers: false, layers, loss_grads }
+        Self { stage, mode: Mode::Infer, rules, checkpoint_layers: false, expert_ids: &[], layers, loss_grads }
     }
 
     fn input(&self, index: usize) -> RouterInput<'a> {
-        self.rules.input(self.mode, self.stage.layer_block(index).number)
+        let layer = self.stage.layer_block(index);
+        let expert_ids = layer.moe_index.and_then(|index| self.expert_ids.get(index));
+        RouterInput { expert_ids, ..self.rules.input(self.mode, layer.number) }
     }
 
     /// Goes through the next layer, `index`, if it has experts.

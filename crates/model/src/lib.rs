@@ -47,7 +47,8 @@ pub use losses::{LossValues, RouterLoss, router_losses};
 pub use mode::Mode;
 pub use paged_kv_cache::PagedKvCache;
 pub use pass::{
-    BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, SequencePart, TokenBatch, WantedLogits,
+    BalanceKind, BatchError, ExpertIdShape, PassOptions, PassStats, RouterLosses, RouterNoise, SequencePart,
+    TokenBatch, WantedLogits,
 };
 pub use pass_order::{PassAction, PassOrder};
 pub use scan::{NotFinite, WeightCheck};

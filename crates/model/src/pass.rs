@@ -1,6 +1,6 @@
 //! What goes into a pass over a batch of tokens and what comes out of it.
 
-use moeworks_moe::{EntropyRule, LayerStats};
+use moeworks_moe::{EntropyRule, ExpertIds, LayerStats, RoutingError};
 use serde::{Deserialize, Serialize};
 
 use crate::pass_order::PassOrder;
@@ -23,6 +23,10 @@ pub struct TokenBatch<'a> {
     /// Lengths of the consecutive pieces of the batch's tokens that do not see each other, such as the documents packed into a
     /// sequence; positions begin at 0 in each. None crosses the end of a sequence. Empty: each sequence is one piece.
     pub segments: &'a [usize],
+    /// The experts that the tokens go to in place of the routers' choice: one entry for each MoE layer of the decoder, first to last, whatever
+    /// stage the batch is for. Made by [`Decoder::expert_ids`](crate::Decoder::expert_ids), or by a hook from
+    /// [`MoeSaved::expert_ids`](moeworks_moe::MoeSaved::expert_ids). Empty: the routers choose.
+    pub expert_ids: &'a [ExpertIds],
 }
 
 impl<'a> TokenBatch<'a> {
@@ -76,6 +80,8 @@ pub struct SequencePart<'a> {
     pub adapter: Option<u32>,
     /// The tokens whose logits are wanted.
     pub logits: WantedLogits,
+    /// The experts that the tokens go to, as in [`TokenBatch::expert_ids`].
+    pub expert_ids: &'a [ExpertIds],
 }
 
 /// The tokens of a sequence whose logits are wanted.
@@ -282,8 +288,17 @@ impl PassStats {
     }
 }
 
+/// The tokens and the experts that a list of expert ids is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertIdShape {
+    /// T.
+    pub num_tokens: usize,
+    /// Experts that the layer chooses among.
+    pub num_experts: usize,
+}
+
 /// A batch that a model cannot take.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum BatchError {
     /// The numbers of ids and of sequences do not fit.
     #[error("{what} has {len} ids, but {num_sequences} sequences of {seq_len} tokens need {}", num_sequences * seq_len)]
@@ -409,6 +424,35 @@ pub enum BatchError {
     /// A model that cannot keep the pieces of a sequence separate.
     #[error("sequences of several documents that do not see each other: {0}")]
     NoSegments(&'static str),
+    /// Expert ids for another number of MoE layers.
+    #[error("expert ids for {found} MoE layers: the model has {expected}")]
+    ExpertIdLayers {
+        /// Lists given.
+        found: usize,
+        /// MoE layers of the decoder.
+        expected: usize,
+    },
+    /// Expert ids of another layer or of other tokens.
+    #[error(
+        "layer {layer} has expert ids of {} tokens among {} experts: must be of {} tokens among {}",
+        found.num_tokens, found.num_experts, expected.num_tokens, expected.num_experts
+    )]
+    ExpertIdShape {
+        /// The layer.
+        layer: usize,
+        /// The ids that were given.
+        found: ExpertIdShape,
+        /// The ids that the pass needs.
+        expected: ExpertIdShape,
+    },
+    /// A list of expert ids that a layer cannot take.
+    #[error("layer {layer}: {error}")]
+    ExpertIds {
+        /// The layer.
+        layer: usize,
+        /// The reason.
+        error: RoutingError,
+    },
     /// A result that is not a number, as weights that are damaged or too large give.
     #[error("the model's result is not a number")]
     NotANumber,

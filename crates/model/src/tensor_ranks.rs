@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use moeworks_comm::{Communicator, Reduce};
-use moeworks_moe::{ConfigError, ExpertRanks, RouterInput};
+use moeworks_moe::{ConfigError, ExpertIds, ExpertRanks, RouterInput};
 use moeworks_ops::Context;
 use moeworks_ops::elementwise;
 use moeworks_ops::embedding::{embedding, embedding_backward};
@@ -218,6 +218,11 @@ impl<'a> Run<'a> {
         let mut rows = ctx.empty(&[self.own.len(), x.cols()], x.dtype());
         rows.bytes_mut().copy_from_slice(&x.bytes()[self.own.start * row_bytes..self.own.end * row_bytes]);
         rows
+    }
+
+    /// The expert ids of these tokens out of those of the whole pass.
+    pub(crate) fn of_expert_ids(&self, ctx: &Context, ids: &ExpertIds) -> ExpertIds {
+        ids.rows(ctx, self.own.clone())
     }
 
     /// What a router looks at besides its input, for these tokens. Logits of the layer before are those of these tokens already.

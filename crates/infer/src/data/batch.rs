@@ -32,7 +32,15 @@ impl Batch {
     #[must_use]
     pub fn tokens(&self) -> TokenBatch<'_> {
         let Self { sources, inputs, targets, num_sequences, seq_len, segments } = self;
-        TokenBatch { sources, inputs, targets, num_sequences: *num_sequences, seq_len: *seq_len, segments }
+        TokenBatch {
+            sources,
+            inputs,
+            targets,
+            num_sequences: *num_sequences,
+            seq_len: *seq_len,
+            segments,
+            expert_ids: &[],
+        }
     }
 
     /// Empties it, for sequences of `seq_len` tokens; its memory is used again.

@@ -118,7 +118,9 @@ impl FeedForwardBlock {
                 let (y, saved) = match Run::of(pass, is_whole) {
                     None => moe.forward(ctx, w, &normed, ForwardInput { router: *input, base }),
                     Some(run) => {
-                        let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &run.of_input(input));
+                        let expert_ids = input.expert_ids.map(|ids| run.of_expert_ids(ctx, ids));
+                        let input = RouterInput { expert_ids: expert_ids.as_ref(), ..run.of_input(input) };
+                        let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &input);
                         (run.whole(ctx, &y), saved)
                     }
                 };

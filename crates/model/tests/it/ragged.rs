@@ -73,7 +73,7 @@ fn together(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, texts: &
             };
             let start: usize = text.pieces[..pass - text.first_pass].iter().sum();
             let (ids, blocks) = (&text.ids[start..start + len], &text.blocks[..]);
-            parts.push(SequencePart { ids, start, blocks, adapter: None, logits: WantedLogits::Last });
+            parts.push(SequencePart { ids, start, blocks, logits: WantedLogits::Last, ..SequencePart::default() });
             owners.push(owner);
         }
         let logits = decoder.forward_ragged(ctx, weights, &mut cache, &parts, None).unwrap();
@@ -135,7 +135,7 @@ fn a_sequence_goes_on_behind_blocks_of_another_and_behind_a_copy() {
         if let Some((from, to)) = copy {
             cache.copy_block(&ctx, from, to);
         }
-        let part = SequencePart { ids, start, blocks, adapter: None, logits: WantedLogits::Last };
+        let part = SequencePart { ids, start, blocks, logits: WantedLogits::Last, ..SequencePart::default() };
         decoder.forward_ragged(&ctx, &weights, &mut cache, &[part], None).unwrap().f32s().to_vec()
     };
     let first = last(&ids, 0, &[4, 2, 0], None);
@@ -149,7 +149,7 @@ fn logits_come_for_the_tokens_that_want_them() {
     let (decoder, weights) = model(&ctx, small_config());
     let ids = random_ids(50, 12, 3);
     let mut cache = PagedKvCache::new(decoder.config(), 6, BLOCK_LEN);
-    let part = |blocks, logits| SequencePart { ids: &ids, start: 0, blocks, adapter: None, logits };
+    let part = |blocks, logits| SequencePart { ids: &ids, start: 0, blocks, logits, ..SequencePart::default() };
     let parts =
         [part(&[0, 1], WantedLogits::None), part(&[2, 3], WantedLogits::All), part(&[4, 5], WantedLogits::Last)];
     let found = decoder.forward_ragged(&ctx, &weights, &mut cache, &parts, None).unwrap();
@@ -164,7 +164,8 @@ fn parts_that_cannot_be_are_refused() {
     let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
     let mut cache = PagedKvCache::new(decoder.config(), 4, BLOCK_LEN);
-    let ok = SequencePart { ids: &[1, 2], start: 0, blocks: &[0], adapter: None, logits: WantedLogits::Last };
+    let ok =
+        SequencePart { ids: &[1, 2], start: 0, blocks: &[0], logits: WantedLogits::Last, ..SequencePart::default() };
     let mut error = |parts: &[SequencePart<'_>]| {
         decoder.forward_ragged(&ctx, &weights, &mut cache, parts, None).unwrap_err().to_string()
     };

@@ -119,12 +119,38 @@ impl ExpertIds {
         self.ids.cols()
     }
 
+    /// The experts that the layer chooses among.
+    #[must_use]
+    pub fn num_experts(&self) -> usize {
+        self.num_experts
+    }
+
     /// The ids of some of the tokens.
     #[must_use]
     pub fn rows(&self, ctx: &Context, tokens: std::ops::Range<usize>) -> Self {
         let (k, shape) = (self.top_k(), [tokens.len(), self.top_k()]);
         let ids = Tensor::from_slice(ctx.pool(), &shape, &self.ids()[tokens.start * k..tokens.end * k]);
         Self { ids, ..self.clone() }
+    }
+
+    /// The ids of several groups of tokens, one behind the other. Where a group has room for fewer experts a token than another,
+    /// [`NO_EXPERT`] fills the rest.
+    ///
+    /// # Panics
+    /// Without a group, or with ids of layers with other experts.
+    #[must_use]
+    pub fn concat(ctx: &Context, groups: &[&Self]) -> Self {
+        let num_experts = groups.first().expect("at least one group").num_experts;
+        assert!(groups.iter().all(|ids| ids.num_experts == num_experts), "expert ids are of one layer");
+        let top_k = groups.iter().map(|ids| ids.top_k()).max().unwrap_or(1);
+        let num_tokens = groups.iter().map(|ids| ids.num_tokens()).sum();
+        let mut all = Vec::with_capacity(num_tokens * top_k);
+        for row in groups.iter().flat_map(|ids| ids.ids().chunks(ids.top_k())) {
+            all.extend_from_slice(row);
+            all.resize(all.len() + top_k - row.len(), NO_EXPERT);
+        }
+        let is_whole = groups.iter().all(|ids| ids.is_whole && ids.top_k() == top_k);
+        Self { ids: Tensor::from_slice(ctx.pool(), &[num_tokens, top_k], &all), num_experts, is_whole }
     }
 
     /// Whether no id is [`NO_EXPERT`].
