@@ -62,6 +62,6 @@ pub use tokenizer::{Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, NormWeights, ParamSet, Shard, TableBuilder,
-    WeightGroup, WeightPlace, WeightRole, WeightRuleError, WeightSpec, WeightTable,
+    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, NormWeights, ParamSet, QueryDown, Shard,
+    TableBuilder, WeightGroup, WeightPlace, WeightRole, WeightRuleError, WeightSpec, WeightTable,
 };

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::*;
 
-/// Blocks of every type with the values that llama.cpp's `gguf` package finds in them.
+/// Blocks of every type, with the values that llama.cpp's `gguf` package decodes.
 #[test]
 fn blocks_of_every_type_hold_the_numbers_that_their_makers_find() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf/blocks.json");

@@ -28,7 +28,7 @@ use super::projection::{attended_type, matrix_grad, project, project_grads};
 use crate::config::LatentAttention;
 use crate::kv_cache::LayerCache;
 use crate::paged_kv_cache::PagedLayer;
-use crate::weights::LatentWeights;
+use crate::weights::{LatentWeights, QueryDown};
 
 /// Makes queries, keys and values.
 #[derive(Clone, Copy, Debug)]
@@ -198,7 +198,8 @@ impl Latent {
     /// Queries, `[T, H (N + R)]`, and the narrow vectors that they were made of.
     fn queries(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Tensor, Option<Narrow>) {
         let (ctx, dtype) = (pass.ctx, attended_type(pass.ctx, w.q.dtype()));
-        let narrow = w.q_down.as_ref().map(|(down, norm)| self.narrow(ctx, project(ctx, normed, down, dtype), norm));
+        let narrow =
+            w.q_down.as_ref().map(|down| self.narrow(ctx, project(ctx, normed, &down.projection, dtype), &down.norm));
         let mut q = linear(ctx, narrow.as_ref().map_or(normed, |narrow| &narrow.normed), &w.q, dtype);
         Self::turn(pass, &mut q, Rotation::Forward);
         (q, narrow)
@@ -297,7 +298,9 @@ impl Latent {
         Self::turn(pass, &mut dk, Rotation::Inverse);
         let mut d_normed = linear_backward_input(ctx, &dq, &w.q, DType::F32);
         let mut dq_narrow = None;
-        if let (Some(narrow), Some((down, norm)), Some((_, d_norm))) = (&saved.q, &w.q_down, &mut grads.q_down) {
+        if let (Some(narrow), Some(QueryDown { projection: down, norm }), Some(QueryDown { norm: d_norm, .. })) =
+            (&saved.q, &w.q_down, &mut grads.q_down)
+        {
             let dx = rms_norm_backward(ctx, &d_normed, &narrow.x, norm, &narrow.inv_rms, write, d_norm);
             d_normed = linear_backward_input(ctx, &dx, &down.weight, DType::F32);
             dq_narrow = Some(dx);
@@ -341,7 +344,7 @@ impl LatentGradTask {
         let Self { normed, saved, dq, dq_narrow, d_heads, d_kv_down, compute } = self;
         let q_input = saved.q.as_ref().map_or(&normed, |narrow| &narrow.normed);
         matrix_grad(ctx, (&dq, q_input), compute, write, &mut grads.q);
-        if let (Some(d), Some((down, _))) = (dq_narrow, &mut grads.q_down) {
+        if let (Some(d), Some(QueryDown { projection: down, .. })) = (dq_narrow, &mut grads.q_down) {
             project_grads(ctx, (&d, &normed), compute, write, down);
         }
         matrix_grad(ctx, (&d_heads, &saved.kv.normed), compute, write, &mut grads.kv);

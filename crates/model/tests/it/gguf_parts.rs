@@ -166,7 +166,7 @@ fn faults_of_parts_are_named() {
     let split = Split::new();
     let num_tensors = split.raw.tensors.len() as u32;
     fs::remove_file(split.path(1, 3)).unwrap();
-    split.refused(&["m-00002-of-00003.gguf", "not there", "2 is missing"]);
+    split.refused(&["m-00002-of-00003.gguf", "not found", "2 is missing"]);
     split.write(2, 3, Some([1, 3, num_tensors]));
     fs::rename(split.path(2, 3), split.path(1, 3)).unwrap();
     split.write(2, 3, Some([1, 3, num_tensors]));
@@ -179,7 +179,7 @@ fn faults_of_parts_are_named() {
     split.write(2, 3, Some([1, 3, num_tensors]));
     fs::copy(split.path(2, 3), split.path(1, 3)).unwrap();
     split.write(2, 3, Some([2, 3, num_tensors]));
-    split.refused(&["m-00003-of-00003.gguf", "is in", "m-00002-of-00003.gguf as well"]);
+    split.refused(&["m-00003-of-00003.gguf", "is also in", "m-00002-of-00003.gguf"]);
     let split = Split::new();
     split.write(0, 3, Some([0, 3, num_tensors + 1]));
     split.refused(&["split.tensors.count", &(num_tensors + 1).to_string(), &num_tensors.to_string()]);

@@ -142,9 +142,9 @@ fn a_header_that_is_no_json_object_is_refused() {
 #[test]
 fn names_that_come_twice_are_refused() {
     let entry = r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
-    assert_header_fault(format!(r#"{{"a":{entry},"a":{entry}}}"#), 4, r#""a" comes twice"#);
-    assert_header_fault(r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "__metadata__ comes twice");
-    assert_header_fault(r#"{"__metadata__":{"k":"1","k":"2"}}"#, 0, r#""k" comes twice"#);
+    assert_header_fault(format!(r#"{{"a":{entry},"a":{entry}}}"#), 4, r#"duplicate key "a""#);
+    assert_header_fault(r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "duplicate key __metadata__");
+    assert_header_fault(r#"{"__metadata__":{"k":"1","k":"2"}}"#, 0, r#"duplicate key "k""#);
     let twice = r#"{"a":{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}"#;
     assert_header_fault(twice, 4, "duplicate field `shape`");
 }
