@@ -7,8 +7,8 @@ use crate::number::{Number, NumberKind};
 /// Memory that can be given to a started communication and comes back when it is finished.
 ///
 /// # Safety
-/// Between two changes of the value by its owner, `bytes` and `bytes_mut` give the same region, also after the value was
-/// moved: it lies behind a pointer, not in the value.
+/// Between two changes of the value by its owner, `bytes` and `bytes_mut` give the same region, also after the value
+/// was moved: it lies behind a pointer, not in the value.
 pub unsafe trait Buffer: Send + 'static {
     /// The contents.
     fn bytes(&self) -> &[u8];
@@ -58,7 +58,8 @@ unsafe impl Buffer for Vec<u8> {
     }
 }
 
-// SAFETY: a tensor's elements lie in a block of its pool, or in memory of another owner, both behind a counted pointer.
+// SAFETY: a tensor's elements lie in a block of its pool, or in memory of another owner, both behind a counted
+// pointer.
 unsafe impl Buffer for Tensor {
     fn bytes(&self) -> &[u8] {
         Self::bytes(self)

@@ -12,8 +12,9 @@ use crate::{Buffer, CommError};
 
 /// One rank's door to a group of ranks. Used as `&dyn Communicator`, which has the typed calls.
 ///
-/// All ranks of a group make the same calls in the same order (point to point: the two concerned), and one thread at a
-/// time makes those of a rank. Between the start of a call and its end others may be started and finished, in any order.
+/// All ranks of a group make the same calls in the same order (point to point: the two concerned), and one thread at
+/// a time makes those of a rank. Between the start of a call and its end others may be started and finished, in any
+/// order.
 pub trait Communicator: Send + Sync {
     /// This rank's number in the group, from 0.
     fn rank(&self) -> usize;
@@ -24,14 +25,15 @@ pub trait Communicator: Send + Sync {
     /// The number in the whole run of each rank of the group: the names in errors.
     fn world_ranks(&self) -> &[usize];
 
-    /// The node (machine) of each rank of the group, numbered from 0 in the order in which the group's ranks stand on them.
+    /// The node (machine) of each rank of the group, numbered from 0 in the order in which the group's ranks stand on
+    /// them.
     fn nodes(&self) -> &[usize];
 
     /// Starts an operation.
     ///
     /// # Safety
-    /// Until the result is finished or dropped the memory stays valid, nobody else writes to what is sent, and nobody else
-    /// reads or writes what is received. Both are aligned for the numbers of a reduction.
+    /// Until the result is finished or dropped the memory stays valid, nobody else writes to what is sent, and nobody
+    /// else reads or writes what is received. Both are aligned for the numbers of a reduction.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -49,8 +51,8 @@ pub trait Communicator: Send + Sync {
         unsafe { self.start(operation, memory) }?.finish()
     }
 
-    /// Makes a group of those that give the same `color`, in the order of `key` and then of rank. With `None` a rank takes
-    /// part in the call, but is in no group. What is sent in one group is never received in another.
+    /// Makes a group of those that give the same `color`, in the order of `key` and then of rank. With `None` a rank
+    /// takes part in the call, but is in no group. What is sent in one group is never received in another.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -59,13 +61,13 @@ pub trait Communicator: Send + Sync {
     /// How long a rank of the whole run waits for others before it takes them for hung.
     fn set_timeout(&self, timeout: Duration);
 
-    /// Ends the whole run with this error: all ranks get it. Returns the error that the run ended with, which is an earlier
-    /// one if there was one.
+    /// Ends the whole run with this error: all ranks get it. Returns the error that the run ended with, which is an
+    /// earlier one if there was one.
     fn fail(&self, error: CommError) -> CommError;
 }
 
-/// The typed calls. Counts are in elements; pieces lie one after another in the order of ranks. All give the errors of
-/// [`CommError`]; after the first no call succeeds any more.
+/// The typed calls. Counts are in elements; pieces lie one after another in the order of ranks. All give the errors
+/// of [`CommError`]; after the first no call succeeds any more.
 #[allow(clippy::missing_errors_doc)] // Said once, above.
 impl dyn Communicator + '_ {
     /// Waits until all ranks are here.
@@ -178,7 +180,8 @@ impl dyn Communicator + '_ {
 
     #[inline(always)] // As all up to the library's call: short calls have no time for it.
     fn run_on(&self, operation: &Operation<'_>, send: &[u8], recv: &mut [u8]) -> Result<(), CommError> {
-        // SAFETY: both regions are borrowed until `run` returns; the typed calls cast them from slices of their numbers.
+        // SAFETY: both regions are borrowed until `run` returns; the typed calls cast them from slices of their
+        // numbers.
         unsafe { self.run(operation, Memory::new(send, recv)) }
     }
 }
@@ -282,8 +285,8 @@ impl dyn Communicator + '_ {
     }
 }
 
-/// What `work` makes of counts of elements as counts of bytes. An overflow would need more memory than can be addressed, and saturates
-/// into a sum that fits no memory.
+/// What `work` makes of counts of elements as counts of bytes. An overflow would need more memory than can be
+/// addressed, and saturates into a sum that fits no memory.
 #[inline(always)] // Else what it makes would be moved.
 fn in_bytes<R>(counts: &[usize], element_size: usize, work: impl FnOnce(&[usize]) -> R) -> R {
     with_few(counts.len(), |rank| counts[rank].saturating_mul(element_size), work)

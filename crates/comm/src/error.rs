@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use crate::operation::Call;
 
-/// Why a communication failed. After the first error all communicators of the run give it: nobody waits for a rank that
-/// will not come. Ranks are numbered as in the whole run, also in a part made by [`split`](crate::Communicator::split).
+/// Why a communication failed. After the first error all communicators of the run give it: nobody waits for a rank
+/// that will not come. Ranks are numbered as in the whole run, also in a part made by
+/// [`split`](crate::Communicator::split).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommError {
     /// A rank panicked, returned an error or gave up.
@@ -24,7 +25,8 @@ pub enum CommError {
         /// What the others do.
         call: Call,
     },
-    /// Ranks did not come to a communication within the time that [`set_timeout`](crate::Communicator::set_timeout) allows.
+    /// Ranks did not come to a communication within the time that [`set_timeout`](crate::Communicator::set_timeout)
+    /// allows.
     #[error("{} hung: nothing from {} for {:.1} s while rank {waiting} waits in {call}", name(ranks),
         if ranks.len() == 1 { "it" } else { "them" }, waited.as_secs_f64())]
     Hung {
@@ -85,8 +87,8 @@ pub(crate) fn name(ranks: &[usize]) -> String {
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 
-/// The error for ranks that call different things, from what each (by its number in the whole run) calls, in words: those
-/// in the minority are named, or all where no call has more ranks than another.
+/// The error for ranks that call different things, from what each (by its number in the whole run) calls, in words:
+/// those in the minority are named, or all where no call has more ranks than another.
 pub(crate) fn disagreement(calls: &[(usize, String)]) -> CommError {
     let votes = |text: &str| calls.iter().filter(|(_, other)| other == text).count();
     let most = calls.iter().map(|(_, text)| votes(text)).max().unwrap_or(0);

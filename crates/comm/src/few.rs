@@ -3,8 +3,8 @@
 /// The longest list without.
 pub(crate) const FEW: usize = 16;
 
-/// What `work` makes of a list of `len` items: `item(0)`, `item(1)` and so on. (It is lent, not given: to move it would take as long as
-/// the rest of a short call.)
+/// What `work` makes of a list of `len` items: `item(0)`, `item(1)` and so on. (It is lent, not given: to move it
+/// would take as long as the rest of a short call.)
 #[inline(always)]
 pub(crate) fn with_few<T: Copy + Default, R>(len: usize, item: impl Fn(usize) -> T, work: impl FnOnce(&[T]) -> R) -> R {
     if len > FEW {

@@ -1,9 +1,9 @@
-//! All-to-all by way of nodes: inside the node first, then between nodes with messages that are larger by the ranks of a
-//! node (Tutel, arXiv 2206.03382, section 4.3, "two-dimensional hierarchical").
+//! All-to-all by way of nodes: inside the node first, then between nodes with messages that are larger by the ranks
+//! of a node (Tutel, arXiv 2206.03382, section 4.3, "two-dimensional hierarchical").
 //!
-//! Rank i of node a hands what is for rank j of any node to its neighbour j (j modulo the ranks of node a, where nodes
-//! differ); the neighbour sends what it got from all of its node on in one message. A rank thus talks to the ranks of its
-//! node and to one of each other node, instead of to all.
+//! Rank i of node a hands what is for rank j of any node to its neighbour j (j modulo the ranks of node a, where
+//! nodes differ); the neighbour sends what it got from all of its node on in one message. A rank thus talks to the
+//! ranks of its node and to one of each other node, instead of to all.
 
 use bytemuck::Pod;
 use moeworks_plan::{Algorithm, Nodes};
@@ -148,8 +148,8 @@ impl Hierarchy {
         &self.grid
     }
 
-    /// `Communicator::all_to_all_v` by the given path: the same result, in other messages. A plain all-to-all has nothing that
-    /// could be sent once for two, so that `TwoHop` is `Hierarchical` here.
+    /// `Communicator::all_to_all_v` by the given path: the same result, in other messages. A plain all-to-all has
+    /// nothing that could be sent once for two, so that `TwoHop` is `Hierarchical` here.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -172,8 +172,8 @@ impl Hierarchy {
         self.start_by_nodes(bytemuck::cast_slice(send), &sends, recv, &recvs)?.finish(self, recv, &recvs)
     }
 
-    /// Starts `all_to_all_v` of bytes; counts are in bytes. What is within a node is done here and now, what goes between
-    /// nodes goes on.
+    /// Starts `all_to_all_v` of bytes; counts are in bytes. What is within a node is done here and now, what goes
+    /// between nodes goes on.
     ///
     /// # Errors
     /// [`CommError`], as all calls.

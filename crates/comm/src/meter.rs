@@ -1,7 +1,8 @@
 //! What a rank does and when: its communications, and the work that it names, as totals and as spans of time.
 //!
-//! [`Metered`] is a communicator that counts what goes through it. A communication is *under way* from its start to its end; the
-//! rank *stands* in it while it can do nothing else. What is under way while the rank does not stand is hidden under work.
+//! [`Metered`] is a communicator that counts what goes through it. A communication is *under way* from its start to
+//! its end; the rank *stands* in it while it can do nothing else. What is under way while the rank does not stand is
+//! hidden under work.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -2,8 +2,8 @@
 
 use half::bf16;
 
-/// How the values of several ranks become one. Sums are taken in the order of ranks (those of f32 by an MPI library in its own, where
-/// that is the quicker), bf16 in f32 and rounded once.
+/// How the values of several ranks become one. Sums are taken in the order of ranks (those of f32 by an MPI library
+/// in its own, where that is the quicker), bf16 in f32 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduce {
     /// The sum; whole numbers wrap around.
@@ -46,12 +46,12 @@ impl NumberKind {
         }
     }
 
-    /// Reduces `sources` (one region of `bytes` bytes a rank, in the order of ranks) into each of `targets`, which may be
-    /// some of them.
+    /// Reduces `sources` (one region of `bytes` bytes a rank, in the order of ranks) into each of `targets`, which
+    /// may be some of them.
     ///
     /// # Safety
-    /// All regions are valid for `bytes` bytes and aligned for the type; nobody else writes to any of them or reads from
-    /// `targets` meanwhile. A target overlaps a source entirely or not at all, and no other target.
+    /// All regions are valid for `bytes` bytes and aligned for the type; nobody else writes to any of them or reads
+    /// from `targets` meanwhile. A target overlaps a source entirely or not at all, and no other target.
     pub(crate) unsafe fn reduce(self, reduce: Reduce, sources: &[*const u8], targets: &[*mut u8], bytes: usize) {
         let len = bytes / self.size();
         // SAFETY: the caller's promise, for the type that this kind stands for.
@@ -106,7 +106,8 @@ number!(f64, F64, f64, |x| x, |x| x, |a, b| a + b);
 number!(u32, U32, u32, |x| x, |x| x, u32::wrapping_add);
 number!(u64, U64, u64, |x| x, |x| x, u64::wrapping_add);
 
-/// Elements that are reduced at a time: they stay in registers while each source gives its own, and memory is passed once.
+/// Elements that are reduced at a time: they stay in registers while each source gives its own, and memory is passed
+/// once.
 const BLOCK: usize = 32;
 
 /// # Safety
@@ -144,7 +145,8 @@ unsafe fn reduce_by<N: Number>(
     }
 }
 
-/// Reduces the `B` elements from `start` on. They are read before any target, which may be the same memory, is written.
+/// Reduces the `B` elements from `start` on. They are read before any target, which may be the same memory, is
+/// written.
 ///
 /// # Safety
 /// As [`reduce_as`], with at least `start + B` elements.

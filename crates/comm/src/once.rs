@@ -1,5 +1,5 @@
-//! Collectives in which nothing crosses to a node more than once: what a rank gives to all goes to one rank of each other node and
-//! is handed on there, and sums are taken over the ranks of a node before they leave it.
+//! Collectives in which nothing crosses to a node more than once: what a rank gives to all goes to one rank of each
+//! other node and is handed on there, and sums are taken over the ranks of a node before they leave it.
 
 use bytemuck::Pod;
 
@@ -36,7 +36,8 @@ impl Hierarchy {
         Ok(())
     }
 
-    /// Gives `piece` to one rank of each other node, and collects those of `counts` bytes that this rank is given, its own among them.
+    /// Gives `piece` to one rank of each other node, and collects those of `counts` bytes that this rank is given,
+    /// its own among them.
     fn collect(&self, piece: &[u8], counts: &[usize]) -> Result<Vec<u8>, CommError> {
         let (comm, own) = (self.comm(), self.comm().rank());
         let mut leaving = Vec::new();
@@ -59,8 +60,8 @@ impl Hierarchy {
         Ok(collected)
     }
 
-    /// `Communicator::reduce_scatter` of sums of f32, taken over the ranks of a node first, in their order, then over nodes in
-    /// theirs: a sum is sent once between two nodes.
+    /// `Communicator::reduce_scatter` of sums of f32, taken over the ranks of a node first, in their order, then over
+    /// nodes in theirs: a sum is sent once between two nodes.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -108,8 +109,8 @@ impl Hierarchy {
         (0..self.grid.num()).filter(move |&node| node != here)
     }
 
-    /// The ranks of the group in the order in which the node's ranks collect pieces for them, and how much, by `counts`, each of these
-    /// collects.
+    /// The ranks of the group in the order in which the node's ranks collect pieces for them, and how much, by
+    /// `counts`, each of these collects.
     fn order_in_node(&self, counts: &[usize]) -> (Vec<usize>, Vec<usize>) {
         let near = &self.grid.ranks()[self.grid.of(self.comm().rank())];
         let served: Vec<Vec<usize>> = near.iter().map(|&rank| self.grid.served_by(rank).collect()).collect();

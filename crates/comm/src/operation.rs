@@ -118,7 +118,8 @@ impl Call {
 pub struct Operation<'a> {
     /// What is called.
     pub call: Call,
-    /// Bytes to each rank (all-to-all), or of each rank's share of what this rank gives (reduce-scatter); else nothing.
+    /// Bytes to each rank (all-to-all), or of each rank's share of what this rank gives (reduce-scatter); else
+    /// nothing.
     pub send_counts: &'a [usize],
     /// Bytes from each rank (all-to-all, all-gather); else nothing.
     pub recv_counts: &'a [usize],
@@ -131,8 +132,8 @@ impl Operation<'_> {
         Self { call, send_counts: &[], recv_counts: &[] }
     }
 
-    /// Whether the call fits the memory it comes with, in a group of `size` ranks. `rank` is this rank there, `world_rank`
-    /// its name in errors.
+    /// Whether the call fits the memory it comes with, in a group of `size` ranks. `rank` is this rank there,
+    /// `world_rank` its name in errors.
     #[inline(always)]
     pub(crate) fn check(&self, memory: &Memory, rank: usize, size: usize, world_rank: usize) -> Result<(), CommError> {
         match self.misfit(memory, rank, size) {
@@ -168,7 +169,8 @@ impl Operation<'_> {
 /// What every MPI library allows.
 const MAX_TAG: u32 = 32_767;
 
-/// Why a call does not fit its memory or its group: said only where there is something wrong, which short calls have no time for.
+/// Why a call does not fit its memory or its group: said only where there is something wrong, which short calls have
+/// no time for.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 enum Misfit {
     #[error("there is no rank {rank} among {size}")]
@@ -204,7 +206,8 @@ fn total(what: &'static str, counts: &[usize], size: usize, bytes: usize) -> Opt
     }
 }
 
-/// The memory of an operation: what is read and what is written. In-place calls (broadcast, all-reduce) use `recv` alone.
+/// The memory of an operation: what is read and what is written. In-place calls (broadcast, all-reduce) use `recv`
+/// alone.
 #[derive(Clone, Copy, Debug)]
 pub struct Memory {
     /// Start of what is sent.

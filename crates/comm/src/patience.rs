@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// What lies between two looks counts no more than this: who looks far more often and finds more has been stopped meanwhile, as by
-/// Ctrl-Z or a scheduler that suspends a job, and so were perhaps those that it waits for.
+/// What lies between two looks counts no more than this: who looks far more often and finds more has been stopped
+/// meanwhile, as by Ctrl-Z or a scheduler that suspends a job, and so were perhaps those that it waits for.
 const MOST: Duration = Duration::from_secs(1);
 
 /// The time that a rank has waited.

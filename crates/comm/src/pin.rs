@@ -1,10 +1,11 @@
 //! Keeping ranks on cores of their own.
 //!
-//! The cores of a machine are shared out in the order of where they are, so that the cores of a rank are neighbours, and on one NUMA
-//! node where that is possible. The system gives a thread memory near the core that first writes to it, so that memory follows.
+//! The cores of a machine are shared out in the order of where they are, so that the cores of a rank are neighbours,
+//! and on one NUMA node where that is possible. The system gives a thread memory near the core that first writes to
+//! it, so that memory follows.
 //!
-//! Where cores are is read from Linux's own files. hwloc would say the same, for other systems too, but its crate (`hwlocality`) needs
-//! that C library, or the tools to make it, when it is built, which this program must not.
+//! Where cores are is read from Linux's own files. hwloc would say the same, for other systems too, but its crate
+//! (`hwlocality`) needs that C library, or the tools to make it, when it is built, which this program must not.
 
 use std::path::Path;
 
@@ -19,10 +20,10 @@ pub(crate) type Cores = [u64; WORDS];
 /// Where Linux describes its cores.
 const SYSTEM: &str = "/sys/devices/system/cpu";
 
-/// Shares the cores that the ranks of a machine may use out among them, and gives how many fall to this one: less than one where
-/// there are more ranks than cores. With `pins` this thread, and those that it starts from now on, keep to them; not so where there
-/// are more ranks than cores, where the launcher has given ranks cores of their own already, and on systems other than Linux. A
-/// call of all ranks.
+/// Shares the cores that the ranks of a machine may use out among them, and gives how many fall to this one: less
+/// than one where there are more ranks than cores. With `pins` this thread, and those that it starts from now on,
+/// keep to them; not so where there are more ranks than cores, where the launcher has given ranks cores of their own
+/// already, and on systems other than Linux. A call of all ranks.
 ///
 /// # Errors
 /// [`CommError`], as all calls.
@@ -62,7 +63,8 @@ fn list(set: &Cores) -> Vec<usize> {
     (0..64 * WORDS).filter(|core| set[core / 64] >> (core % 64) & 1 == 1).collect()
 }
 
-/// The cores in the order of NUMA nodes, sockets and physical cores, as far as the system in the folder `system` tells.
+/// The cores in the order of NUMA nodes, sockets and physical cores, as far as the system in the folder `system`
+/// tells.
 fn by_place(mut cores: Vec<usize>, system: &Path) -> Vec<usize> {
     cores.sort_by_cached_key(|core| {
         let folder = system.join(format!("cpu{core}"));
@@ -82,8 +84,8 @@ fn numa_node(folder: &Path) -> Option<usize> {
     names.filter_map(|name| name.to_str()?.strip_prefix("node")?.parse::<usize>().ok()).min()
 }
 
-/// Of each NUMA node of this machine that has any, how many of the cores that this thread may use are on it; nothing where the
-/// system does not say.
+/// Of each NUMA node of this machine that has any, how many of the cores that this thread may use are on it; nothing
+/// where the system does not say.
 #[must_use]
 pub fn cores_by_numa_node() -> Vec<usize> {
     by_numa_node(&list(&allowed()), Path::new(SYSTEM))
@@ -123,7 +125,8 @@ fn restrict(cores: &[usize]) {
         // SAFETY: as in `allowed`, where the number comes from.
         unsafe { libc::CPU_SET(core, &mut set) };
     }
-    // SAFETY: `set` is valid for reading as many bytes as are said. Refused, the thread stays where it may be: only slower.
+    // SAFETY: `set` is valid for reading as many bytes as are said. Refused, the thread stays where it may be: only
+    // slower.
     unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) };
 }
 

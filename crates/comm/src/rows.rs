@@ -1,12 +1,14 @@
 //! Rows that go to several ranks, and come back summed: what dispatch and combine are between ranks.
 //!
-//! A row (a token) goes once to each rank of a list. Linear and hierarchical paths send a copy for each rank; the two-hop
-//! path sends one to each node, to the rank there with the place of the sender, which hands it on inside the node and on the
-//! way back sums what comes from there (DeepEP, github.com/deepseek-ai/DeepEP). The result does not depend on the path: received rows lie in
-//! the order of source rank and then of row, and sums are taken over the ranks of a node first, in their order, then over
-//! nodes in theirs, on every path. Uncompressed they are the same bits.
+//! A row (a token) goes once to each rank of a list. Linear and hierarchical paths send a copy for each rank; the
+//! two-hop path sends one to each node, to the rank there with the place of the sender, which hands it on inside the
+//! node and on the way back sums what comes from there (DeepEP, github.com/deepseek-ai/DeepEP). The result does not
+//! depend on the path: received rows lie in the order of source rank and then of row, and sums are taken over the
+//! ranks of a node first, in their order, then over nodes in theirs, on every path. Uncompressed they are the same
+//! bits.
 //!
-//! Rows may be cut into chunks, each with a plan of its own, so that one chunk is under way while another is worked on.
+//! Rows may be cut into chunks, each with a plan of its own, so that one chunk is under way while another is worked
+//! on.
 //!
 //! Letters: T rows of this rank, D their width, R rows received.
 
@@ -60,9 +62,9 @@ impl RowPlan {
         Ok(plans.swap_remove(0))
     }
 
-    /// As [`new`](Self::new), a plan for each chunk of the rows, agreed on in the messages of one: chunk c begins where the one
-    /// before it ends and ends before row `ends[c]`; the last ends with the rows. All ranks have the same number of chunks, at
-    /// least one.
+    /// As [`new`](Self::new), a plan for each chunk of the rows, agreed on in the messages of one: chunk c begins
+    /// where the one before it ends and ends before row `ends[c]`; the last ends with the rows. All ranks have the
+    /// same number of chunks, at least one.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -120,8 +122,8 @@ impl RowPlan {
         Ok(plans)
     }
 
-    /// For each chunk how many rows of each source come here, as the relays of the node tell: those of one relay after those
-    /// of another.
+    /// For each chunk how many rows of each source come here, as the relays of the node tell: those of one relay
+    /// after those of another.
     fn counts_by_source(
         hierarchy: &Hierarchy,
         leaving: &[Leg],
@@ -188,8 +190,8 @@ impl RowPlan {
         (recv_counts, starts)
     }
 
-    /// How many rows are received from each rank: the rows of [`dispatch`](Self::dispatch) lie in this order, those of one
-    /// rank in the order in which it has them.
+    /// How many rows are received from each rank: the rows of [`dispatch`](Self::dispatch) lie in this order, those
+    /// of one rank in the order in which it has them.
     #[must_use]
     pub fn recv_counts(&self) -> &[usize] {
         &self.recv_counts
@@ -207,8 +209,8 @@ impl RowPlan {
         self.rows.clone()
     }
 
-    /// How many rows leave this rank, copies counted; on the two-hop path those that are handed on are counted where they
-    /// leave the relay.
+    /// How many rows leave this rank, copies counted; on the two-hop path those that are handed on are counted where
+    /// they leave the relay.
     #[must_use]
     pub fn num_sent(&self) -> usize {
         self.leaving.rows.len() + self.inside.as_ref().map_or(0, |leg| leg.rows.len())

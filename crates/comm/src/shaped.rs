@@ -1,8 +1,8 @@
 //! Communication as slow as that of another machine: what goes through takes the time that given links would take.
 //!
-//! A rank has a line out and a line in. A message occupies a line for its latency and its bytes, one after the other, as a network
-//! card does it: meanwhile the rank can do something else. This is how choices that are made for clusters can be tried where there
-//! is none.
+//! A rank has a line out and a line in. A message occupies a line for its latency and its bytes, one after the other,
+//! as a network card does it: meanwhile the rank can do something else. This is how choices that are made for
+//! clusters can be tried where there is none.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -140,8 +140,8 @@ impl RawPending for Delayed {
 }
 
 impl Operation<'_> {
-    /// Bytes of the message from rank `own` of `size` to `rank`; none where there is no message. A reduction counts as the pieces
-    /// that a rank has to give and to pass on.
+    /// Bytes of the message from rank `own` of `size` to `rank`; none where there is no message. A reduction counts
+    /// as the pieces that a rank has to give and to pass on.
     pub(crate) fn bytes_to(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
         match self.call {
             Call::AllToAllV | Call::ReduceScatter { .. } => self.send_counts.get(rank).copied(),

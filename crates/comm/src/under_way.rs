@@ -1,5 +1,5 @@
-//! Operations that were started and are finished later. All that a rank has under way go on whenever it waits for one of
-//! them, so that ranks may finish them in different orders.
+//! Operations that were started and are finished later. All that a rank has under way go on whenever it waits for one
+//! of them, so that ranks may finish them in different orders.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,8 +35,8 @@ impl UnderWay {
         self.len.load(Ordering::Relaxed) == 0
     }
 
-    /// Whether calls of several ranks are under way: the same on all ranks of a group, unlike messages, which some ranks send and
-    /// others do not.
+    /// Whether calls of several ranks are under way: the same on all ranks of a group, unlike messages, which some
+    /// ranks send and others do not.
     pub(crate) fn has_collectives(&self) -> bool {
         self.num_collectives.load(Ordering::Relaxed) > 0
     }

@@ -31,8 +31,8 @@ pub(crate) fn decode(wire: Wire, bytes: &[u8], row: &mut [f32]) {
     }
 }
 
-/// The scales of all blocks, then the numbers as multiples of them from -127 to 127. A block with what is no finite number
-/// has a scale that is none either, so that all of it comes out as none: a fault stays visible.
+/// The scales of all blocks, then the numbers as multiples of them from -127 to 127. A block with what is no finite
+/// number has a scale that is none either, so that all of it comes out as none: a fault stays visible.
 fn encode_bytes(row: &[f32], block: usize, out: &mut [u8]) {
     let (scales, numbers) = out.split_at_mut(4 * row.len().div_ceil(block));
     let blocks = row.chunks(block).zip(scales.chunks_exact_mut(4)).zip(numbers.chunks_mut(block));

@@ -15,9 +15,11 @@ pub struct ComputeOptions {
     pub threads: usize,
     /// The device.
     pub device: DeviceChoice,
-    /// Bytes of a GPU's memory for experts, of which the others stay in the host's memory until tokens choose them; 0 for all on the GPU.
+    /// Bytes of a GPU's memory for experts, of which the others stay in the host's memory until tokens choose them; 0
+    /// for all on the GPU.
     pub expert_cache_bytes: usize,
-    /// Whether a token has the same bits in any batch and in any pieces of a prompt ([`Context::with_batch_invariance`]).
+    /// Whether a token has the same bits in any batch and in any pieces of a prompt
+    /// ([`Context::with_batch_invariance`]).
     pub is_batch_invariant: bool,
 }
 
@@ -33,7 +35,8 @@ impl ComputeOptions {
     /// Makes the context.
     ///
     /// # Errors
-    /// If there are too many threads, the device is not there, an expert cache is asked for without a GPU, or batch invariance with one.
+    /// If there are too many threads, the device is not there, an expert cache is asked for without a GPU, or batch
+    /// invariance with one.
     pub fn context(self) -> Result<FoundContext, InferError> {
         let Self { threads, device, expert_cache_bytes, is_batch_invariant } = self;
         if threads > MAX_THREADS {

@@ -1,8 +1,9 @@
 //! Evaluation: the loss of a model on a text, and the experts that its tokens go to.
 //!
-//! A text is gone through in windows that follow each other. The last one is filled up and the filling is not counted. Each document
-//! begins with the tokens that the tokenizer puts before a text; they are read but not counted. A window that begins inside a document
-//! reads nothing before it, as in training. A model with an encoder finds the spans that are left out of each window, as T5 is trained.
+//! A text is gone through in windows that follow each other. The last one is filled up and the filling is not
+//! counted. Each document begins with the tokens that the tokenizer puts before a text; they are read but not
+//! counted. A window that begins inside a document reads nothing before it, as in training. A model with an encoder
+//! finds the spans that are left out of each window, as T5 is trained.
 
 use std::f64::consts::LN_2;
 use std::ops::ControlFlow;
@@ -127,7 +128,8 @@ pub fn evaluate(
     if !stats.mean_loss().is_finite() {
         return Err(model.not_a_number());
     }
-    // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens evaluated.
+    // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens
+    // evaluated.
     let share = (stats.num_targets + num_ignored) as f64 / (tokens.len() - 1) as f64;
     let num_bytes = (!model.has_encoder()).then(|| tokens.num_text_bytes() as f64 * share);
     Ok(Evaluation { stats, num_bytes })

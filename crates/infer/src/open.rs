@@ -180,8 +180,8 @@ impl Source {
     }
 }
 
-/// Warns of weights at `path` that are no numbers. `find` looks at them; it is told the bytes above which experts are left out. Returns
-/// what was looked at where that is not all.
+/// Warns of weights at `path` that are no numbers. `find` looks at them; it is told the bytes above which experts are
+/// left out. Returns what was looked at where that is not all.
 pub fn check_weights(
     path: &Path,
     which: WeightsToCheck,

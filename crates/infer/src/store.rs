@@ -1,10 +1,10 @@
 //! Checkpoint folders of a run, written so that a kill at any moment leaves the older ones whole.
 //!
-//! A checkpoint is written into a folder with a temporary name, every file and folder is synced, and one rename makes it
-//! `checkpoints/step-00000123`. Its manifest, `checkpoint.json`, is written last: it lists every file with its size and
-//! XXH3 checksum, so a checkpoint that is incomplete or damaged is found out and named. Nothing is deleted that the
-//! manifest does not list; leftovers of killed saves have names of their own and are removed when a trainer next opens
-//! the run.
+//! A checkpoint is written into a folder with a temporary name, every file and folder is synced, and one rename makes
+//! it `checkpoints/step-00000123`. Its manifest, `checkpoint.json`, is written last: it lists every file with its
+//! size and XXH3 checksum, so a checkpoint that is incomplete or damaged is found out and named. Nothing is deleted
+//! that the manifest does not list; leftovers of killed saves have names of their own and are removed when a trainer
+//! next opens the run.
 
 mod disk;
 mod holding;
@@ -344,8 +344,8 @@ impl Store {
         Ok(Some(checkpoint))
     }
 
-    /// Deletes the checkpoints of steps after `step`: for a run that is taken up again from an older checkpoint, whose
-    /// later ones belong to a past that is given up.
+    /// Deletes the checkpoints of steps after `step`: for a run that is taken up again from an older checkpoint,
+    /// whose later ones belong to a past that is given up.
     pub fn discard_after(&self, step: u64) -> Result<(), StoreError> {
         for checkpoint in self.list()?.iter().rev().filter(|checkpoint| checkpoint.metadata.step > step) {
             self.delete(checkpoint).map_err(StoreError::access(&checkpoint.path))?;
@@ -417,7 +417,8 @@ impl Store {
 }
 
 impl Drop for Store {
-    /// Unlocks at once. Closing the file alone would not while a process that was just started still holds a copy of it.
+    /// Unlocks at once. Closing the file alone would not while a process that was just started still holds a copy of
+    /// it.
     fn drop(&mut self) {
         if let Some(lock) = &self.lock {
             let _ = lock.unlock();

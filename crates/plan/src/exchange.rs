@@ -1,4 +1,5 @@
-//! What moves between ranks so that tokens and experts meet: tokens to experts, or experts to tokens, and by which hops.
+//! What moves between ranks so that tokens and experts meet: tokens to experts, or experts to tokens, and by which
+//! hops.
 
 use crate::Links;
 
@@ -8,9 +9,11 @@ pub enum Algorithm {
     /// A message from each rank to each other.
     #[default]
     Linear,
-    /// Within the node first, then between nodes with messages larger by the ranks of a node (Tutel, 2206.03382, 2DH).
+    /// Within the node first, then between nodes with messages larger by the ranks of a node (Tutel, 2206.03382,
+    /// 2DH).
     Hierarchical,
-    /// A token goes once to each node that has experts for it, and is handed on there (DeepEP, 2DH with copies left out).
+    /// A token goes once to each node that has experts for it, and is handed on there (DeepEP, 2DH with copies left
+    /// out).
     TwoHop,
 }
 
@@ -56,8 +59,8 @@ pub enum Moving {
     Tokens,
     /// Experts always.
     Weights,
-    /// The experts that it takes less time to bring to all ranks than their tokens to them, by what a rank can do; the tokens of
-    /// the others ([`experts_to_fetch`](crate::experts_to_fetch)).
+    /// The experts that it takes less time to bring to all ranks than their tokens to them, by what a rank can do;
+    /// the tokens of the others ([`experts_to_fetch`](crate::experts_to_fetch)).
     Cheapest {
         /// From or to one rank.
         links: Links,
@@ -71,7 +74,8 @@ pub enum Moving {
 pub struct Exchange {
     /// By which hops tokens go.
     pub algorithm: Algorithm,
-    /// In how many chunks, so that one is computed while another is under way; 0 for the number that is measured to be best.
+    /// In how many chunks, so that one is computed while another is under way; 0 for the number that is measured to
+    /// be best.
     pub chunks: usize,
     /// In which form tokens go.
     pub wire: Wire,

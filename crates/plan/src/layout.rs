@@ -1,9 +1,9 @@
 //! How the ranks are cut into groups.
 //!
-//! The ranks of a tensor-parallel group hold slices of each matrix and have the same tokens; of different groups each has tokens
-//! of its own. The ranks of an expert-parallel group hold the experts between them and send tokens to each other: all ranks of its
-//! tensor-parallel groups, each with a share of the tokens. Data-parallel groups hold copies of the same experts. Everything else
-//! is the same on all ranks.
+//! The ranks of a tensor-parallel group hold slices of each matrix and have the same tokens; of different groups each
+//! has tokens of its own. The ranks of an expert-parallel group hold the experts between them and send tokens to each
+//! other: all ranks of its tensor-parallel groups, each with a share of the tokens. Data-parallel groups hold copies
+//! of the same experts. Everything else is the same on all ranks.
 
 use std::fmt;
 
@@ -19,12 +19,14 @@ pub enum RankOrder {
     /// The ranks of an expert-parallel group are neighbours, so that tokens stay in a node where they can.
     #[default]
     EpInner,
-    /// The ranks of a data-parallel group are neighbours, so that gradients of experts stay in a node and tokens travel.
+    /// The ranks of a data-parallel group are neighbours, so that gradients of experts stay in a node and tokens
+    /// travel.
     DpInner,
 }
 
 impl<'de> Deserialize<'de> for RankOrder {
-    /// Reads a name, or, as configurations had it before, whether the ranks of an expert-parallel group are not neighbours.
+    /// Reads a name, or, as configurations had it before, whether the ranks of an expert-parallel group are not
+    /// neighbours.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]

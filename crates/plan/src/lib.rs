@@ -1,9 +1,9 @@
 //! How a Mixture-of-Experts model is laid out on ranks, as plain values, and what a layout costs.
 //!
-//! Nothing here runs anything or knows a device. [`Topology`] says what there is: ranks, nodes and the links between them.
-//! [`Layout`] cuts the ranks into groups, [`Placement`] says which ranks hold which expert of a layer, [`Exchange`] what moves between
-//! them and by which hops. [`cost`] gives the bytes and the seconds of each, [`propose`](fn@propose) compares layouts, and
-//! [`weak_scaling`] draws the table of a cluster that grows.
+//! Nothing here runs anything or knows a device. [`Topology`] says what there is: ranks, nodes and the links between
+//! them. [`Layout`] cuts the ranks into groups, [`Placement`] says which ranks hold which expert of a layer,
+//! [`Exchange`] what moves between them and by which hops. [`cost`] gives the bytes and the seconds of each,
+//! [`propose`](fn@propose) compares layouts, and [`weak_scaling`] draws the table of a cluster that grows.
 //!
 //! ```
 //! use moeworks_plan::{ModelShape, Precision, Tokens, Topology, Workload, propose};

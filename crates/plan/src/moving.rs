@@ -1,11 +1,12 @@
-//! What moves in a layer so that tokens and experts meet: tokens go to their experts, or for the length of a pass experts come to
-//! their tokens, or some of each.
+//! What moves in a layer so that tokens and experts meet: tokens go to their experts, or for the length of a pass
+//! experts come to their tokens, or some of each.
 //!
-//! An expert that moves is fetched by all ranks, its tokens stay where they are, and its gradients are summed back. None of them is
-//! expert parallelism, all of them data parallelism; how many do is chosen for each layer and step from the rows that the router
-//! gave each expert and from what the links cost (adaptive parallelism, Tutel 2206.03382, section 3.1; shadowing of popular
-//! experts, FasterMoE, He et al., PPoPP 2022, section 4.2). Other than FasterMoE's estimate ours also counts the tokens that still
-//! travel once some experts are fetched. Weights cross to each node once and are handed on there.
+//! An expert that moves is fetched by all ranks, its tokens stay where they are, and its gradients are summed back.
+//! None of them is expert parallelism, all of them data parallelism; how many do is chosen for each layer and step
+//! from the rows that the router gave each expert and from what the links cost (adaptive parallelism, Tutel
+//! 2206.03382, section 3.1; shadowing of popular experts, FasterMoE, He et al., PPoPP 2022, section 4.2). Other than
+//! FasterMoE's estimate ours also counts the tokens that still travel once some experts are fetched. Weights cross to
+//! each node once and are handed on there.
 
 use crate::{Algorithm, LinkClass, Links, Nodes, Placement};
 
@@ -112,8 +113,8 @@ impl<'a> Pass<'a> {
         self.given[self.load.placement.ranks_of(expert)[0]] += 1;
     }
 
-    /// Tokens of `source` that go to any of `ranks`, each once however many of its K choices are there: as if each choice were there
-    /// as often as those of all tokens are, one by one.
+    /// Tokens of `source` that go to any of `ranks`, each once however many of its K choices are there: as if each
+    /// choice were there as often as those of all tokens are, one by one.
     fn tokens_to(&self, source: usize, ranks: &[usize]) -> f64 {
         let rows: u64 = ranks.iter().map(|rank| self.rows[source * self.load.placement.num_ranks() + rank]).sum();
         let all: u64 = self.load.rows[source].iter().map(|&rows| u64::from(rows)).sum();
@@ -148,7 +149,8 @@ impl<'a> Pass<'a> {
         first.seconds(&costs.links) + second.seconds(&costs.links)
     }
 
-    /// Seconds of the fetched experts on their way to all ranks, or of their gradients on the way back, where each has so many bytes.
+    /// Seconds of the fetched experts on their way to all ranks, or of their gradients on the way back, where each
+    /// has so many bytes.
     fn expert_seconds(&self, bytes: f64, links: &Links) -> f64 {
         let nodes = self.load.nodes;
         let given = |rank: usize| self.given[rank] as f64 * bytes;
@@ -176,8 +178,9 @@ pub fn pass_seconds(load: &LayerLoad<'_>, fetched: &[usize], costs: &MoveCosts) 
     pass.seconds(costs)
 }
 
-/// The experts to be fetched, those first whose rows would take longest on their way: the best number of them (ties to the lower
-/// number, both times). With one expert a rank and rows from everywhere alike this is the best of all sets.
+/// The experts to be fetched, those first whose rows would take longest on their way: the best number of them (ties
+/// to the lower number, both times). With one expert a rank and rows from everywhere alike this is the best of all
+/// sets.
 #[must_use]
 pub fn experts_to_fetch(load: &LayerLoad<'_>, costs: &MoveCosts) -> Vec<usize> {
     let LayerLoad { nodes, placement, rows, .. } = *load;

@@ -61,7 +61,8 @@ impl Nodes {
         ranks[self.places[rank] % ranks.len()]
     }
 
-    /// The ranks, of all nodes, that `rank` speaks with for those of its own node: itself among them, no other of its node.
+    /// The ranks, of all nodes, that `rank` speaks with for those of its own node: itself among them, no other of its
+    /// node.
     pub fn served_by(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
         let node = self.of(rank);
         (0..self.num_ranks()).filter(move |&other| self.relay(node, other) == rank)

@@ -1,7 +1,7 @@
 //! Where experts live: the ranks that hold each expert.
 //!
-//! "Each expert on one rank" is plain expert parallelism, "every expert on every rank" is data parallelism of experts, and
-//! replicas of popular experts are between them. One type stands for all of these.
+//! "Each expert on one rank" is plain expert parallelism, "every expert on every rank" is data parallelism of
+//! experts, and replicas of popular experts are between them. One type stands for all of these.
 
 use std::fmt;
 use std::str::FromStr;
@@ -39,7 +39,8 @@ pub struct PlacementError {
 }
 
 impl Placement {
-    /// Each expert on one rank: neighbouring experts together, the first `num_experts % num_ranks` ranks with one more.
+    /// Each expert on one rank: neighbouring experts together, the first `num_experts % num_ranks` ranks with one
+    /// more.
     #[must_use]
     pub fn sharded(num_experts: usize, num_ranks: usize) -> Self {
         assert!(num_ranks > 0, "a placement needs a rank");
@@ -95,8 +96,8 @@ impl Placement {
         self.ranks[expert].binary_search(&rank).is_ok()
     }
 
-    /// The rank that computes `expert` for the tokens of rank `source`: itself where it can, otherwise one of those that
-    /// hold the expert, where there are such those of its node, each for its share of the sources.
+    /// The rank that computes `expert` for the tokens of rank `source`: itself where it can, otherwise one of those
+    /// that hold the expert, where there are such those of its node, each for its share of the sources.
     #[must_use]
     pub fn serving_rank(&self, nodes: &Nodes, source: usize, expert: usize) -> usize {
         let held = &self.ranks[expert];

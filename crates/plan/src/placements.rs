@@ -9,10 +9,11 @@ use crate::{Placement, PlacementError};
 /// Ranks, experts and layers that a text may name.
 const MAX_SIZE: usize = 1 << 20;
 
-/// The placements of a model's MoE layers: one for all of them, or one for each layer. All have as many experts and ranks.
+/// The placements of a model's MoE layers: one for all of them, or one for each layer. All have as many experts and
+/// ranks.
 ///
-/// The text form is that of a [`Placement`] where there is one for all. Otherwise each layer has a section behind the line with the
-/// sizes. A layer has its number in the model, from 0, dense layers counted, as in `model.layers.3`:
+/// The text form is that of a [`Placement`] where there is one for all. Otherwise each layer has a section behind the
+/// line with the sizes. A layer has its number in the model, from 0, dense layers counted, as in `model.layers.3`:
 ///
 /// ```
 /// use moeworks_plan::{Placement, Placements};
@@ -43,7 +44,8 @@ impl From<Placement> for Placements {
 }
 
 impl Placements {
-    /// The placement of each layer, by the layer's number. Panics if there is none, or if numbers of experts or ranks differ.
+    /// The placement of each layer, by the layer's number. Panics if there is none, or if numbers of experts or ranks
+    /// differ.
     #[must_use]
     pub fn per_layer(layers: impl IntoIterator<Item = (usize, Placement)>) -> Self {
         let layers: BTreeMap<usize, Placement> = layers.into_iter().collect();

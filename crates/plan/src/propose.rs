@@ -3,10 +3,12 @@
 use crate::cost::estimate::estimate;
 use crate::{Algorithm, Estimate, Exchange, Group, Layout, ModelShape, RankOrder, Topology, Wire, Workload};
 
-/// All layouts of the ranks of `topology` for `shape`, those that fit in memory first and each part by the seconds of a step,
-/// with the path of the all-to-all that is fastest for it. Of equal layouts the one with fewer groups that talk.
+/// All layouts of the ranks of `topology` for `shape`, those that fit in memory first and each part by the seconds of
+/// a step, with the path of the all-to-all that is fastest for it. Of equal layouts the one with fewer groups that
+/// talk.
 ///
-/// Matrices are cut across no more ranks than the model allows, and an expert-parallel group has no more ranks than there are experts.
+/// Matrices are cut across no more ranks than the model allows, and an expert-parallel group has no more ranks than
+/// there are experts.
 #[must_use]
 pub fn propose(shape: &ModelShape, workload: &Workload, topology: &Topology) -> Vec<Estimate> {
     let n = topology.num_ranks();

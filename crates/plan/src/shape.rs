@@ -150,8 +150,8 @@ pub struct Workload {
     pub tokens: Tokens,
     /// Number format of matrices.
     pub precision: Precision,
-    /// What copies of a weight share between them: 0 nothing, 1 its optimizer state, 2 its gradient, too, 3 and the weight itself (the
-    /// stages of ZeRO).
+    /// What copies of a weight share between them: 0 nothing, 1 its optimizer state, 2 its gradient, too, 3 and the
+    /// weight itself (the stages of ZeRO).
     pub zero: u8,
     /// Bytes of a gradient of an expert's weight: 4 in f32, 2 in bf16. All other gradients are f32.
     pub expert_gradient_bytes: usize,

@@ -16,15 +16,16 @@ pub struct ScalingRow {
     pub overlapped: Estimate,
     /// Dispatched and combined as bytes with a scale for each 128 numbers.
     pub compressed: Estimate,
-    /// The same with matrices cut across ranks of a node, in the way that takes the least time; none where they cannot be.
+    /// The same with matrices cut across ranks of a node, in the way that takes the least time; none where they
+    /// cannot be.
     pub cut: Option<Estimate>,
 }
 
 /// Chunks that a layer is cut into at most.
 const MAX_CHUNKS: usize = 8;
 
-/// The table for clusters of 8, 16, ... up to `most` ranks like those of `cluster`. Expert-parallel groups have as many ranks
-/// as there are experts, or all.
+/// The table for clusters of 8, 16, ... up to `most` ranks like those of `cluster`. Expert-parallel groups have as
+/// many ranks as there are experts, or all.
 #[must_use]
 pub fn weak_scaling(shape: &ModelShape, workload: &Workload, cluster: &Topology, most: usize) -> Vec<ScalingRow> {
     let sizes = (3..usize::BITS).map(|power| 1 << power).take_while(|&ranks: &usize| ranks <= most);

@@ -219,7 +219,8 @@ impl Topology {
         Ok(())
     }
 
-    /// One machine whose `num_ranks` ranks are threads: they share its memory, its operations a second and its memory's rate.
+    /// One machine whose `num_ranks` ranks are threads: they share its memory, its operations a second and its
+    /// memory's rate.
     #[must_use]
     pub fn one_machine(num_ranks: usize, whole: RankSpec) -> Self {
         let share = num_ranks.max(1) as f64;
@@ -234,8 +235,9 @@ impl Topology {
         Self { node_sizes, rank, node_link: link, cluster_link: link, numa_cores: Vec::new() }
     }
 
-    /// A described cluster for tables on paper: nodes of eight ranks with 80 GB each, 40% of 312 TFLOP/s, 300 GB/s between
-    /// ranks of a node and 25 GB/s from each rank to other nodes (eight A100 with NVLink and one 200 Gbit/s card each).
+    /// A described cluster for tables on paper: nodes of eight ranks with 80 GB each, 40% of 312 TFLOP/s, 300 GB/s
+    /// between ranks of a node and 25 GB/s from each rank to other nodes (eight A100 with NVLink and one 200 Gbit/s
+    /// card each).
     #[must_use]
     pub fn example_cluster(num_nodes: usize) -> Self {
         Self {

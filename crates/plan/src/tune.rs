@@ -1,5 +1,5 @@
-//! How many chunks to cut a layer into, found by trying: a dictionary from the load to the best number, as Tutel keeps one
-//! (Hwang et al., 2206.03382, section 3.3).
+//! How many chunks to cut a layer into, found by trying: a dictionary from the load to the best number, as Tutel
+//! keeps one (Hwang et al., 2206.03382, section 3.3).
 //!
 //! Ranks that observe the same loads and the same times, such as those of the slowest of them, make the same choices.
 
@@ -34,8 +34,8 @@ impl ChunkTuner {
         !self.is_mixed && self.trials.get(&self.key).is_none_or(|trials| trials.len() < DEGREES.len() * REPEATS)
     }
 
-    /// Ends a pass that took `seconds` (`None` where that is not known, or not wanted). `load` are the rows that the fullest rank
-    /// of the next one is expected to have; loads are told apart in steps of the square root of two.
+    /// Ends a pass that took `seconds` (`None` where that is not known, or not wanted). `load` are the rows that the
+    /// fullest rank of the next one is expected to have; loads are told apart in steps of the square root of two.
     pub fn observe(&mut self, load: f64, seconds: Option<f64>) {
         let before = self.chunks();
         if let Some(seconds) = seconds.filter(|_| self.is_trying()) {

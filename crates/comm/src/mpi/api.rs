@@ -1,8 +1,8 @@
 //! The functions of an MPI library, found at run time, and its constants, which differ between libraries.
 //!
-//! Handles (communicators, requests, types) are pointers in Open MPI and in the MPI-5 standard ABI, and `int` in MPICH. They
-//! are kept as zero-initialised `usize`: as arguments and where the library writes one, the low half is the `int` on the
-//! little-endian machines this runs on. Arrays of handles would differ and are not used.
+//! Handles (communicators, requests, types) are pointers in Open MPI and in the MPI-5 standard ABI, and `int` in
+//! MPICH. They are kept as zero-initialised `usize`: as arguments and where the library writes one, the low half is
+//! the `int` on the little-endian machines this runs on. Arrays of handles would differ and are not used.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -27,8 +27,8 @@ macro_rules! functions {
             fn load(library: &Library) -> Result<Self, MpiError> {
                 Ok(Self { $(
                     $field: {
-                        // SAFETY: the MPI standard declares the function with these arguments, handles apart (see above).
-                        // The library is never closed.
+                        // SAFETY: the MPI standard declares the function with these arguments, handles apart (see
+                        // above). The library is never closed.
                         let symbol = unsafe { library.get::<unsafe extern "C" fn($($argument),*) -> c_int>($name) };
                         *symbol.map_err(|_| MpiError::Incomplete(String::from_utf8_lossy($name).into_owned()))?
                     },

@@ -1,5 +1,5 @@
-//! The calls of a group of processes that block: the library's own, with as little around them as can be. A short call takes 0.1 to
-//! 0.5 µs, of which the watchdog's note and the checks must not be a tenth.
+//! The calls of a group of processes that block: the library's own, with as little around them as can be. A short
+//! call takes 0.1 to 0.5 µs, of which the watchdog's note and the checks must not be a tenth.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -89,8 +89,9 @@ impl Group {
         })
     }
 
-    /// Calls `work` with the pieces of a region of `bytes` bytes as the library wants them: how long each is, where it begins, and of
-    /// which type. (Written once where they stay: to hand them on would take as long as the rest of a short call.)
+    /// Calls `work` with the pieces of a region of `bytes` bytes as the library wants them: how long each is, where
+    /// it begins, and of which type. (Written once where they stay: to hand them on would take as long as the rest of
+    /// a short call.)
     #[inline(always)]
     fn as_pieces(
         &self,
@@ -122,7 +123,8 @@ impl Group {
         self.as_pieces(call, (send_counts, memory.send_bytes), |sends, send_starts, send_unit| {
             self.as_pieces(call, (recv_counts, memory.recv_bytes), |recvs, recv_starts, recv_unit| {
                 let (from, to) = (memory.send, memory.recv);
-                // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
+                // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the
+                // memory.
                 self.check(call, unsafe {
                     (functions.alltoallv)(from, sends, send_starts, send_unit, to, recvs, recv_starts, recv_unit, comm)
                 })

@@ -56,7 +56,8 @@ impl Check {
         let byte = group.byte();
         let words = size_of::<Words>() as c_int;
         let (mut gather, mut exchange) = (0, 0);
-        // SAFETY: all memory is on the heap and belongs to `self`, which is kept until the requests are done (`Started`).
+        // SAFETY: all memory is on the heap and belongs to `self`, which is kept until the requests are done
+        // (`Started`).
         unsafe {
             let (own, all) = (self.own.as_ptr().cast(), self.all.as_mut_ptr().cast());
             group.check(

@@ -114,8 +114,8 @@ impl Group {
         if code == 0 { Ok(()) } else { Err(self.library_error(call, code)) }
     }
 
-    /// The library may notice that a process has ended before the watchdog does, but not whose it was: the watchdog, which ends the
-    /// run, has a moment to say so first.
+    /// The library may notice that a process has ended before the watchdog does, but not whose it was: the watchdog,
+    /// which ends the run, has a moment to say so first.
     #[cold]
     fn library_error(&self, call: &Call, code: c_int) -> CommError {
         thread::sleep(TIME_FOR_OBITUARY);

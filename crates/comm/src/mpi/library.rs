@@ -45,8 +45,8 @@ pub(crate) fn load() -> Result<&'static Mpi, MpiError> {
 fn open_first() -> Result<Mpi, MpiError> {
     let mut failures = Vec::new();
     for path in candidates() {
-        // SAFETY: the initialisers of an MPI library have no preconditions. `RTLD_GLOBAL`, because its plug-ins look for its
-        // symbols.
+        // SAFETY: the initialisers of an MPI library have no preconditions. `RTLD_GLOBAL`, because its plug-ins look
+        // for its symbols.
         match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) } {
             Ok(library) => {
                 let library = Box::leak(Box::new(library));
@@ -69,8 +69,8 @@ pub(crate) fn check_size(size: usize) -> Result<(), MpiError> {
     }
 }
 
-/// Where to look, in turn: what the user says; beside the launcher, which is this process's parent or one of its; beside one on the
-/// path; where the system looks.
+/// Where to look, in turn: what the user says; beside the launcher, which is this process's parent or one of its;
+/// beside one on the path; where the system looks.
 fn candidates() -> Vec<PathBuf> {
     if let Some(path) = env::var_os(LIBRARY_VARIABLE) {
         return vec![PathBuf::from(path)];

@@ -1,8 +1,9 @@
 //! A process beside each rank, under MPICH's launcher (Hydra).
 //!
-//! That launcher ends all ranks within a millisecond when the pipes that it has to one of them close, and then says the number of a
-//! process, not the rank. The process beside holds the same pipes, and lets go of them only some time after a rank has ended in the
-//! middle of its run: until then the other ranks, which learn of it from the system, have said which it was.
+//! That launcher ends all ranks within a millisecond when the pipes that it has to one of them close, and then says
+//! the number of a process, not the rank. The process beside holds the same pipes, and lets go of them only some time
+//! after a rank has ended in the middle of its run: until then the other ranks, which learn of it from the system,
+//! have said which it was.
 
 use std::env;
 use std::io::{self, PipeWriter, Write as _};
@@ -20,7 +21,8 @@ pub(crate) struct Linger {
 }
 
 impl Linger {
-    /// Starts the process where it is of use. To be called before MPI is initialised, which makes forking a delicate matter.
+    /// Starts the process where it is of use. To be called before MPI is initialised, which makes forking a delicate
+    /// matter.
     pub(crate) fn begin() -> Option<Self> {
         env::var_os(SIGN_OF_HYDRA)?;
         let begun = Self::fork();
@@ -29,7 +31,8 @@ impl Linger {
 
     fn fork() -> io::Result<Self> {
         let (listen, goodbye) = io::pipe()?;
-        // SAFETY: the child calls nothing but what a signal handler may call, whatever other threads held when it was made.
+        // SAFETY: the child calls nothing but what a signal handler may call, whatever other threads held when it was
+        // made.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             // SAFETY: as above; these are the pipe's two ends.

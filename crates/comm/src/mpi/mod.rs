@@ -1,8 +1,9 @@
 //! Ranks as processes that an MPI launcher has started, on this machine or on many.
 //!
-//! The MPI library is loaded at run time: the program is built without one and works with Open MPI 4 and 5, MPICH and its
-//! relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except reductions other than its
-//! quick sums (`sums.rs`): these are fetched with all-to-all and taken here in the order of ranks, the same bits as among threads.
+//! The MPI library is loaded at run time: the program is built without one and works with Open MPI 4 and 5, MPICH and
+//! its relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except
+//! reductions other than its quick sums (`sums.rs`): these are fetched with all-to-all and taken here in the order of
+//! ranks, the same bits as among threads.
 
 mod api;
 mod blocking;
@@ -124,9 +125,9 @@ impl Communicator for MpiComm {
         self.admit(operation, &mut memory)?;
         let process = &self.group.process;
         if process.is_checked || process.under_way.has_collectives() {
-            // What is under way must go on meanwhile, and the comparison comes first. All ranks come here or none: the library does
-            // not match a collective that blocks with one that does not. (Messages go on in any call of the library.)
-            // SAFETY: the caller's promise.
+            // What is under way must go on meanwhile, and the comparison comes first. All ranks come here or none:
+            // the library does not match a collective that blocks with one that does not. (Messages go on in any call
+            // of the library.) SAFETY: the caller's promise.
             return unsafe { Started::start(&self.group, operation, memory) }?.finish();
         }
         // SAFETY: the caller's promise.

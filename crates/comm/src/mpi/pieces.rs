@@ -14,7 +14,8 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    /// Pieces of these counts of bytes, which lie one after another. `None` if they cannot be said in `int`s up to `limit`.
+    /// Pieces of these counts of bytes, which lie one after another. `None` if they cannot be said in `int`s up to
+    /// `limit`.
     pub(crate) fn of(counts: &[usize], limit: usize) -> Option<Self> {
         let total: usize = counts.iter().sum();
         let unit = if total <= limit { 1 } else { unit_for(counts, limit) };
@@ -68,7 +69,8 @@ impl Unit {
         }
         let functions = &mpi.functions;
         let mut handle = 0;
-        // SAFETY: MPI is initialised while there are communicators; `handle` is valid for writing. `bytes` fits (`unit_for`).
+        // SAFETY: MPI is initialised while there are communicators; `handle` is valid for writing. `bytes` fits
+        // (`unit_for`).
         let code = unsafe {
             match (functions.type_contiguous)(bytes as c_int, mpi.constants.byte, &raw mut handle) {
                 0 => (functions.type_commit)(&raw mut handle),

@@ -1,6 +1,6 @@
-//! Signs of life between nodes. What the ranks of a node write into their page nobody sees elsewhere: a rank that is alone on its
-//! node could stand still for as long as the others may wait. The first rank of each node therefore sends datagrams to that of the next
-//! one, around a ring of nodes, which misses them when they stop.
+//! Signs of life between nodes. What the ranks of a node write into their page nobody sees elsewhere: a rank that is
+//! alone on its node could stand still for as long as the others may wait. The first rank of each node therefore
+//! sends datagrams to that of the next one, around a ring of nodes, which misses them when they stop.
 //!
 //! They are a help and no condition: where a network does not let them through nobody is missed, and the log says so.
 
@@ -20,7 +20,8 @@ const GRACE: Duration = Duration::from_secs(10);
 /// Addresses of a rank that are tried, all of them each time: which of them leads to whom nobody has to know.
 const MOST_ADDRESSES: usize = 8;
 
-/// What ranks tell each other at the start: the number that their signs carry, the port, and addresses in two words each.
+/// What ranks tell each other at the start: the number that their signs carry, the port, and addresses in two words
+/// each.
 pub(crate) type Card = [u64; 2 + 2 * MOST_ADDRESSES];
 
 /// The card of a rank that sends nothing.
@@ -91,8 +92,8 @@ pub(crate) struct Pulse {
 }
 
 impl Pulse {
-    /// Sends a sign when it is time and takes what has come; to be called several times a second. The rank that is waited for and how long
-    /// it has been silent, if it was ever heard.
+    /// Sends a sign when it is time and takes what has come; to be called several times a second. The rank that is
+    /// waited for and how long it has been silent, if it was ever heard.
     pub(crate) fn beat(&mut self) -> Option<(usize, Duration)> {
         if self.sent.is_none_or(|sent| sent.elapsed() >= BEAT) {
             self.sent = Some(Instant::now());

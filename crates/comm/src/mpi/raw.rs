@@ -7,8 +7,8 @@ use super::MpiError;
 use super::api::{Handle, Status};
 use super::library::{self, Mpi};
 
-/// The library's own calls among the ranks of one of its communicators, unchecked: all ranks must make the same calls with the same
-/// lengths.
+/// The library's own calls among the ranks of one of its communicators, unchecked: all ranks must make the same calls
+/// with the same lengths.
 pub struct RawMpi {
     mpi: &'static Mpi,
     comm: Handle,

@@ -39,8 +39,8 @@ pub struct MpiOptions {
 }
 
 impl Default for MpiOptions {
-    /// Nodes are found out; a rank that does not come for 25 seconds is taken for hung; in debug builds calls are compared; the library
-    /// takes sums as it likes.
+    /// Nodes are found out; a rank that does not come for 25 seconds is taken for hung; in debug builds calls are
+    /// compared; the library takes sums as it likes.
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(25),
@@ -74,8 +74,9 @@ impl MpiOptions {
         self
     }
 
-    /// Whether sums of f32 are taken in the order of ranks, as among threads, and never by the library. Its sums are as good (the MPI
-    /// standard requires that all ranks get identical results), but other bits than those of threads and perhaps of another library.
+    /// Whether sums of f32 are taken in the order of ranks, as among threads, and never by the library. Its sums are
+    /// as good (the MPI standard requires that all ranks get identical results), but other bits than those of threads
+    /// and perhaps of another library.
     #[must_use]
     pub fn with_order(mut self, keeps_order: bool) -> Self {
         self.keeps_order = keeps_order;
@@ -91,11 +92,12 @@ impl MpiOptions {
     }
 }
 
-/// Runs `rank` as this process' rank of a run that an MPI launcher started, and gives what it returned. May be called once.
+/// Runs `rank` as this process' rank of a run that an MPI launcher started, and gives what it returned. May be called
+/// once.
 ///
-/// Where it fails or panics, or another rank hangs, `report` is told the rank and the error and then all processes of the
-/// run are ended by `MPI_Abort`, with exit code 2: this function returns an error only if there is no run, or one of a single
-/// rank. A rank whose process dies is named by the others of its node.
+/// Where it fails or panics, or another rank hangs, `report` is told the rank and the error and then all processes of
+/// the run are ended by `MPI_Abort`, with exit code 2: this function returns an error only if there is no run, or one
+/// of a single rank. A rank whose process dies is named by the others of its node.
 ///
 /// # Errors
 /// The error of `rank`, or that MPI cannot be started.
@@ -166,8 +168,8 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     Ok(MpiComm { group: Arc::new(group) })
 }
 
-/// MPICH's launcher tells the others by SIGUSR1 that a process has failed. Where nobody listens the signal would end them before
-/// they can say which.
+/// MPICH's launcher tells the others by SIGUSR1 that a process has failed. Where nobody listens the signal would end
+/// them before they can say which.
 fn outlive_notices() {
     // SAFETY: a `sigaction` may be all zeros; it is valid for writing, and nothing is changed by this call.
     let is_default = unsafe {
@@ -236,7 +238,8 @@ fn gather_words<const N: usize>(
     Ok(all)
 }
 
-/// The signs of life of a node's first rank, where there are several nodes. `nodes` has the first rank of each rank's node.
+/// The signs of life of a node's first rank, where there are several nodes. `nodes` has the first rank of each rank's
+/// node.
 fn pulse(mpi: &Mpi, (world, rank): (Handle, usize), nodes: &[usize]) -> Result<Option<Pulse>, CommError> {
     let firsts: Vec<usize> = (0..nodes.len()).filter(|&rank| nodes[rank] == rank).collect();
     if firsts.len() < 2 {
@@ -289,7 +292,8 @@ impl Node {
         Ok(Self { comm, own, ranks: gather(mpi, comm, rank, size)?, is_crowded })
     }
 
-    /// The numbers of the ranks' processes; none where they are in worlds of their own, in which numbers mean nothing.
+    /// The numbers of the ranks' processes; none where they are in worlds of their own, in which numbers mean
+    /// nothing.
     fn pids(&self, mpi: &Mpi) -> Result<Vec<usize>, CommError> {
         let namespace = fs::metadata("/proc/self/ns/pid").map_or(0, |metadata| metadata.ino() as usize);
         let size = self.ranks.len();
@@ -338,7 +342,8 @@ fn page_path() -> PathBuf {
 }
 
 impl Group {
-    /// The group of a communicator. `node` gives the node of a rank by its number in the whole run, which is `own` for this.
+    /// The group of a communicator. `node` gives the node of a rank by its number in the whole run, which is `own`
+    /// for this.
     pub(super) fn of_comm(
         process: &Arc<Process>,
         comm: Handle,

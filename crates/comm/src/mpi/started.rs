@@ -193,8 +193,9 @@ impl Started {
         })
     }
 
-    /// Makes of an all-to-all in which nothing goes to or from this rank one in which a byte goes from it to itself. Open MPI 4 does not
-    /// number a non-blocking call in which a rank has nothing to do, and then matches its later calls with the wrong ones of others.
+    /// Makes of an all-to-all in which nothing goes to or from this rank one in which a byte goes from it to itself.
+    /// Open MPI 4 does not number a non-blocking call in which a rank has nothing to do, and then matches its later
+    /// calls with the wrong ones of others.
     fn say_something(&mut self) -> Memory {
         for pieces in &mut self.pieces {
             pieces.counts[self.group.rank] = 1;
@@ -282,8 +283,8 @@ impl Started {
         })
     }
 
-    /// Exchanges the reduced shares, message by message: a collective started here would come at another place in the order
-    /// of calls on each rank.
+    /// Exchanges the reduced shares, message by message: a collective started here would come at another place in the
+    /// order of calls on each rank.
     fn exchange_shares(&mut self) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let shares = shares(self.memory.recv_bytes, group.size());

@@ -1,8 +1,9 @@
 //! Which sums the library takes, and which are fetched and taken here in the order of ranks.
 //!
-//! The library's are as good: the MPI standard requires that all ranks get identical results of an all-reduce, and advises that a call
-//! gives the same whenever it is made with the same numbers (MPI 4.1, sections 6.9.6 and 6.9.1). But they are other bits than those
-//! of threads, and not always sooner there; what was measured is in `bench/history/communication.md`.
+//! The library's are as good: the MPI standard requires that all ranks get identical results of an all-reduce, and
+//! advises that a call gives the same whenever it is made with the same numbers (MPI 4.1, sections 6.9.6 and 6.9.1).
+//! But they are other bits than those of threads, and not always sooner there; what was measured is in
+//! `bench/history/communication.md`.
 
 use super::group::ONE_STEP_BYTES;
 use crate::number::{NumberKind, Reduce};
@@ -24,11 +25,12 @@ pub(crate) struct LibrarySums {
 impl LibrarySums {
     const NONE: Self = Self { whole: false, shares_up_to: 0, started: false, only_of_two: false };
 
-    /// The quickest of a library, among ranks of which more share a machine than it has cores if `is_crowded`; with `keeps_order` of
-    /// those that are the same bits as among threads.
+    /// The quickest of a library, among ranks of which more share a machine than it has cores if `is_crowded`; with
+    /// `keeps_order` of those that are the same bits as among threads.
     pub(crate) fn of(is_open_mpi: bool, is_crowded: bool, keeps_order: bool) -> Self {
         let quickest = if is_open_mpi {
-            // Of long sums shares take it up to six times as long as they take here, and what is started up to three times.
+            // Of long sums shares take it up to six times as long as they take here, and what is started up to three
+            // times.
             Self { whole: true, shares_up_to: ONE_STEP_BYTES, ..Self::NONE }
         } else if is_crowded {
             // MPICH's sums wait without giving up the core: milliseconds where those that are waited for have none.

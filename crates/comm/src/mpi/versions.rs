@@ -15,10 +15,11 @@ pub(crate) struct Line([u8; 64]);
 
 const LINE: usize = size_of::<Line>();
 
-/// How far from the versions that a rank reads, within their page, its own memory begins: any distance would do but 16 bytes. Libraries
-/// and systems copy with `rep movsb`, which takes up to twenty times as long on some processors (Zen 3) where what is written lies
-/// exactly so much further in its page than what is read, as it may of two blocks from an allocator. Ranks mostly lay out their
-/// memory alike, so that far from this rank's is far from the others', too.
+/// How far from the versions that a rank reads, within their page, its own memory begins: any distance would do but
+/// 16 bytes. Libraries and systems copy with `rep movsb`, which takes up to twenty times as long on some processors
+/// (Zen 3) where what is written lies exactly so much further in its page than what is read, as it may of two blocks
+/// from an allocator. Ranks mostly lay out their memory alike, so that far from this rank's is far from the others',
+/// too.
 const APART: usize = 1024;
 const PAGE: usize = 4096;
 
@@ -32,7 +33,8 @@ pub(crate) struct Versions<W> {
 }
 
 impl<W: DerefMut<Target = Vec<Line>>> Versions<W> {
-    /// Room in `lines` for `bytes` bytes from each rank, which are copied from `source` and the like, with what was there before.
+    /// Room in `lines` for `bytes` bytes from each rank, which are copied from `source` and the like, with what was
+    /// there before.
     pub(crate) fn new(mut lines: W, bytes: usize, num_ranks: usize, source: *const u8) -> Self {
         let len = (bytes * num_ranks).div_ceil(LINE) + PAGE / LINE;
         if lines.len() < len {

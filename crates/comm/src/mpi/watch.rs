@@ -1,9 +1,10 @@
 //! The watchdog of ranks that are processes. It learns at once when a process of its node ends before its run does.
 //!
-//! For ranks that hang there is a clock. Each writes into a page of memory that the ranks of its node share whether it is
-//! in an operation, and a thread of each looks whether its own has been in one for too long. Those of the node that are not
-//! in one, or do not even show a sign of life, are who it waits for. A process that stands still is found in the time of a
-//! step even where ranks may take long, as while one writes a checkpoint; between nodes by its [`Pulse`].
+//! For ranks that hang there is a clock. Each writes into a page of memory that the ranks of its node share whether
+//! it is in an operation, and a thread of each looks whether its own has been in one for too long. Those of the node
+//! that are not in one, or do not even show a sign of life, are who it waits for. A process that stands still is
+//! found in the time of a step even where ranks may take long, as while one writes a checkpoint; between nodes by its
+//! [`Pulse`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -66,8 +67,8 @@ impl Page {
     }
 
     fn slots(&self) -> &[Slot] {
-        // SAFETY: the mapping has this length (`open`), starts at a page, lives as long as `self`, and all processes use it
-        // through these atomics only.
+        // SAFETY: the mapping has this length (`open`), starts at a page, lives as long as `self`, and all processes
+        // use it through these atomics only.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast::<Slot>(), self.num_slots) }
     }
 }
@@ -83,7 +84,8 @@ pub(crate) struct Watch {
     ranks: Vec<usize>,
     /// Ranks on other nodes.
     others: Vec<usize>,
-    /// The call that this rank is in, in words: writing them costs less than a lock, and the watchdog looks long after.
+    /// The call that this rank is in, in words: writing them costs less than a lock, and the watchdog looks long
+    /// after.
     call: [AtomicU64; 4],
     timeout_ns: AtomicU64,
     /// The shortest timeout so far: a process without a sign of life for so long stands still.
@@ -145,8 +147,8 @@ impl Watch {
         InOperation(state)
     }
 
-    /// The thread that looks after this rank, at the processes of the node's ranks (none where they are not known), and, with a `pulse`,
-    /// after another node.
+    /// The thread that looks after this rank, at the processes of the node's ranks (none where they are not known),
+    /// and, with a `pulse`, after another node.
     pub(crate) fn spawn(
         self: &Arc<Self>,
         pids: &[usize],
@@ -225,8 +227,8 @@ impl Watch {
         still
     }
 
-    /// Who does not take part: ranks of this node that are in no operation or whose process stands still; else those of
-    /// other nodes; if there are none all, who wait for each other.
+    /// Who does not take part: ranks of this node that are in no operation or whose process stands still; else those
+    /// of other nodes; if there are none all, who wait for each other.
     fn absent(&self) -> Vec<usize> {
         let slots = self.page.slots();
         let heartbeats = || slots.iter().map(|slot| slot.heartbeat.load(Ordering::Relaxed)).collect::<Vec<_>>();

@@ -93,7 +93,8 @@ impl Form {
     }
 }
 
-/// Sums of rows. The first part of a sum is taken as it is, so that it does not matter in how many steps zeros were added.
+/// Sums of rows. The first part of a sum is taken as it is, so that it does not matter in how many steps zeros were
+/// added.
 pub(super) struct Sums {
     pub(super) values: Vec<f32>,
     has_part: Vec<bool>,

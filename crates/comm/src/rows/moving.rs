@@ -40,8 +40,8 @@ impl Combining {
 }
 
 impl RowPlan {
-    /// Sends each row of `rows` (`[T, D]`, f32 or bf16) to its ranks in the form of `wire`. Gives what is received, `[R, D]` in
-    /// the same type.
+    /// Sends each row of `rows` (`[T, D]`, f32 or bf16) to its ranks in the form of `wire`. Gives what is received,
+    /// `[R, D]` in the same type.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -56,8 +56,8 @@ impl RowPlan {
         self.finish_dispatch(hierarchy, started, pool)
     }
 
-    /// Starts [`dispatch`](Self::dispatch). On the two-hop path what goes between nodes goes on, and is handed on when it is
-    /// finished.
+    /// Starts [`dispatch`](Self::dispatch). On the two-hop path what goes between nodes goes on, and is handed on
+    /// when it is finished.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -89,8 +89,9 @@ impl RowPlan {
         Ok(form.unpack(&received, dtype, pool))
     }
 
-    /// The way back: row i of `rows` (`[R, D]`) belongs to the row that was received as number i. Gives `[T, D]` of the plan's
-    /// [`rows`](Self::rows): for each the sum, in f32, of what came back for it; zeros where it went nowhere.
+    /// The way back: row i of `rows` (`[R, D]`) belongs to the row that was received as number i. Gives `[T, D]` of
+    /// the plan's [`rows`](Self::rows): for each the sum, in f32, of what came back for it; zeros where it went
+    /// nowhere.
     ///
     /// # Errors
     /// [`CommError`], as all calls.

@@ -28,7 +28,8 @@ pub(crate) struct Group {
     /// Each rank's node.
     pub(crate) nodes: Vec<usize>,
     meetings: Mutex<Shared<Key, Meeting>>,
-    /// Groups that were made by a split and that not all of their members have fetched: by the split's number and colour.
+    /// Groups that were made by a split and that not all of their members have fetched: by the split's number and
+    /// colour.
     parts: Mutex<Shared<(u64, u32), Group>>,
 }
 

@@ -1,7 +1,7 @@
 //! One operation of a group: where its ranks put down what they call and where their memory is.
 //!
-//! A rank that has put down its post may be read from by the others until it gets up: it waits until all have said that
-//! they are done. If the run fails it gets up at once, but first sees the last reader off.
+//! A rank that has put down its post may be read from by the others until it gets up: it waits until all have said
+//! that they are done. If the run fails it gets up at once, but first sees the last reader off.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
@@ -46,8 +46,8 @@ pub(crate) struct Meeting {
     num_done: AtomicUsize,
 }
 
-// SAFETY: a seat's post is written by its one rank while the seat is empty and nobody reads it (`put_down`), and only read
-// after it was marked as posted.
+// SAFETY: a seat's post is written by its one rank while the seat is empty and nobody reads it (`put_down`), and only
+// read after it was marked as posted.
 unsafe impl Sync for Meeting {}
 // SAFETY: the pointers in posts are addresses; their users say why they may use them.
 unsafe impl Send for Meeting {}
@@ -99,7 +99,8 @@ impl Meeting {
         (0..self.seats.len()).filter(|&seat| !self.seats[seat].is_done.load(Ordering::SeqCst)).collect()
     }
 
-    /// Of the seats of those who are not done those that nobody has taken, if there are any: the ranks that the others wait for.
+    /// Of the seats of those who are not done those that nobody has taken, if there are any: the ranks that the
+    /// others wait for.
     pub(crate) fn awaited_seats(&self) -> Vec<usize> {
         let unfinished = self.unfinished_seats();
         let is_empty = |seat: &usize| self.seats[*seat].state.load(Ordering::SeqCst) == EMPTY;
@@ -107,7 +108,8 @@ impl Meeting {
         if empty.is_empty() { unfinished } else { empty }
     }
 
-    /// What was put down on a seat, also after its rank got up; `None` if nothing yet. The memory it names may be gone.
+    /// What was put down on a seat, also after its rank got up; `None` if nothing yet. The memory it names may be
+    /// gone.
     pub(crate) fn post(&self, seat: usize) -> Option<&Post> {
         let place = &self.seats[seat];
         if place.state.load(Ordering::SeqCst) == EMPTY {

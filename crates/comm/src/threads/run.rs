@@ -52,8 +52,9 @@ impl RankOptions {
         self
     }
 
-    /// A thread that hangs cannot be ended from outside. If one has not come back `grace` after the run failed, `on_stuck` is
-    /// called (once) with the failure, and may end the process; without it the run waits for the thread.
+    /// A thread that hangs cannot be ended from outside. If one has not come back `grace` after the run failed,
+    /// `on_stuck` is called (once) with the failure, and may end the process; without it the run waits for the
+    /// thread.
     #[must_use]
     pub fn on_stuck(mut self, grace: Duration, on_stuck: impl Fn(&CommError) + Send + Sync + 'static) -> Self {
         self.grace = grace;

@@ -1,4 +1,5 @@
-//! Carrying out an operation between ranks that share memory: whoever receives copies straight from the sender's memory.
+//! Carrying out an operation between ranks that share memory: whoever receives copies straight from the sender's
+//! memory.
 
 use std::sync::Arc;
 use std::thread;
@@ -182,10 +183,12 @@ impl Started {
         (reading.sent().wrapping_add(offset), start, mine.recv_counts[from])
     }
 
-    /// Copies `bytes` bytes of another rank (or of what this one sends) to `start` in the memory that is received into.
+    /// Copies `bytes` bytes of another rank (or of what this one sends) to `start` in the memory that is received
+    /// into.
     fn copy_in(&self, source: *const u8, start: usize, bytes: usize) {
-        // SAFETY: the source's owner does not get up while the caller's `Reading` lives, and both ranks have agreed on the
-        // sizes, which `Operation::check` has held against the memory. Nobody but this rank uses what it receives into.
+        // SAFETY: the source's owner does not get up while the caller's `Reading` lives, and both ranks have agreed
+        // on the sizes, which `Operation::check` has held against the memory. Nobody but this rank uses what it
+        // receives into.
         unsafe { std::ptr::copy_nonoverlapping(source, self.memory().recv.add(start), bytes) };
     }
 
@@ -234,14 +237,14 @@ impl Started {
         self.done(Phase::Writing(sums));
     }
 
-    /// Reduces this rank's share into everybody's memory: what was read to be added up is near when it is written, and each byte
-    /// goes to and fro once, as in a copy.
+    /// Reduces this rank's share into everybody's memory: what was read to be added up is near when it is written,
+    /// and each byte goes to and fro once, as in a copy.
     fn reduce_share(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
         let (start, bytes) = self.share();
         let targets: Vec<*mut u8> = readings.iter().map(|r| r.in_place().cast_mut().wrapping_add(start)).collect();
         let sources: Vec<*const u8> = targets.iter().map(|target| target.cast_const()).collect();
-        // SAFETY: as above; this share of everybody's memory, which each has given to be written, is this rank's alone: the
-        // shares do not overlap, and nobody leaves before all are done.
+        // SAFETY: as above; this share of everybody's memory, which each has given to be written, is this rank's
+        // alone: the shares do not overlap, and nobody leaves before all are done.
         unsafe { number.reduce(reduce, &sources, &targets, bytes) };
         drop(readings);
         self.done(Phase::Leaving(self.num_seats()));

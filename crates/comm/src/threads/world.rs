@@ -10,8 +10,8 @@ use crate::operation::Call;
 use crate::patience::Patience;
 use crate::under_way::{UnderWay, locked};
 
-/// How long a rank looks for the others before it sleeps, where every rank has a core of its own: longer than it takes to wake one
-/// that sleeps, or two would wake each other by turns in each of many short calls.
+/// How long a rank looks for the others before it sleeps, where every rank has a core of its own: longer than it
+/// takes to wake one that sleeps, or two would wake each other by turns in each of many short calls.
 const SPIN: Duration = Duration::from_micros(200);
 
 /// How long a sleeping rank sleeps before it looks whether it is still worth waiting.
@@ -87,8 +87,8 @@ impl World {
 
     /// Wakes those of the ranks that sleep. What they wait for was written before.
     pub(crate) fn ring(&self, ranks: impl IntoIterator<Item = usize>) {
-        // Either this thread sees the sleeper, or the sleeper, which looks once more after it has put itself down as one,
-        // sees what was written.
+        // Either this thread sees the sleeper, or the sleeper, which looks once more after it has put itself down as
+        // one, sees what was written.
         fence(Ordering::SeqCst);
         for rank in ranks {
             let bell = &self.bells[rank];

@@ -1,5 +1,5 @@
-//! Paths of rows between hosts that are network namespaces of one machine: which is faster, and by how much, is what the cost model
-//! says. Needs Linux, root and Open MPI; says so and passes where one of them is missing.
+//! Paths of rows between hosts that are network namespaces of one machine: which is faster, and by how much, is what
+//! the cost model says. Needs Linux, root and Open MPI; says so and passes where one of them is missing.
 
 use std::time::{Duration, Instant};
 

@@ -1,6 +1,7 @@
-//! What starts ranks as processes: every MPI launcher that is there, those in `.venv-mpi/*` at the root of the checkout, where
-//! `./test` puts them, and the one on the path. It starts the very test program that asks for it again, with the one ignored test
-//! that plays a rank. (The tests of other crates that run on hosts take this file, too.)
+//! What starts ranks as processes: every MPI launcher that is there, those in `.venv-mpi/*` at the root of the
+//! checkout, where `./test` puts them, and the one on the path. It starts the very test program that asks for it
+//! again, with the one ignored test that plays a rank. (The tests of other crates that run on hosts take this file,
+//! too.)
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,7 @@
 //! Ranks as processes, under every MPI launcher that is there. Where there is none these tests say so and pass.
 //!
-//! A launcher starts this very test program again, with the one ignored test below, which plays the case that it is told.
+//! A launcher starts this very test program again, with the one ignored test below, which plays the case that it is
+//! told.
 
 use std::fmt::Display;
 use std::io::Write as _;
@@ -189,7 +190,8 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
     }
 }
 
-/// Makes every call of the library itself among the ranks that give the same color, and compares with the results by hand.
+/// Makes every call of the library itself among the ranks that give the same color, and compares with the results by
+/// hand.
 fn raw_calls(comm: &dyn Communicator, color: u32) -> Result<(), CommError> {
     let raw = RawMpi::of_run().map_err(CommError::from)?.split(color, comm.rank());
     let part = comm.split(Some(color), comm.rank())?.expect("a colour was given");

@@ -1,8 +1,9 @@
-//! Several hosts on one machine: network namespaces with a wire between them that is slow (`tc tbf`) and long (what goes into it
-//! comes out later), and Open MPI's launcher starting ranks in each. (The tests of other crates that run on hosts take this file, too.)
+//! Several hosts on one machine: network namespaces with a wire between them that is slow (`tc tbf`) and long (what
+//! goes into it comes out later), and Open MPI's launcher starting ranks in each. (The tests of other crates that run
+//! on hosts take this file, too.)
 //!
-//! The kernel's own delay, `netem`, is not everywhere; the wire is therefore a pair of `tun` devices, one in each host, between which
-//! this process carries packets.
+//! The kernel's own delay, `netem`, is not everywhere; the wire is therefore a pair of `tun` devices, one in each
+//! host, between which this process carries packets.
 #![allow(unsafe_code)] // One system call, which has no safe name in the standard library.
 
 use std::fs::File;
@@ -39,7 +40,8 @@ pub(crate) fn topology() -> Topology {
     }
 }
 
-/// Lets the ignored test `player` play `case` on all ranks of two hosts: what comes of it. Where there are no hosts to be had it says why.
+/// Lets the ignored test `player` play `case` on all ranks of two hosts: what comes of it. Where there are no hosts
+/// to be had it says why.
 pub(crate) fn run_on_hosts(player: &'static str, case: &str) -> Option<Output> {
     let Some(launcher) = launchers(player).into_iter().find(|launcher| launcher.is_open_mpi) else {
         println!("SKIPPED: hosts are tried with Open MPI, which is not there");
@@ -144,7 +146,8 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// What Open MPI calls in place of `ssh HOST COMMAND`. A host has a name of its own: ranks tell by it who is where.
+    /// What Open MPI calls in place of `ssh HOST COMMAND`. A host has a name of its own: ranks tell by it who is
+    /// where.
     fn remote_shell(&self) -> PathBuf {
         let path = self.folder.path().join("remote-shell");
         let script = "#!/bin/sh\nhost=$1\nshift\n\
@@ -172,7 +175,8 @@ impl Hosts {
             "--mca",
             "mpi_yield_when_idle",
             "1",
-            // Ranks share cores here: a message is handed to the system whole, which sends it while its rank has no core.
+            // Ranks share cores here: a message is handed to the system whole, which sends it while its rank has no
+            // core.
             "--mca",
             "btl_tcp_eager_limit",
             "4000000",

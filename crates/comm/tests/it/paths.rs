@@ -116,7 +116,8 @@ fn sum(rank: usize, row: usize, list: &[usize], nodes: &[usize], width: usize) -
     (0..width).map(of_column).collect()
 }
 
-/// Pieces of `counts` numbers of each rank, gathered; and sums of as many from each, taken in the order of ranks and nodes.
+/// Pieces of `counts` numbers of each rank, gathered; and sums of as many from each, taken in the order of ranks and
+/// nodes.
 fn check_once(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError> {
     let (hierarchy, rank, nodes) = (Hierarchy::new(comm)?, comm.rank(), comm.nodes());
     let piece = |rank: usize| (0..counts[rank]).map(move |i| value(rank, i, 0));

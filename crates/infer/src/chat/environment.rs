@@ -116,8 +116,8 @@ fn with_plain_line_ends(source: &str) -> Cow<'_, str> {
     if source.contains('\r') { source.replace("\r\n", "\n").replace('\r', "\n").into() } else { source.into() }
 }
 
-/// The source with `{% generation %}` and `{% endgeneration %}`, which `transformers` knows as marks of what a model said,
-/// replaced by tags that do nothing but keep the marks' signs for white space.
+/// The source with `{% generation %}` and `{% endgeneration %}`, which `transformers` knows as marks of what a model
+/// said, replaced by tags that do nothing but keep the marks' signs for white space.
 fn without_generation_tags(source: &str) -> String {
     let mut result = String::with_capacity(source.len());
     let mut rest = source;

@@ -1,10 +1,11 @@
 //! Conversations as text: a model's own chat template, carried out with bounds.
 //!
 //! A template is a program in Jinja that comes with a model, from anywhere. It is given what `transformers` gives it
-//! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools` and `documents` (none), the names of special tokens,
-//! `raise_exception`, `strftime_now` (in UTC), the methods of Python's strings, lists and dicts; blocks are trimmed as there.
-//! It reaches no file and no other template. It ends after [`MAX_STEPS`] steps, and its text is at most [`MAX_BYTES`] long.
-//! Its variables are not bounded: a [`Sandbox`] carries templates out in a process of limited memory.
+//! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools` and `documents` (none), the names of special
+//! tokens, `raise_exception`, `strftime_now` (in UTC), the methods of Python's strings, lists and dicts; blocks are
+//! trimmed as there. It reaches no file and no other template. It ends after [`MAX_STEPS`] steps, and its text is at
+//! most [`MAX_BYTES`] long. Its variables are not bounded: a [`Sandbox`] carries templates out in a process of
+//! limited memory.
 //!
 //! A message never becomes a special token, whatever it spells: [`Tokenizer::guard`] marks such spellings before the
 //! template sees them, [`Tokenizer::encode_rendered`] divides the text there.
@@ -135,8 +136,8 @@ impl ChatTemplate {
         Ok(Self::new(source, tokenizer))
     }
 
-    /// The template of a model, if it has one: `chat_template.jinja` in the folder `dir`, or else `chat_template` in the
-    /// tokenizer's configuration (where there are several under names, the one named `default`).
+    /// The template of a model, if it has one: `chat_template.jinja` in the folder `dir`, or else `chat_template` in
+    /// the tokenizer's configuration (where there are several under names, the one named `default`).
     pub fn find(dir: Option<&Path>, tokenizer: &Tokenizer) -> Result<Option<Self>, ChatError> {
         let file = dir.map(|dir| read(&dir.join("chat_template.jinja"))).transpose()?.flatten();
         if let Some(source) = file {

@@ -1,8 +1,9 @@
 //! Chat templates carried out in a process of limited memory and time.
 //!
-//! A template comes with a model, from anywhere. The engine counts its steps, but what it keeps in variables can double with each of
-//! them. So a program is started for each rendering, with a limit on memory that only that process feels, and ended if it takes too
-//! long. As a rule it is the program itself, with an argument that makes it call [`serve`].
+//! A template comes with a model, from anywhere. The engine counts its steps, but what it keeps in variables can
+//! double with each of them. So a program is started for each rendering, with a limit on memory that only that
+//! process feels, and ended if it takes too long. As a rule it is the program itself, with an argument that makes it
+//! call [`serve`].
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write as _, stdin, stdout};
@@ -64,8 +65,8 @@ struct Request {
     options: RenderOptions,
 }
 
-/// A program that carries templates out: started with the arguments, it calls [`serve`], says an error as `error: MESSAGE` on standard
-/// error, and ends with exit code 2 then.
+/// A program that carries templates out: started with the arguments, it calls [`serve`], says an error as `error:
+/// MESSAGE` on standard error, and ends with exit code 2 then.
 #[derive(Clone, Debug)]
 pub struct Sandbox {
     program: PathBuf,
@@ -155,8 +156,8 @@ fn wait(child: &mut Child) -> Option<ExitStatus> {
     }
 }
 
-/// Serves a [`Sandbox`]: limits the memory of this process, reads a request from standard input and writes the text to standard output.
-/// The process is to end afterwards.
+/// Serves a [`Sandbox`]: limits the memory of this process, reads a request from standard input and writes the text
+/// to standard output. The process is to end afterwards.
 pub fn serve() -> Result<(), SandboxError> {
     limit_memory();
     let failed = |stream| move |source| SandboxError::Stream { stream, source };

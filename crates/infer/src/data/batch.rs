@@ -12,7 +12,8 @@ pub const IGNORE: u32 = u32::MAX;
 /// Sequences of equal length and, for each token, the one that follows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
-    /// Token ids for an encoder `[num_sequences * source_len]`, to which the sequences are answers; empty where there is none.
+    /// Token ids for an encoder `[num_sequences * source_len]`, to which the sequences are answers; empty where there
+    /// is none.
     pub sources: Vec<u32>,
     /// Token ids `[num_sequences * seq_len]`.
     pub inputs: Vec<u32>,
@@ -86,15 +87,15 @@ impl Batch {
 }
 
 impl Batch {
-    /// Makes each document of the sequences a piece of its own: [`segments`](Self::segments) become the lengths of the documents, or of
-    /// the parts of them that are in a sequence. `separator` ends a document and belongs to it.
+    /// Makes each document of the sequences a piece of its own: [`segments`](Self::segments) become the lengths of
+    /// the documents, or of the parts of them that are in a sequence. `separator` ends a document and belongs to it.
     ///
-    /// A document's last word still predicts the separator. The separator predicts nothing: the token behind it begins another document,
-    /// of which nothing can be known, so that its target becomes [`IGNORE`]. A sequence that begins within a document begins a piece
-    /// there. This is what Megatron-LM does with `--reset-position-ids --reset-attention-mask --eod-mask-loss` (its
-    /// `get_ltor_masks_and_position_ids` masks the loss where the input is the separator), and what TRL's packing does (position ids
-    /// from 0 in each example, and the first token of each is no label). torchtitan's document mask blocks attention alike, but keeps
-    /// that target.
+    /// A document's last word still predicts the separator. The separator predicts nothing: the token behind it
+    /// begins another document, of which nothing can be known, so that its target becomes [`IGNORE`]. A sequence that
+    /// begins within a document begins a piece there. This is what Megatron-LM does with `--reset-position-ids
+    /// --reset-attention-mask --eod-mask-loss` (its `get_ltor_masks_and_position_ids` masks the loss where the input
+    /// is the separator), and what TRL's packing does (position ids from 0 in each example, and the first token of
+    /// each is no label). torchtitan's document mask blocks attention alike, but keeps that target.
     pub fn separate_documents(&mut self, separator: u32) {
         self.segments.clear();
         let seq_len = self.seq_len.max(1);
@@ -115,8 +116,8 @@ impl Batch {
         self.targets.iter().filter(|&&target| target != IGNORE).count()
     }
 
-    /// Takes the loss from the tokens `text_start`, which begin every document: nobody asks a model for them. Returns how many there
-    /// were. `eos` ends the document before.
+    /// Takes the loss from the tokens `text_start`, which begin every document: nobody asks a model for them. Returns
+    /// how many there were. `eos` ends the document before.
     pub fn ignore_text_starts(&mut self, text_start: &[u32], eos: Option<u32>) -> usize {
         let mut num_ignored = 0;
         let sequences = self.inputs.chunks(self.seq_len.max(1)).zip(self.targets.chunks_mut(self.seq_len.max(1)));
@@ -138,8 +139,8 @@ impl Batch {
     }
 }
 
-/// All of `tokens` in order, each but the first the target of exactly one position, in batches of at most `batch_size`
-/// sequences. The end of the last sequence is padded with targets of [`IGNORE`].
+/// All of `tokens` in order, each but the first the target of exactly one position, in batches of at most
+/// `batch_size` sequences. The end of the last sequence is padded with targets of [`IGNORE`].
 pub fn evaluation_batches(tokens: &TokenStore, seq_len: usize, batch_size: usize) -> impl Iterator<Item = Batch> + '_ {
     let num_sequences = tokens.len().saturating_sub(1).div_ceil(seq_len as u64);
     let size = batch_size as u64;

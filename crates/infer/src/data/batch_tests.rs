@@ -53,7 +53,8 @@ const EOS: u32 = 9;
 
 #[test]
 fn a_document_ends_with_its_separator_which_predicts_nothing() {
-    // Two sequences: the end of a document, a whole one, the beginning of a third; that one's end, and an empty document.
+    // Two sequences: the end of a document, a whole one, the beginning of a third; that one's end, and an empty
+    // document.
     let ids = [1, EOS, 2, 3, EOS, 4, 5, EOS, EOS, 6, 7, 8, 1];
     let mut batch =
         Batch { inputs: ids[..12].into(), targets: ids[1..].into(), num_sequences: 2, seq_len: 6, ..Batch::default() };

@@ -1,8 +1,8 @@
 //! Tokenised data, kept as a memory-mapped file that is named by what it was made of.
 //!
-//! The name holds a hash of the documents, the tokenizer and this format's version, so a file is either the right one or
-//! not there. It is written beside, synced and renamed; its header and a hash of its tokens are checked on opening, and
-//! one that is not whole is made again.
+//! The name holds a hash of the documents, the tokenizer and this format's version, so a file is either the right one
+//! or not there. It is written beside, synced and renamed; its header and a hash of its tokens are checked on
+//! opening, and one that is not whole is made again.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};

@@ -15,7 +15,8 @@ use super::{DataError, decode};
 /// Longest field: a longer one is a quotation mark that is never closed.
 const MAX_FIELD_BYTES: usize = 256 << 20;
 
-/// The characters that may stand between fields, by preference: the one that makes a name of the text column in the first row.
+/// The characters that may stand between fields, by preference: the one that makes a name of the text column in the
+/// first row.
 const DELIMITERS: [u8; 3] = [b',', b';', b'\t'];
 
 /// Names of columns that an error lists at most.

@@ -1,4 +1,5 @@
-//! Gzip as `gzip` reads it: members follow each other, zeros may fill the end, and other bytes there are told, not fatal.
+//! Gzip as `gzip` reads it: members follow each other, zeros may fill the end, and other bytes there are told, not
+//! fatal.
 
 use std::io::{self, BufRead, Read};
 

@@ -1,4 +1,5 @@
-//! JSON rows: an object a line, or an array of objects, or objects one after the other; one field is the text of a document.
+//! JSON rows: an object a line, or an array of objects, or objects one after the other; one field is the text of a
+//! document.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -115,8 +116,8 @@ fn for_each_row(input: Input<'_>, on_row: &mut OnRow<'_>) -> Result<ControlFlow<
     Ok(ControlFlow::Continue(()))
 }
 
-/// Whether the first line of a file is more than a row, or less: an array, an object with a list of rows, or the beginning of a
-/// value that goes on below.
+/// Whether the first line of a file is more than a row, or less: an array, an object with a list of rows, or the
+/// beginning of a value that goes on below.
 fn is_part(json: &str, field: &str) -> bool {
     json.trim_start().starts_with('[')
         || match row_of(json, field) {
@@ -321,8 +322,8 @@ impl<'de> Visitor<'de> for Pick<'_> {
     }
 }
 
-/// The row in the fields of an object. `other` may take the value of another field, and then says whether it held rows; whether any
-/// did.
+/// The row in the fields of an object. `other` may take the value of another field, and then says whether it held
+/// rows; whether any did.
 fn fields<'de, A: MapAccess<'de>>(
     pick: Pick<'_>,
     mut map: A,

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 /// Texts to read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TextOptions {
-    /// Files, folders and globs, relative to the folder that the program is started in, and `-` for standard input; empty for the text of
-    /// the checkout that the program stands in.
+    /// Files, folders and globs, relative to the folder that the program is started in, and `-` for standard input;
+    /// empty for the text of the checkout that the program stands in.
     pub paths: Vec<String>,
     /// The way in which files hold documents.
     pub format: DataFormat,

@@ -1,7 +1,7 @@
 //! Parquet: one column of text, a document a row.
 //!
-//! Only that column's pages are read, one at a time. The reader of the `parquet` crate checks much but has been known to
-//! panic on damaged files, so each call of it is fenced: a panic becomes an error like the others.
+//! Only that column's pages are read, one at a time. The reader of the `parquet` crate checks much but has been known
+//! to panic on damaged files, so each call of it is fenced: a panic becomes an error like the others.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -193,8 +193,8 @@ fn fenced<T>(path: &Path, call: impl FnOnce() -> Result<T, ParquetError>) -> Res
     }
 }
 
-/// The report of a panic is the program's, not the thread's: it is taught once to say nothing within the fence, where the
-/// error says it.
+/// The report of a panic is the program's, not the thread's: it is taught once to say nothing within the fence, where
+/// the error says it.
 static SILENCE: Once = Once::new();
 
 thread_local! {

@@ -1,7 +1,7 @@
 //! JSON as Python writes it, as JSON: `NaN` and infinities become null, lone surrogates U+FFFD.
 //!
-//! Python's `json` writes a missing number as `NaN`, and half of a character of UTF-16 that somebody cut as `\ud83d`. Neither
-//! is JSON, and readers of data sets accept both.
+//! Python's `json` writes a missing number as `NaN`, and half of a character of UTF-16 that somebody cut as `\ud83d`.
+//! Neither is JSON, and readers of data sets accept both.
 
 use std::cell::Cell;
 use std::io::{self, Read};

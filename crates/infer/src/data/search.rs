@@ -83,8 +83,8 @@ impl<'w> Search<'w> {
                 let path = error.path().to_owned();
                 decode::unreadable(&path, error.into())
             })?;
-            // A pattern means hidden files only if it says so, as in a shell. The crate's own option for this would panic
-            // on names that are not UTF-8.
+            // A pattern means hidden files only if it says so, as in a shell. The crate's own option for this would
+            // panic on names that are not UTF-8.
             if num_hidden(&path) <= num_hidden(Path::new(pattern)) {
                 matched = true;
                 self.add_path(&path, false)?;
@@ -111,7 +111,8 @@ impl<'w> Search<'w> {
         self.walk_below(folder, rule, &mut above)
     }
 
-    /// Walks a folder; `above` holds the real paths of the folders that lead to it, so that links do not lead in circles.
+    /// Walks a folder; `above` holds the real paths of the folders that lead to it, so that links do not lead in
+    /// circles.
     fn walk_below(&mut self, folder: &Path, rule: Walk<'_>, above: &mut Vec<PathBuf>) -> Result<(), DataError> {
         self.watch.check()?;
         let unreadable = |source| decode::unreadable(folder, source);
@@ -185,9 +186,9 @@ fn num_hidden(path: &Path) -> usize {
     path.components().filter(is_hidden).count()
 }
 
-/// Whether nobody wrote what is in a folder: build outputs, runs of this program, installed packages. Cargo and others mark
-/// what they make with a `CACHEDIR.TAG`, a run has its metrics, whatever the folders are called. In a checkout names tell it,
-/// too; a folder of data may well be called `target`.
+/// Whether nobody wrote what is in a folder: build outputs, runs of this program, installed packages. Cargo and
+/// others mark what they make with a `CACHEDIR.TAG`, a run has its metrics, whatever the folders are called. In a
+/// checkout names tell it, too; a folder of data may well be called `target`.
 fn is_made_by_programs(folder: &Path, is_checkout: bool) -> bool {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     matches!(&*name, "node_modules" | "__pycache__")

@@ -1,8 +1,8 @@
 //! Which files are data, and their documents as a stream.
 //!
-//! Files are found and looked through once before anything is read for good: that pass gives the hash that names the token
-//! cache, and tells text from other things, so that a folder with a picture in it still works and a half-read one never
-//! leaves half its tokens behind.
+//! Files are found and looked through once before anything is read for good: that pass gives the hash that names the
+//! token cache, and tells text from other things, so that a folder with a picture in it still works and a half-read
+//! one never leaves half its tokens behind.
 
 use std::cell::RefCell;
 use std::fs::{self, File};
@@ -80,8 +80,8 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Finds the files that `options.paths` names, which must have no weights; with none, those of the checkout that the
-    /// current folder is in. Warns in one line of what is passed over.
+    /// Finds the files that `options.paths` names, which must have no weights; with none, those of the checkout that
+    /// the current folder is in. Warns in one line of what is passed over.
     pub fn find(options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
         if options.paths.is_empty() {
             let here = std::env::current_dir().map_err(|source| decode::unreadable(Path::new("."), source))?;
@@ -97,7 +97,8 @@ impl Sources {
         Ok(sources)
     }
 
-    /// Finds the files of each path of `options`, none of which is in two sources. Warns in one line of what is passed over.
+    /// Finds the files of each path of `options`, none of which is in two sources. Warns in one line of what is
+    /// passed over.
     pub fn find_each(options: &TextOptions, watch: &Watch) -> Result<Vec<Self>, DataError> {
         let mut search = Search::new(watch);
         let paths = options.paths.iter();
@@ -325,9 +326,9 @@ fn hash_raw(input: Input<'_>, hasher: &mut Xxh3) -> Result<(), DataError> {
     }
 }
 
-/// Finds the format as the setting says, or by the name, without an ending that tells the compression; Parquet, and what comes through a pipe, by the
-/// content. Files
-/// that may be tables but lack the text column are text, unless the user named them.
+/// Finds the format as the setting says, or by the name, without an ending that tells the compression; Parquet, and
+/// what comes through a pipe, by the content. Files that may be tables but lack the text column are text, unless the
+/// user named them.
 fn format_of(input: Input<'_>, asked: DataFormat, named: bool) -> Result<Format, DataError> {
     let format = match asked {
         DataFormat::Text => return Ok(Format::Text),

@@ -1,8 +1,9 @@
-//! Span corruption, the task that T5 and Switch Transformers are trained on first (Raffel et al., 1910.10683, section 3.1.4):
-//! of a text some spans are left out, a sentinel in the place of each, and the spans are to be found from the rest.
+//! Span corruption, the task that T5 and Switch Transformers are trained on first (Raffel et al., 1910.10683, section
+//! 3.1.4): of a text some spans are left out, a sentinel in the place of each, and the spans are to be found from the
+//! rest.
 //!
-//! The number of tokens and spans left out depends on the length of the text alone, so that texts of equal length make pairs
-//! of equal lengths; which ones is random.
+//! The number of tokens and spans left out depends on the length of the text alone, so that texts of equal length
+//! make pairs of equal lengths; which ones is random.
 
 use moeworks_model::{ModelConfig, Tokenizer};
 use moeworks_tensor::{Purpose, Random};
@@ -37,8 +38,8 @@ pub struct SpanLengths {
 }
 
 impl SpanRule {
-    /// The rule by which a model of `config` is trained and evaluated if it has an encoder; fails if `tokenizer` lacks the tokens
-    /// for it.
+    /// The rule by which a model of `config` is trained and evaluated if it has an encoder; fails if `tokenizer`
+    /// lacks the tokens for it.
     pub fn of(config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Option<Self>, DataError> {
         let Some(encoder) = &config.variant.encoder else { return Ok(None) };
         let sentinels = tokenizer.sentinels().to_vec();
@@ -75,8 +76,9 @@ impl Batch {
     }
 }
 
-/// Spans left out of each window of `seq_len` of `tokens`, at least 2, in batches of at most `batch_size` windows. They are
-/// the same every time. The last window may be shorter, and is then a batch of its own; a last token alone makes none.
+/// Spans left out of each window of `seq_len` of `tokens`, at least 2, in batches of at most `batch_size` windows.
+/// They are the same every time. The last window may be shorter, and is then a batch of its own; a last token alone
+/// makes none.
 pub fn span_batches<'a>(
     tokens: &'a TokenStore,
     seq_len: usize,
@@ -107,8 +109,9 @@ pub struct SpanPair {
     pub answer: Vec<u32>,
 }
 
-/// Leaves 15% of `tokens` out, in spans of 3 on average, and of at least one token each; the text begins with a token that
-/// stays and ends with one that is left out, as in T5. There are at least two tokens; with few sentinels spans are longer.
+/// Leaves 15% of `tokens` out, in spans of 3 on average, and of at least one token each; the text begins with a token
+/// that stays and ends with one that is left out, as in T5. There are at least two tokens; with few sentinels spans
+/// are longer.
 #[must_use]
 pub fn leave_out_spans(tokens: &[u32], rule: &SpanRule, random: &Random) -> SpanPair {
     let SpanRule { sentinels, eos, .. } = rule;

@@ -17,7 +17,8 @@ pub fn is_stdin(path: &str) -> bool {
     path.strip_prefix(STDIN).is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
 }
 
-/// Whether a path of the user's can be read only once, in this process: standard input, or a pipe that a shell opened.
+/// Whether a path of the user's can be read only once, in this process: standard input, or a pipe that a shell
+/// opened.
 #[must_use]
 pub fn is_piped(path: &str) -> bool {
     is_stdin(path) || is_open_pipe(Path::new(path.rsplit_once('=').map_or(path, |(path, _)| path)))
@@ -26,8 +27,8 @@ pub fn is_piped(path: &str) -> bool {
 /// The name of standard input in messages.
 pub(super) const STDIN_NAME: &str = "standard input";
 
-/// Whether `path` is a pipe that this process was started with, such as `/dev/stdin` or what a shell makes of `<(command)`.
-/// Opening it waits for nobody.
+/// Whether `path` is a pipe that this process was started with, such as `/dev/stdin` or what a shell makes of
+/// `<(command)`. Opening it waits for nobody.
 pub(super) fn is_open_pipe(path: &Path) -> bool {
     let is_own = ["/dev/fd", "/dev/stdin", "/proc/self/fd"].iter().any(|start| path.starts_with(start));
     is_own && fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())

@@ -94,9 +94,9 @@ fn valid_text<'b>(path: &Path, buffer: &'b [u8], offset: u64, at_end: bool) -> R
     }
 }
 
-/// Returns the best place to cut a full piece, so that a tokenizer that works word by word gives the tokens that it would give to the
-/// whole: before a single space between letters, else after a line end, else between characters. Always more than 0 and
-/// less than the length, so that the last piece is never empty.
+/// Returns the best place to cut a full piece, so that a tokenizer that works word by word gives the tokens that it
+/// would give to the whole: before a single space between letters, else after a line end, else between characters.
+/// Always more than 0 and less than the length, so that the last piece is never empty.
 fn cut_before(text: &str) -> usize {
     let bytes = text.as_bytes();
     let from = bytes.len().saturating_sub(CUT_BYTES).max(1);

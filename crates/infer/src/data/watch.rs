@@ -40,7 +40,8 @@ impl Watch {
         Self { listener: Some(Arc::new(listener)), ..self }
     }
 
-    /// Keeps tokens in `folder`, the program's in the user's cache folder, where no setting names another; none if there is none.
+    /// Keeps tokens in `folder`, the program's in the user's cache folder, where no setting names another; none if
+    /// there is none.
     #[must_use]
     pub fn with_user_cache(self, folder: Option<PathBuf>) -> Self {
         Self { user_cache: folder, ..self }
@@ -52,8 +53,8 @@ impl Watch {
         self.user_cache.as_deref()
     }
 
-    /// A watch by which reading stops like this one, and which is told nothing and warns of nothing: that of ranks which read
-    /// what another one has read.
+    /// A watch by which reading stops like this one, and which is told nothing and warns of nothing: that of ranks
+    /// which read what another one has read.
     #[must_use]
     pub fn silent(&self) -> Self {
         Self { listener: None, is_silent: true, ..self.clone() }

@@ -33,8 +33,8 @@ pub struct Answer {
     pub end: End,
 }
 
-/// Returns the ids of a prompt: of a source where the model has an encoder, else of a text to continue. `reads_special` says whether
-/// special tokens that the text spells become these tokens.
+/// Returns the ids of a prompt: of a source where the model has an encoder, else of a text to continue.
+/// `reads_special` says whether special tokens that the text spells become these tokens.
 ///
 /// # Errors
 /// If there are no ids: an empty text, and a tokenizer without a token that a text begins with.
@@ -47,11 +47,12 @@ pub fn prompt_ids(model: &Model, text: &str, reads_special: bool) -> Result<Vec<
     if prompt.is_empty() { Err(InferError::EmptyPrompt) } else { Ok(prompt) }
 }
 
-/// Generates an answer and gives `on_text` what each token adds to its text, which may be nothing: until one of the texts in `stops`
-/// comes, or `on_text` breaks.
+/// Generates an answer and gives `on_text` what each token adds to its text, which may be nothing: until one of the
+/// texts in `stops` comes, or `on_text` breaks.
 ///
 /// # Errors
-/// Fails where [`generate`] does. Where a result is not a number the error names the tensor that is to blame, if one is.
+/// Fails where [`generate`] does. Where a result is not a number the error names the tensor that is to blame, if one
+/// is.
 pub fn answer(
     model: &Model,
     sequence: &mut CachedSequence,

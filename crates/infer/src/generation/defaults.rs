@@ -1,8 +1,9 @@
 //! Sampling settings that a model's own files recommend: `generation_config.json` of a Hugging Face folder, the keys
 //! `general.sampling.*` of a GGUF file.
 //!
-//! A folder's file is read as `transformers` reads it: with `do_sample` true, what it does not set is temperature 1 and the 50 likeliest
-//! tokens; with `do_sample` false the likeliest token is taken. Without `do_sample`, only what it sets counts, as in vLLM.
+//! A folder's file is read as `transformers` reads it: with `do_sample` true, what it does not set is temperature 1
+//! and the 50 likeliest tokens; with `do_sample` false the likeliest token is taken. Without `do_sample`, only what
+//! it sets counts, as in vLLM.
 
 use moeworks_model::gguf::{GgufError, GgufFile, Value};
 use serde_json::Value as Json;
@@ -43,7 +44,8 @@ const UNUSED_LISTS: [&str; 6] = [
 /// Sampling settings that a model's files recommend; none where they say nothing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingDefaults {
-    /// Whether the likeliest token is to be taken always. The other settings then count only where someone asks for sampling.
+    /// Whether the likeliest token is to be taken always. The other settings then count only where someone asks for
+    /// sampling.
     pub is_greedy: bool,
     /// Divides the logits.
     pub temperature: Option<f32>,
@@ -98,7 +100,8 @@ impl SamplingDefaults {
         Ok(found)
     }
 
-    /// Reads the keys `general.sampling.*` of a GGUF file, which `llama.cpp` uses for what its command line does not set.
+    /// Reads the keys `general.sampling.*` of a GGUF file, which `llama.cpp` uses for what its command line does not
+    /// set.
     pub fn from_gguf(file: &GgufFile) -> Result<Self, GgufError> {
         let number = |name: &str, range: Range| {
             let key = format!("general.sampling.{name}");

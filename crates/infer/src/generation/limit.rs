@@ -38,8 +38,8 @@ pub struct TokenLimits {
     pub of_model: Option<usize>,
 }
 
-/// Returns the tokens to generate at most behind a prompt of `prompt_len` tokens: as many as are asked for, or as many as the model's
-/// files or [`DEFAULT_TOKENS`] say and fit.
+/// Returns the tokens to generate at most behind a prompt of `prompt_len` tokens: as many as are asked for, or as
+/// many as the model's files or [`DEFAULT_TOKENS`] say and fit.
 ///
 /// # Errors
 /// If the prompt leaves no room, or less than is asked for.

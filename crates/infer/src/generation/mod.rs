@@ -102,16 +102,16 @@ impl CachedSequence {
     }
 }
 
-/// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit, or
-/// `on_token`, which is called with each id as it is drawn, says so.
+/// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the
+/// limit, or `on_token`, which is called with each id as it is drawn, says so.
 ///
-/// `sequence` is used again where its beginning is that of the prompt. It holds the prompt and the new ids afterwards, all but the
-/// last one.
+/// `sequence` is used again where its beginning is that of the prompt. It holds the prompt and the new ids
+/// afterwards, all but the last one.
 ///
 /// # Errors
-/// Fails before anything is computed if prompt and new tokens together do not fit in the model's `max_seq_len`, if that is a limit: the
-/// window does not slide, because the keys of a cache carry their positions. Fails at the first logits that are not numbers
-/// ([`DecoderWeights::first_not_finite`] may say why).
+/// Fails before anything is computed if prompt and new tokens together do not fit in the model's `max_seq_len`, if
+/// that is a limit: the window does not slide, because the keys of a cache carry their positions. Fails at the first
+/// logits that are not numbers ([`DecoderWeights::first_not_finite`] may say why).
 pub fn generate(
     model: ModelRef<'_>,
     sequence: &mut CachedSequence,
@@ -187,8 +187,8 @@ fn generate_ahead(
     Ok(Generated { ids, reason })
 }
 
-/// Generates from logits that `next` finds: those after the ids that it is given, which come behind all ids given to it before. These are
-/// first the prompt's, whose length nothing here limits, then one at a time.
+/// Generates from logits that `next` finds: those after the ids that it is given, which come behind all ids given to
+/// it before. These are first the prompt's, whose length nothing here limits, then one at a time.
 pub fn generate_with<E: From<BatchError>>(
     mut next: impl FnMut(&[u32]) -> Result<Tensor, E>,
     ctx: &Context,

@@ -1,9 +1,9 @@
 //! Penalties that make tokens less likely to come again.
 //!
-//! The repetition penalty is that of Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable Generation"
-//! (2019), section 4.1, as `transformers` applies it: a positive logit of a token that has occurred is divided by it, a negative one
-//! multiplied. It counts the prompt, too. Presence and frequency penalties are subtracted from the logits of tokens that were
-//! generated, as OpenAI's API and vLLM do.
+//! The repetition penalty is that of Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
+//! Generation" (2019), section 4.1, as `transformers` applies it: a positive logit of a token that has occurred is
+//! divided by it, a negative one multiplied. It counts the prompt, too. Presence and frequency penalties are
+//! subtracted from the logits of tokens that were generated, as OpenAI's API and vLLM do.
 
 use std::collections::HashMap;
 

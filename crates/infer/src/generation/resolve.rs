@@ -85,7 +85,8 @@ impl SamplingSettings {
         ResolvedSampling { options, description: picked.said.join(", ") }
     }
 
-    /// Returns the temperature of the model's files: 0 where they ask for the likeliest token and nobody asks for sampling.
+    /// Returns the temperature of the model's files: 0 where they ask for the likeliest token and nobody asks for
+    /// sampling.
     fn temperature_of(&self, defaults: &SamplingDefaults) -> Option<f32> {
         let asks_for_sampling = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
         match (defaults.is_greedy, asks_for_sampling) {

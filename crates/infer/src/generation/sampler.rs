@@ -84,8 +84,8 @@ impl Sampler {
         self.history.is_some() || !self.rules.are_none()
     }
 
-    /// Draws the next token of the sequence. `logits` (f32) has one entry a token of the vocabulary, at least one; an entry that is
-    /// not a number counts as impossible, and it is said.
+    /// Draws the next token of the sequence. `logits` (f32) has one entry a token of the vocabulary, at least one; an
+    /// entry that is not a number counts as impossible, and it is said.
     #[must_use]
     pub fn sample(&mut self, ctx: &Context, logits: &Tensor) -> Drawn {
         if !self.counts_tokens() {
@@ -104,7 +104,8 @@ impl Sampler {
         drawn
     }
 
-    /// Draws the next token of each of `count` sequences, whose logits are one row behind the other. Penalties and rules do not apply.
+    /// Draws the next token of each of `count` sequences, whose logits are one row behind the other. Penalties and
+    /// rules do not apply.
     #[must_use]
     pub fn sample_each(&mut self, ctx: &Context, logits: &Tensor, count: usize) -> DrawnTokens {
         let draws: Vec<f32> = (self.num_drawn..).take(count).map(|position| self.random.uniform(position)).collect();

@@ -10,7 +10,8 @@ pub struct StopTexts {
 }
 
 impl StopTexts {
-    /// A watch at the start of a text. Empty stop texts are passed over: they would end every answer before it begins.
+    /// A watch at the start of a text. Empty stop texts are passed over: they would end every answer before it
+    /// begins.
     #[must_use]
     pub fn new(texts: &[String]) -> Self {
         let texts = texts.iter().filter(|text| !text.is_empty()).cloned().collect();
@@ -23,7 +24,8 @@ impl StopTexts {
         self.is_found
     }
 
-    /// Takes the next piece of text and returns what can be shown: all up to a stop text, or up to what may become one.
+    /// Takes the next piece of text and returns what can be shown: all up to a stop text, or up to what may become
+    /// one.
     pub fn push(&mut self, piece: &str) -> String {
         if self.is_found {
             return String::new();

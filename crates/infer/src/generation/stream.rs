@@ -2,7 +2,8 @@
 
 use moeworks_model::{Tokenizer, TokenizerError};
 
-/// Ids that a character's beginning may be spread over: one of four bytes lacks its last, and an id has at least one byte.
+/// Ids that a character's beginning may be spread over: one of four bytes lacks its last, and an id has at least one
+/// byte.
 const MAX_PENDING: usize = 3;
 
 /// Ids that wait at most, where each ends one character and begins another.
@@ -13,8 +14,8 @@ const MAX_CONTEXT: usize = 16;
 
 /// Turns ids into text one by one. A piece that ends inside a character is held back until the character is complete.
 ///
-/// A decoder may take blanks from the beginning of a text, so that the text of an id depends on whether it is the first.
-/// Behind a prompt ([`after`](Self::after)) it is not.
+/// A decoder may take blanks from the beginning of a text, so that the text of an id depends on whether it is the
+/// first. Behind a prompt ([`after`](Self::after)) it is not.
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
     /// Ids whose text is out, kept as context for decoders that look at the ids before.
@@ -39,8 +40,8 @@ impl<'a> TextStream<'a> {
         Self { shows_special: true, ..Self::new(tokenizer) }
     }
 
-    /// Puts the stream behind the ids of a prompt: all its pieces together are the text of prompt and ids without that of the
-    /// prompt.
+    /// Puts the stream behind the ids of a prompt: all its pieces together are the text of prompt and ids without
+    /// that of the prompt.
     #[must_use]
     pub fn after(self, prompt: &[u32]) -> Self {
         Self { context: prompt[prompt.len().saturating_sub(MAX_CONTEXT)..].to_vec(), ..self }
@@ -94,8 +95,8 @@ impl<'a> TextStream<'a> {
         self.pending.first().is_some_and(|&id| self.tokenizer.is_byte_token(id))
     }
 
-    /// The context of the first pending id. A byte that begins a character has nothing to do with the bytes of the one before,
-    /// but decoders take bytes that follow each other for valid or invalid together.
+    /// The context of the first pending id. A byte that begins a character has nothing to do with the bytes of the
+    /// one before, but decoders take bytes that follow each other for valid or invalid together.
     fn context(&self) -> &[u32] {
         if !self.begins_with_byte() {
             return &self.context;
@@ -119,7 +120,8 @@ impl<'a> TextStream<'a> {
 
     /// Counts the first `count` pending ids, of this text, as shown. Returns what was not out of it.
     fn take(&mut self, count: usize, text: String) -> String {
-        // A blank that begins a text has none, but the next one has; ids without text stand for nothing by themselves.
+        // A blank that begins a text has none, but the next one has; ids without text stand for nothing by
+        // themselves.
         let mut context = match (text.is_empty(), self.begins_with_byte()) {
             (true, _) => std::mem::take(&mut self.context),
             (false, true) => self.context().to_vec(),

@@ -69,7 +69,8 @@ impl Holding {
     }
 }
 
-/// Whether a file is no loss: what file systems, desktops and version control put into an empty folder, and the lock of a run.
+/// Whether a file is no loss: what file systems, desktops and version control put into an empty folder, and the lock
+/// of a run.
 fn is_nothing(name: &OsStr) -> bool {
     [LOCK_FILE, "lost+found", ".DS_Store", ".gitkeep", ".gitignore", ".directory"].iter().any(|known| name == *known)
 }

@@ -29,7 +29,8 @@ pub struct Resolved {
     pub model_dir: PathBuf,
 }
 
-/// Finds the model that a path means: a run folder (its checkpoint by `pick`), a checkpoint folder, or a model folder.
+/// Finds the model that a path means: a run folder (its checkpoint by `pick`), a checkpoint folder, or a model
+/// folder.
 pub fn resolve_run(path: &Path, pick: Pick) -> Result<Resolved, StoreError> {
     let not_found = |problem: String| StoreError::NotFound { path: path.to_owned(), problem };
     if !path.is_dir() {
@@ -63,8 +64,8 @@ fn run_of(checkpoint: &Path) -> Option<PathBuf> {
     (dir.file_name()? == CHECKPOINTS_DIR).then(|| dir.parent().map(Path::to_owned))?
 }
 
-/// The run in `out_dir` that was written to last and can be gone on with, or begun again since it was stopped before its first
-/// checkpoint; `None` if there is none. This is what `--resume auto` means.
+/// The run in `out_dir` that was written to last and can be gone on with, or begun again since it was stopped before
+/// its first checkpoint; `None` if there is none. This is what `--resume auto` means.
 pub fn newest_run(out_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
     let entries = match fs::read_dir(out_dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),

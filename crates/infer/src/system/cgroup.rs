@@ -54,8 +54,8 @@ impl System {
         limits
     }
 
-    /// The tightest limits of a group and of those around it. In a container the path may be that outside of it, of which there is
-    /// nothing to see inside: what is there counts.
+    /// The tightest limits of a group and of those around it. In a container the path may be that outside of it, of
+    /// which there is nothing to see inside: what is there counts.
     fn along(&self, mount: &Path, path: &Path, read: fn(&Self, &Path) -> ContainerLimits) -> ContainerLimits {
         let groups = path.ancestors().map(|group| mount.join(group));
         groups.fold(ContainerLimits::default(), |limits, group| limits.and(read(self, &group)))

@@ -67,7 +67,8 @@ fn unescaped(text: &str) -> String {
         .fold(text.to_owned(), |text, (code, plain)| text.replace(code, plain))
 }
 
-/// The files that this process may have open, and the processes and threads of this user; none for no limit, or where it is not known.
+/// The files that this process may have open, and the processes and threads of this user; none for no limit, or where
+/// it is not known.
 #[must_use]
 pub fn limits() -> [Option<u64>; 2] {
     #[cfg(unix)]

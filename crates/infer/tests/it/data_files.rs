@@ -1,4 +1,5 @@
-//! Files as other programs write them are read as Python reads them: `tests/fixtures/data`, made by `make.py` beside them.
+//! Files as other programs write them are read as Python reads them: `tests/fixtures/data`, made by `make.py` beside
+//! them.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;

@@ -60,8 +60,8 @@ impl std::ops::Add for Cost {
     }
 }
 
-/// The mean number of `parts` equal parts of `num_experts` experts that `top_k` different ones, drawn at random, lie in:
-/// `parts (1 - C(E - E/parts, K) / C(E, K))`.
+/// The mean number of `parts` equal parts of `num_experts` experts that `top_k` different ones, drawn at random, lie
+/// in: `parts (1 - C(E - E/parts, K) / C(E, K))`.
 #[must_use]
 pub fn parts_hit(num_experts: usize, top_k: usize, parts: usize) -> f64 {
     let (e, parts) = (num_experts as f64, parts.max(1) as f64);
@@ -107,8 +107,8 @@ pub fn fastest_path(topology: &Topology, group: Group, rows: &Rows) -> Algorithm
     paths.into_iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap_or_default()
 }
 
-/// The all-reduce of `bytes` on each rank: `2 (n-1)/n` of them round a ring in one node; between nodes a reduce-scatter in the
-/// node, an all-reduce of the m-th parts between nodes and an all-gather in the node.
+/// The all-reduce of `bytes` on each rank: `2 (n-1)/n` of them round a ring in one node; between nodes a
+/// reduce-scatter in the node, an all-reduce of the m-th parts between nodes and an all-gather in the node.
 #[must_use]
 pub fn all_reduce(topology: &Topology, group: Group, bytes: f64) -> Cost {
     let (m, nodes) = (group.per_node.min(group.ranks), group.nodes());

@@ -102,8 +102,8 @@ impl Step<'_> {
         self.share.tokens() * flops / self.layout.tp as f64 / self.topology.rank.flops
     }
 
-    /// The all-to-alls of a step as they are, and the seconds of them that no expert hides: dispatch and combine of each
-    /// layer, forward and, with twice the computation, backward.
+    /// The all-to-alls of a step as they are, and the seconds of them that no expert hides: dispatch and combine of
+    /// each layer, forward and, with twice the computation, backward.
     fn all_to_all(&self) -> (Cost, f64) {
         let (shape, exchange) = (self.shape, self.exchange);
         let rows = Rows {
@@ -124,8 +124,9 @@ impl Step<'_> {
         (one.times(4.0 * layers), layers * (exposed(forward) + exposed(2.0 * forward)))
     }
 
-    /// Gradients over the ranks that hold the same weights: a reduce-scatter and an all-gather, which are half of an all-reduce each.
-    /// Where ranks share the weights out, these are put together twice instead, as products take them.
+    /// Gradients over the ranks that hold the same weights: a reduce-scatter and an all-gather, which are half of an
+    /// all-reduce each. Where ranks share the weights out, these are put together twice instead, as products take
+    /// them.
     fn all_reduce(&self) -> Cost {
         let workload = self.share.workload;
         let gathers = if workload.zero >= 3 { 2.0 * workload.precision.bytes() as f64 / 4.0 } else { 1.0 };
@@ -145,8 +146,9 @@ impl Step<'_> {
         of(self.layout.dense_group(0), cut) + of(all, whole) + of(self.layout.dp_group(0), experts)
     }
 
-    /// Where matrices are cut: of the f32 rows of a group's tokens, forward and backward, a sum for each attention and each dense
-    /// feed-forward, a gather, which is half of one, for each layer with experts, and sums for embedding and output projection.
+    /// Where matrices are cut: of the f32 rows of a group's tokens, forward and backward, a sum for each attention
+    /// and each dense feed-forward, a gather, which is half of one, for each layer with experts, and sums for
+    /// embedding and output projection.
     fn tensor_parallel(&self) -> Cost {
         let group = Group::of(self.topology, &self.layout.tp_group(0));
         let sum = all_reduce(self.topology, group, self.share.tokens() * (4 * self.shape.width) as f64);

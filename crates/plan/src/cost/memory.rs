@@ -1,5 +1,5 @@
-//! The model of memory: what a rank holds of a model under a layout, and what a training step takes there. `inspect`, `estimate`, `plan`
-//! and the check before a run all ask it.
+//! The model of memory: what a rank holds of a model under a layout, and what a training step takes there. `inspect`,
+//! `estimate`, `plan` and the check before a run all ask it.
 
 use crate::{Layout, ModelShape, Workload};
 
@@ -9,7 +9,8 @@ const F32: f64 = 4.0;
 /// Memory of the rank that holds the most, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankMemory {
-    /// Weights, and the copy that products read; where ranks share them out, their slices and what is whole at a time.
+    /// Weights, and the copy that products read; where ranks share them out, their slices and what is whole at a
+    /// time.
     pub weights: f64,
     /// Gradients, as many as are there at a time.
     pub gradients: f64,
@@ -96,7 +97,8 @@ impl Share<'_> {
         dense + experts
     }
 
-    /// Parameters that are whole at a time where copies share them out: those of two layers, and of what belongs to no layer.
+    /// Parameters that are whole at a time where copies share them out: those of two layers, and of what belongs to
+    /// no layer.
     fn passing_params(&self) -> (f64, f64) {
         let (dense, experts) = self.params();
         let outside = dense * self.shape.outside_params as f64 / self.shape.dense_params.max(1) as f64;

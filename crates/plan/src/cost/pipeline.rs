@@ -1,7 +1,7 @@
 //! Dispatch, experts and combine in chunks: the transfer of one chunk runs under the computation of another.
 //!
-//! Transfers go over one link, all dispatches before the first combine, and computations over one device, in the order of the
-//! chunks; each starts as soon as it can (PipeMoE, INFOCOM 2023; ScheMoE, EuroSys 2024).
+//! Transfers go over one link, all dispatches before the first combine, and computations over one device, in the
+//! order of the chunks; each starts as soon as it can (PipeMoE, INFOCOM 2023; ScheMoE, EuroSys 2024).
 
 /// Seconds of `chunks` chunks whose dispatch and combine take `transfer_s` each and whose experts take `compute_s`.
 #[must_use]

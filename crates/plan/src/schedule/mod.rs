@@ -1,8 +1,8 @@
 //! Pipeline schedules as values: for each rank the list of its actions.
 //!
-//! A [`Schedule`] can be written by hand or made by a generator ([`ScheduleKind::generate`]). [`Schedule::check`] proves that it
-//! can be carried out, and gives the peaks of memory; the [`Checked`] schedule gives a [`Timeline`] for given [`Times`], which is
-//! drawn by [`Timeline::to_svg`].
+//! A [`Schedule`] can be written by hand or made by a generator ([`ScheduleKind::generate`]). [`Schedule::check`]
+//! proves that it can be carried out, and gives the peaks of memory; the [`Checked`] schedule gives a [`Timeline`]
+//! for given [`Times`], which is drawn by [`Timeline::to_svg`].
 //!
 //! # Carrying out
 //!
@@ -68,7 +68,8 @@ pub struct Schedule {
     pub name: String,
     /// The copies of the weights, each with the microbatches that go through it: one, or two in DualPipe.
     pub copies: Vec<WeightCopy>,
-    /// The number of MoE layers of each stage whose all-to-alls are actions of their own; empty if there are none such.
+    /// The number of MoE layers of each stage whose all-to-alls are actions of their own; empty if there are none
+    /// such.
     pub moe_layers: Vec<u16>,
     /// The list of each rank.
     pub ranks: Vec<Vec<Entry>>,

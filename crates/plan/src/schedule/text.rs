@@ -9,8 +9,8 @@
 //! rank 1: ...
 //! ```
 //!
-//! Lines may be empty, and `#` begins a comment. [`super::Action`] says how an action is written. What is read takes memory in
-//! proportion to the text, whatever the numbers in it.
+//! Lines may be empty, and `#` begins a comment. [`super::Action`] says how an action is written. What is read takes
+//! memory in proportion to the text, whatever the numbers in it.
 
 use std::fmt;
 use std::str::FromStr;

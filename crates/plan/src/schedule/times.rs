@@ -13,7 +13,8 @@ pub struct StageTimes {
     pub dispatch: f64,
     /// The combines of all MoE layers of the stage, one way.
     pub combine: f64,
-    /// The part of F, B and W that experts take; the rest is attention and the like. Only expanded schedules look at it.
+    /// The part of F, B and W that experts take; the rest is attention and the like. Only expanded schedules look at
+    /// it.
     pub expert_share: f64,
     /// M_B: the size of the activations that F leaves for B.
     pub activation: f64,

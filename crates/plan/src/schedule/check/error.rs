@@ -47,7 +47,8 @@ pub enum CheckError {
         /// The rank that holds the stage.
         right: u32,
     },
-    /// An action that does not fit its stage: whole where all-to-alls are actions, a part where not, a message that nobody needs.
+    /// An action that does not fit its stage: whole where all-to-alls are actions, a part where not, a message that
+    /// nobody needs.
     #[error("{place}: {problem}")]
     Form {
         /// The action.

@@ -1,4 +1,5 @@
-//! The part of the check that carries the schedule out, without times: an order of the work, or ranks that wait for each other.
+//! The part of the check that carries the schedule out, without times: an order of the work, or ranks that wait for
+//! each other.
 
 use super::super::action::{Action, Chain, Entry, Kind};
 use super::super::chains::{chain_action, chain_index, chain_len};

@@ -45,7 +45,8 @@ pub(super) fn check_shape(schedule: &Schedule) -> Result<(), CheckError> {
     check_enough(schedule)
 }
 
-/// Fails if a rank has fewer actions than it needs at least, before anything is allocated in proportion to the microbatches.
+/// Fails if a rank has fewer actions than it needs at least, before anything is allocated in proportion to the
+/// microbatches.
 fn check_enough(schedule: &Schedule) -> Result<(), CheckError> {
     let mut needed = vec![0_u128; schedule.num_ranks()];
     for copy in &schedule.copies {
@@ -106,7 +107,8 @@ struct Progress<'a> {
     received: [Vec<Vec<Place>>; 2],
 }
 
-/// Fails unless each action is there once, on its rank and after what it needs of the same rank; gives the peaks of each rank.
+/// Fails unless each action is there once, on its rank and after what it needs of the same rank; gives the peaks of
+/// each rank.
 pub(super) fn check_rows(schedule: &Schedule, has_messages: bool) -> Result<Vec<Peaks>, CheckError> {
     let num_microbatches = schedule.num_microbatches();
     let size = schedule.num_stages() * num_microbatches;
@@ -206,7 +208,8 @@ impl Progress<'_> {
         if chain == Chain::Weight || index > 0 { Ok(()) } else { self.check_input(place) }
     }
 
-    /// Fails if the input of a chain comes from the same rank, or by a receive of it, and that is not before the action.
+    /// Fails if the input of a chain comes from the same rank, or by a receive of it, and that is not before the
+    /// action.
     fn check_input(&self, place: Place) -> Result<(), CheckError> {
         let action = place.action;
         let chain = action.kind.chain();
