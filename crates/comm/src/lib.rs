@@ -33,13 +33,13 @@ pub mod mpi;
 mod number;
 mod once;
 mod operation;
-mod patience;
 mod pin;
 mod rows;
 mod shaped;
 mod started;
 mod threads;
 mod under_way;
+mod wait_timer;
 mod wire;
 
 pub use buffer::Buffer;

@@ -125,9 +125,10 @@ impl Communicator for MpiComm {
         self.admit(operation, &mut memory)?;
         let process = &self.group.process;
         if process.is_checked || process.under_way.has_collectives() {
-            // What is under way must go on meanwhile, and the comparison comes first. All ranks come here or none:
-            // the library does not match a collective that blocks with one that does not. (Messages go on in any call
-            // of the library.) SAFETY: the caller's promise.
+            // The operations in flight have to progress during this call, and the comparison of calls comes first. All
+            // ranks of the group take this branch or none does: MPI does not match a blocking collective with a
+            // non-blocking one. Messages need no such care, because any call of the library moves them on.
+            // SAFETY: the caller's promise.
             return unsafe { Started::start(&self.group, operation, memory) }?.finish();
         }
         // SAFETY: the caller's promise.

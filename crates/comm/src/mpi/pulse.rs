@@ -9,7 +9,7 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::ptr;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crate::patience::Patience;
+use crate::wait_timer::WaitTimer;
 
 /// How often a sign is sent.
 const BEAT: Duration = Duration::from_millis(500);
@@ -69,7 +69,7 @@ impl Mouth {
             rank,
             expected: previous[0],
             sent: None,
-            since: Patience::new(),
+            since: WaitTimer::new(),
             is_heard: false,
             is_given_up: false,
         }
@@ -86,7 +86,7 @@ pub(crate) struct Pulse {
     expected: u64,
     sent: Option<Instant>,
     /// Since the last sign, or the beginning.
-    since: Patience,
+    since: WaitTimer,
     is_heard: bool,
     is_given_up: bool,
 }
@@ -103,9 +103,9 @@ impl Pulse {
             }
         }
         if self.hears() {
-            (self.since, self.is_heard) = (Patience::new(), true);
+            (self.since, self.is_heard) = (WaitTimer::new(), true);
         }
-        let silence = self.since.look();
+        let silence = self.since.tick();
         if !self.is_heard && !self.is_given_up && silence >= GRACE {
             self.is_given_up = true;
             let rank = self.rank;

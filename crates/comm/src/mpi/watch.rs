@@ -20,7 +20,7 @@ use super::obituary::Obituary;
 use super::pulse::Pulse;
 use crate::CommError;
 use crate::operation::Call;
-use crate::patience::Patience;
+use crate::wait_timer::WaitTimer;
 
 /// How often a watchdog looks.
 const TICK: Duration = Duration::from_millis(100);
@@ -96,7 +96,7 @@ pub(crate) struct Watch {
 /// The last sign of life of a rank.
 struct Sign {
     heartbeat: u64,
-    since: Patience,
+    since: WaitTimer,
 }
 
 /// In an operation, until it is dropped.
@@ -174,9 +174,9 @@ impl Watch {
     fn run(&self, (mut obituary, mut pulse): (Obituary, Option<Pulse>), bark: &Bark) {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
-        let mut patience = Patience::new();
+        let mut timer = WaitTimer::new();
         let mut signs: Vec<Sign> =
-            self.page.slots().iter().map(|_| Sign { heartbeat: 0, since: Patience::new() }).collect();
+            self.page.slots().iter().map(|_| Sign { heartbeat: 0, since: WaitTimer::new() }).collect();
         while !self.is_over.load(Ordering::Relaxed) {
             if let Some(rank) = self.wait_for_a_death(&mut obituary) {
                 let reason = "its process ended in the middle of the run (killed?)".to_owned();
@@ -184,14 +184,14 @@ impl Watch {
             }
             own.heartbeat.fetch_add(1, Ordering::Relaxed);
             let state = own.state.load(Ordering::Relaxed);
-            let waited = patience.look();
+            let waited = timer.tick();
             let shortest = Duration::from_nanos(self.shortest_ns.load(Ordering::Relaxed));
             let mut still = self.still(&mut signs, shortest);
             let elsewhere = pulse.as_mut().and_then(Pulse::beat);
             // Datagrams may get lost for a while: they alone are no reason.
             still.extend(elsewhere.filter(|(_, silence)| waited.min(*silence) >= shortest).map(|(rank, _)| rank));
             if state != seen || state.is_multiple_of(2) {
-                (seen, patience) = (state, Patience::new());
+                (seen, timer) = (state, WaitTimer::new());
                 continue;
             }
             let (ranks, waited) = if waited >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
@@ -219,8 +219,8 @@ impl Watch {
         for (index, (slot, sign)) in self.page.slots().iter().zip(signs).enumerate() {
             let heartbeat = slot.heartbeat.load(Ordering::Relaxed);
             if heartbeat != sign.heartbeat || heartbeat == 0 || slot.state.load(Ordering::Relaxed) == ENDED {
-                *sign = Sign { heartbeat, since: Patience::new() };
-            } else if sign.since.look() >= most {
+                *sign = Sign { heartbeat, since: WaitTimer::new() };
+            } else if sign.since.tick() >= most {
                 still.push(self.ranks[index]);
             }
         }

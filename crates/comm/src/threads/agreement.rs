@@ -10,7 +10,7 @@ use crate::error::{disagreement, piece_disagreement};
 use crate::operation::Call;
 
 /// How long to wait for those who are still on their way before deciding who is in the minority.
-const PATIENCE: Duration = Duration::from_secs(1);
+const MINORITY_WAIT: Duration = Duration::from_secs(1);
 
 /// Compares this seat's post with all that are down already. Of any two ranks at least one sees the other.
 pub(crate) fn check_all(group: &Group, meeting: &Meeting, seat: usize) -> Result<(), CommError> {
@@ -63,7 +63,7 @@ fn piece_conflict(group: &Group, (from, sender): (usize, &Post), (to, receiver):
 
 fn find_minority(group: &Group, meeting: &Meeting) -> CommError {
     let start = Instant::now();
-    while !meeting.are_all_posted() && start.elapsed() < PATIENCE && group.world.failure().is_none() {
+    while !meeting.are_all_posted() && start.elapsed() < MINORITY_WAIT && group.world.failure().is_none() {
         thread::yield_now();
     }
     let seats = 0..meeting.num_seats();

@@ -7,8 +7,8 @@ use std::{hint, thread};
 
 use crate::CommError;
 use crate::operation::Call;
-use crate::patience::Patience;
 use crate::under_way::{UnderWay, locked};
+use crate::wait_timer::WaitTimer;
 
 /// How long a rank looks for the others before it sleeps, where every rank has a core of its own: longer than it
 /// takes to wake one that sleeps, or two would wake each other by turns in each of many short calls.
@@ -117,12 +117,12 @@ impl World {
         if self.spin(start, is_ready) {
             return Ok(());
         }
-        let mut patience = Patience::new();
+        let mut timer = WaitTimer::new();
         while !is_ready() {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            self.check_missing(waiter, patience.look(), missing)?;
+            self.check_missing(waiter, timer.tick(), missing)?;
             under_way.advance();
             self.sleep(waiter.rank, &|| is_ready() || under_way.can_advance());
         }

@@ -77,4 +77,4 @@ fn seconds(comm: &dyn Communicator, algorithm: Algorithm) -> Result<f64, CommErr
 }
 
 /// How long ranks wait for each other on links as slow as these.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);

@@ -143,7 +143,7 @@ fn plays_a_rank() {
         "paths over nodes of two ranks" => options = options.with_ranks_per_node(2),
         "paths over nodes of two ranks without checks" => options = options.with_ranks_per_node(2).with_checks(false),
         #[cfg(target_os = "linux")]
-        "hosts" => options = options.with_timeout(hosts::PATIENCE),
+        "hosts" => options = options.with_timeout(hosts::TIMEOUT),
         "stop of a host" => options = options.with_timeout(Duration::from_secs(5)),
         _ => {}
     }

@@ -1,0 +1,46 @@
+//! How long a rank has waited for others, by a clock that stands still while its process does.
+
+use std::time::{Duration, Instant};
+
+/// What lies between two looks counts no more than this: who looks far more often and finds more has been stopped
+/// meanwhile, as by Ctrl-Z or a scheduler that suspends a job, and so were perhaps those that it waits for.
+const MAX_GAP: Duration = Duration::from_secs(1);
+
+/// The time that a rank has waited.
+pub(crate) struct WaitTimer {
+    last_tick: Instant,
+    waited: Duration,
+}
+
+impl WaitTimer {
+    /// From now on.
+    pub(crate) fn new() -> Self {
+        Self { last_tick: Instant::now(), waited: Duration::ZERO }
+    }
+
+    /// The time until now. To be called several times a second.
+    pub(crate) fn tick(&mut self) -> Duration {
+        self.tick_at(Instant::now())
+    }
+
+    fn tick_at(&mut self, now: Instant) -> Duration {
+        self.waited += now.duration_since(self.last_tick).min(MAX_GAP);
+        self.last_tick = now;
+        self.waited
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_in_which_nobody_looked_does_not_count() {
+        let mut timer = WaitTimer::new();
+        let start = timer.last_tick;
+        let tick = |timer: &mut WaitTimer, seconds| timer.tick_at(start + Duration::from_secs_f64(seconds));
+        assert_eq!(tick(&mut timer, 0.5), Duration::from_millis(500));
+        assert_eq!(tick(&mut timer, 3600.5), Duration::from_millis(1500));
+        assert_eq!(tick(&mut timer, 3600.75), Duration::from_millis(1750));
+    }
+}
