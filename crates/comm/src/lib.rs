@@ -26,6 +26,7 @@ mod communicator;
 mod error;
 mod few;
 mod hierarchy;
+mod in_flight;
 #[cfg(unix)]
 mod meter;
 #[cfg(unix)]
@@ -38,7 +39,6 @@ mod rows;
 mod shaped;
 mod started;
 mod threads;
-mod under_way;
 mod wait_timer;
 mod wire;
 

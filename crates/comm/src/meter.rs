@@ -28,7 +28,7 @@ pub struct Span {
     /// Bytes sent, for a communication.
     pub bytes: u64,
     /// Whether the rank may have done something else meanwhile: a communication under way.
-    pub is_under_way: bool,
+    pub is_in_flight: bool,
 }
 
 /// What a rank did since the last time that it was asked.
@@ -93,14 +93,14 @@ impl Meter {
         self.add((name, start, Instant::now()), 0, false);
     }
 
-    fn add(&self, (name, start, end): (&'static str, Instant, Instant), bytes: u64, is_under_way: bool) {
+    fn add(&self, (name, start, end): (&'static str, Instant, Instant), bytes: u64, is_in_flight: bool) {
         if !self.keeps_spans {
             return;
         }
         let mut log = self.log();
         if log.spans.len() < MAX_SPANS {
             let (start, length) = (start.saturating_duration_since(self.begin), end.duration_since(start));
-            log.spans.push(Span { name, start, length, bytes, is_under_way });
+            log.spans.push(Span { name, start, length, bytes, is_in_flight });
         } else {
             log.num_left_out += 1;
         }

@@ -10,9 +10,9 @@ use super::pieces::starts;
 use super::versions::Versions;
 use crate::CommError;
 use crate::few::{FEW, with_few};
+use crate::in_flight::locked;
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory, Operation};
-use crate::under_way::locked;
 
 impl Group {
     /// # Safety

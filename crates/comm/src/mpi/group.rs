@@ -17,8 +17,8 @@ use super::sums::LibrarySums;
 use super::versions::Line;
 use super::watch::{InOperation, Watch};
 use crate::CommError;
+use crate::in_flight::InFlight;
 use crate::operation::Call;
-use crate::under_way::UnderWay;
 
 /// Up to here an all-reduce is one step, in which every rank reduces everything.
 pub(crate) const ONE_STEP_BYTES: usize = 16 << 10;
@@ -36,7 +36,7 @@ pub(crate) struct Process {
     pub(crate) report: Arc<Report>,
     pub(crate) mpi: &'static Mpi,
     pub(crate) watch: Arc<Watch>,
-    pub(crate) under_way: Arc<UnderWay>,
+    pub(crate) in_flight: Arc<InFlight>,
     pub(crate) failure: OnceLock<CommError>,
     /// Memory for versions of numbers that are reduced.
     pub(crate) spare: Mutex<Vec<Line>>,

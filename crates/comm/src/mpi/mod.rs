@@ -32,9 +32,9 @@ pub use raw::{EqualPieces, RawMpi};
 pub use run::{MpiOptions, run_mpi};
 use started::Started;
 
+use crate::in_flight::{Handle, Steps as _};
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
-use crate::under_way::{Handle, Steps as _};
 use crate::{CommError, Communicator};
 
 /// Why there is no MPI.
@@ -118,13 +118,13 @@ impl Communicator for MpiComm {
         self.admit(operation, &mut memory)?;
         // SAFETY: the caller's promise.
         let started = unsafe { Started::start(&self.group, operation, memory) }?;
-        Ok(Box::new(Handle::new(operation.call, started, &self.group.process.under_way)))
+        Ok(Box::new(Handle::new(operation.call, started, &self.group.process.in_flight)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, mut memory: Memory) -> Result<(), CommError> {
         self.admit(operation, &mut memory)?;
         let process = &self.group.process;
-        if process.is_checked || process.under_way.has_collectives() {
+        if process.is_checked || process.in_flight.has_collectives() {
             // The operations in flight have to progress during this call, and the comparison of calls comes first. All
             // ranks of the group take this branch or none does: MPI does not match a blocking collective with a
             // non-blocking one. Messages need no such care, because any call of the library moves them on.

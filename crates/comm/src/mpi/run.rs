@@ -152,7 +152,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         report,
         mpi,
         watch: Arc::clone(&watch),
-        under_way: Arc::default(),
+        in_flight: Arc::default(),
         failure: OnceLock::new(),
         spare: Mutex::default(),
         limit: options.limit,

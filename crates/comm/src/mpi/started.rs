@@ -10,9 +10,9 @@ use super::group::{Group, ONE_STEP_BYTES, shares};
 use super::pieces::{Pieces, Unit};
 use super::versions::{Taken, Versions};
 use crate::CommError;
+use crate::in_flight::Steps;
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory, Operation};
-use crate::under_way::Steps;
 
 /// What is still to do when the requests are done.
 enum Then {
@@ -389,13 +389,13 @@ impl Steps for Started {
     fn finish(&mut self) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let _in_operation = group.enter(&self.call);
-        if group.process.under_way.is_empty() {
+        if group.process.in_flight.is_empty() {
             return self.step(true).map(drop);
         }
         // The others have steps of their own, for which other ranks may wait.
         let mut num_tries = 0_u32;
         while !self.step(false)? {
-            group.process.under_way.advance();
+            group.process.in_flight.advance();
             num_tries += 1;
             if num_tries.is_multiple_of(16) {
                 thread::yield_now();

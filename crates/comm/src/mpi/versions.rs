@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::group::{Group, Process};
 use crate::few::with_few;
+use crate::in_flight::locked;
 use crate::number::{NumberKind, Reduce};
-use crate::under_way::locked;
 
 /// Memory in whole cache lines.
 #[derive(Clone, Copy)]

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use super::meeting::Meeting;
 use super::world::World;
-use crate::under_way::locked;
+use crate::in_flight::locked;
 
 /// Which meeting of a group.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]

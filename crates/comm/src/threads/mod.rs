@@ -19,9 +19,9 @@ pub(crate) use run::reason_of_panic;
 pub use run::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};
 use started::{Phase, Seats, Started};
 
+use crate::in_flight::{Handle, Steps as _, locked};
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
-use crate::under_way::{Handle, Steps as _, locked};
 use crate::{CommError, Communicator};
 
 /// The door of a rank that is a thread.
@@ -115,8 +115,8 @@ impl Communicator for ThreadComm {
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
         // SAFETY: the caller's promise.
         let started = unsafe { self.start_here(operation, memory) }?;
-        let under_way = self.group.world.under_way(started.world_rank());
-        Ok(Box::new(Handle::new(operation.call, started, under_way)))
+        let in_flight = self.group.world.in_flight(started.world_rank());
+        Ok(Box::new(Handle::new(operation.call, started, in_flight)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {

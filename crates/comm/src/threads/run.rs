@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::ThreadComm;
 use super::group::Group;
 use super::world::World;
-use crate::under_way::locked;
+use crate::in_flight::locked;
 use crate::{CommError, Communicator};
 
 /// Of each rank's thread. Only what is touched costs memory.

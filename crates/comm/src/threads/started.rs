@@ -9,9 +9,9 @@ use super::group::Group;
 use super::meeting::{Meeting, Reading};
 use super::world::Waiter;
 use crate::CommError;
+use crate::in_flight::Steps;
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory};
-use crate::under_way::Steps;
 
 /// Up to here an all-reduce is one step, in which every rank reduces everything.
 const ONE_STEP_BYTES: usize = 16 << 10;

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use std::{hint, thread};
 
 use crate::CommError;
+use crate::in_flight::{InFlight, locked};
 use crate::operation::Call;
-use crate::under_way::{UnderWay, locked};
 use crate::wait_timer::WaitTimer;
 
 /// How long a rank looks for the others before it sleeps, where every rank has a core of its own: longer than it
@@ -33,7 +33,7 @@ struct Bell {
     has_left: AtomicBool,
     num_rings: Mutex<u64>,
     rung: Condvar,
-    under_way: Arc<UnderWay>,
+    in_flight: Arc<InFlight>,
 }
 
 /// Who waits, in which call.
@@ -100,8 +100,8 @@ impl World {
     }
 
     /// What a rank has started.
-    pub(crate) fn under_way(&self, rank: usize) -> &Arc<UnderWay> {
-        &self.bells[rank].under_way
+    pub(crate) fn in_flight(&self, rank: usize) -> &Arc<InFlight> {
+        &self.bells[rank].in_flight
     }
 
     /// Waits until `is_ready`; `missing` says whom (numbers in the whole run) it waits for.
@@ -112,8 +112,8 @@ impl World {
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Result<(), CommError> {
         let start = Instant::now();
-        let under_way = self.under_way(waiter.rank);
-        under_way.advance();
+        let in_flight = self.in_flight(waiter.rank);
+        in_flight.advance();
         if self.spin(start, is_ready) {
             return Ok(());
         }
@@ -123,8 +123,8 @@ impl World {
                 return Err(error);
             }
             self.check_missing(waiter, timer.tick(), missing)?;
-            under_way.advance();
-            self.sleep(waiter.rank, &|| is_ready() || under_way.can_advance());
+            in_flight.advance();
+            self.sleep(waiter.rank, &|| is_ready() || in_flight.can_advance());
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ fn metered(work: impl Fn(&dyn Communicator) -> Result<(), CommError> + Sync) -> 
         let meter = Arc::new(Meter::new(true));
         let part = comm.split(Some(0), comm.rank())?.expect("a part");
         work(&Metered::new(part, Arc::clone(&meter)))?;
-        Ok::<_, CommError>(Arc::into_inner(meter).expect("nothing is under way"))
+        Ok::<_, CommError>(Arc::into_inner(meter).expect("nothing is in flight"))
     });
     results.into_iter().map(Result::unwrap).collect()
 }
@@ -59,7 +59,7 @@ fn parts_and_every_kind_of_call_are_counted() {
 }
 
 #[test]
-fn what_is_under_way_while_work_is_done_is_not_stood_in() {
+fn a_communication_hidden_under_work_is_not_counted_as_waiting() {
     const WORK: Duration = Duration::from_millis(30);
     let attempt = |_| {
         let meters = metered(|comm| {
@@ -70,8 +70,8 @@ fn what_is_under_way_while_work_is_done_is_not_stood_in() {
         });
         meters.iter().all(|meter| {
             let spans = meter.take_spans();
-            let under_way = spans.iter().find(|span| span.is_under_way).expect("the sum was under way");
-            assert!(under_way.length >= WORK, "{spans:?}");
+            let in_flight = spans.iter().find(|span| span.is_in_flight).expect("the sum was in flight");
+            assert!(in_flight.length >= WORK, "{spans:?}");
             meter.take_totals().standing_s < 0.5 * WORK.as_secs_f64()
         })
     };

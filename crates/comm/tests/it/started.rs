@@ -6,7 +6,7 @@ use moeworks_tensor::{DType, MemoryPool, Tensor};
 use crate::collectives::{column, on_ranks, received_by, sent_by};
 
 #[test]
-fn many_are_under_way_at_once_and_finish_in_any_order() {
+fn many_are_in_flight_at_once_and_finish_in_any_order() {
     let counts: Vec<Vec<usize>> = vec![vec![3, 0, 70], vec![1, 5000, 2], vec![0, 9, 4]];
     let results = on_ranks(3, |comm| {
         let recv_counts = column(&counts, comm.rank());

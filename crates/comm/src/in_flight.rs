@@ -24,13 +24,13 @@ type Shared = Arc<Mutex<dyn Steps>>;
 
 /// What a rank has started and not yet asked the end of.
 #[derive(Default)]
-pub(crate) struct UnderWay {
+pub(crate) struct InFlight {
     list: Mutex<Vec<Shared>>,
     len: AtomicUsize,
     num_collectives: AtomicUsize,
 }
 
-impl UnderWay {
+impl InFlight {
     pub(crate) fn is_empty(&self) -> bool {
         self.len.load(Ordering::Relaxed) == 0
     }
@@ -80,37 +80,37 @@ impl UnderWay {
 /// A started operation, which is also in its rank's list of those under way.
 pub(crate) struct Handle {
     started: Shared,
-    under_way: Arc<UnderWay>,
+    in_flight: Arc<InFlight>,
     is_collective: bool,
 }
 
 impl Handle {
     /// Of a `call` that was started.
-    pub(crate) fn new(call: Call, mut started: impl Steps + 'static, under_way: &Arc<UnderWay>) -> Self {
+    pub(crate) fn new(call: Call, mut started: impl Steps + 'static, in_flight: &Arc<InFlight>) -> Self {
         // What is there already need not be waited for. An error comes out at the end.
         let _ = started.advance();
         let started: Shared = Arc::new(Mutex::new(started));
         let is_collective = !matches!(call, Call::Send { .. } | Call::Receive { .. });
-        under_way.add(Arc::clone(&started), is_collective);
-        Self { started, under_way: Arc::clone(under_way), is_collective }
+        in_flight.add(Arc::clone(&started), is_collective);
+        Self { started, in_flight: Arc::clone(in_flight), is_collective }
     }
 }
 
 impl RawPending for Handle {
     fn is_finished(&mut self) -> Result<bool, CommError> {
-        self.under_way.advance();
+        self.in_flight.advance();
         locked(&self.started).advance()
     }
 
     fn finish(&mut self) -> Result<(), CommError> {
-        self.under_way.remove(&self.started, self.is_collective);
+        self.in_flight.remove(&self.started, self.is_collective);
         locked(&self.started).finish()
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.under_way.remove(&self.started, self.is_collective);
+        self.in_flight.remove(&self.started, self.is_collective);
         // Another thread of this rank may still hold it, to make it go on: the memory must not be needed after this.
         locked(&self.started).close();
     }
