@@ -13,9 +13,9 @@ use std::{env, fs, process, ptr, thread};
 use super::MpiComm;
 use super::api::Handle;
 use super::group::{Group, Process, Report};
+use super::heartbeat::{Heartbeat, HeartbeatSocket, NO_CONTACT};
 use super::library::{self, Mpi};
 use super::linger::Linger;
-use super::pulse::{Mouth, NO_CARD, Pulse};
 use super::sums::LibrarySums;
 use super::watch::{Page, Watch};
 use crate::pin;
@@ -145,7 +145,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     // A node is named by its first rank.
     let nodes = gather(mpi, world, node.ranks[0], size)?;
     let is_crowded = gather(mpi, world, usize::from(node.is_crowded), size)?.contains(&1);
-    let pulse = pulse(mpi, (world, rank), &nodes)?;
+    let heartbeat = start_heartbeat(mpi, (world, rank), &nodes)?;
     let watch = Arc::new(Watch::new(page, own, node.ranks.clone(), size, options.timeout));
     let process = Arc::new(Process {
         rank,
@@ -162,7 +162,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     });
     let barking = Arc::clone(&process);
     watch
-        .spawn(&node.pids(mpi)?, pulse, move |error| barking.abort(&error))
+        .spawn(&node.pids(mpi)?, heartbeat, move |error| barking.abort(&error))
         .map_err(|error| CommError::Start(format!("no thread for the watchdog: {error}")))?;
     let group = Group::of_comm(&process, world, |rank| nodes[rank], rank)?;
     Ok(MpiComm { group: Arc::new(group) })
@@ -240,21 +240,22 @@ fn gather_words<const N: usize>(
 
 /// The signs of life of a node's first rank, where there are several nodes. `nodes` has the first rank of each rank's
 /// node.
-fn pulse(mpi: &Mpi, (world, rank): (Handle, usize), nodes: &[usize]) -> Result<Option<Pulse>, CommError> {
+fn start_heartbeat(mpi: &Mpi, (world, rank): (Handle, usize), nodes: &[usize]) -> Result<Option<Heartbeat>, CommError> {
     let firsts: Vec<usize> = (0..nodes.len()).filter(|&rank| nodes[rank] == rank).collect();
     if firsts.len() < 2 {
         return Ok(None);
     }
     let place = firsts.iter().position(|&first| first == rank);
-    let mouth = place.and_then(|_| {
-        let mouth = Mouth::open();
-        mouth.inspect_err(|error| tracing::info!("no datagrams to other nodes: {error}")).ok()
+    let socket = place.and_then(|_| {
+        let socket = HeartbeatSocket::open();
+        socket.inspect_err(|error| tracing::info!("no datagrams to other nodes: {error}")).ok()
     });
-    let cards = gather_words(mpi, world, mouth.as_ref().map_or(&NO_CARD, Mouth::card), nodes.len())?;
-    let (Some(place), Some(mouth)) = (place, mouth) else { return Ok(None) };
+    let contacts =
+        gather_words(mpi, world, socket.as_ref().map_or(&NO_CONTACT, HeartbeatSocket::contact), nodes.len())?;
+    let (Some(place), Some(socket)) = (place, socket) else { return Ok(None) };
     let of_place = |place: usize| firsts[place % firsts.len()];
     let (next, previous) = (of_place(place + 1), of_place(place + firsts.len() - 1));
-    Ok(Some(mouth.pulse(&cards[next], previous, &cards[previous])))
+    Ok(Some(socket.connect(&contacts[next], previous, &contacts[previous])))
 }
 
 /// Whether more ranks share the machine of `comm` than the cores that they may use.

@@ -4,7 +4,7 @@
 //! it is in an operation, and a thread of each looks whether its own has been in one for too long. Those of the node
 //! that are not in one, or do not even show a sign of life, are who it waits for. A process that stands still is
 //! found in the time of a step even where ranks may take long, as while one writes a checkpoint; between nodes by its
-//! [`Pulse`].
+//! [`Heartbeat`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use memmap2::MmapRaw;
 
+use super::heartbeat::Heartbeat;
 use super::obituary::Obituary;
-use super::pulse::Pulse;
 use crate::CommError;
 use crate::operation::Call;
 use crate::wait_timer::WaitTimer;
@@ -148,16 +148,16 @@ impl Watch {
     }
 
     /// The thread that looks after this rank, at the processes of the node's ranks (none where they are not known),
-    /// and, with a `pulse`, after another node.
+    /// and, with a `heartbeat`, after another node.
     pub(crate) fn spawn(
         self: &Arc<Self>,
         pids: &[usize],
-        pulse: Option<Pulse>,
+        heartbeat: Option<Heartbeat>,
         bark: impl Fn(CommError) + Send + Sync + 'static,
     ) -> io::Result<JoinHandle<()>> {
         let watch = Arc::clone(self);
         let obituary = Obituary::of(pids);
-        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run((obituary, pulse), &bark))
+        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run((obituary, heartbeat), &bark))
     }
 
     /// Says that this rank ends as it should, and ends the thread.
@@ -171,7 +171,7 @@ impl Watch {
         !self.page.slots()[0].is_reported.swap(true, Ordering::SeqCst)
     }
 
-    fn run(&self, (mut obituary, mut pulse): (Obituary, Option<Pulse>), bark: &Bark) {
+    fn run(&self, (mut obituary, mut heartbeat): (Obituary, Option<Heartbeat>), bark: &Bark) {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
         let mut timer = WaitTimer::new();
@@ -187,7 +187,7 @@ impl Watch {
             let waited = timer.tick();
             let shortest = Duration::from_nanos(self.shortest_ns.load(Ordering::Relaxed));
             let mut still = self.still(&mut signs, shortest);
-            let elsewhere = pulse.as_mut().and_then(Pulse::beat);
+            let elsewhere = heartbeat.as_mut().and_then(Heartbeat::beat);
             // Datagrams may get lost for a while: they alone are no reason.
             still.extend(elsewhere.filter(|(_, silence)| waited.min(*silence) >= shortest).map(|(rank, _)| rank));
             if state != seen || state.is_multiple_of(2) {

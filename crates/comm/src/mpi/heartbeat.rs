@@ -12,49 +12,49 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use crate::wait_timer::WaitTimer;
 
 /// How often a sign is sent.
-const BEAT: Duration = Duration::from_millis(500);
+const PERIOD: Duration = Duration::from_millis(500);
 
 /// Until a rank of which nothing was ever heard is taken for one that cannot be heard.
 const GRACE: Duration = Duration::from_secs(10);
 
 /// Addresses of a rank that are tried, all of them each time: which of them leads to whom nobody has to know.
-const MOST_ADDRESSES: usize = 8;
+const MAX_ADDRESSES: usize = 8;
 
 /// What ranks tell each other at the start: the number that their signs carry, the port, and addresses in two words
 /// each.
-pub(crate) type Card = [u64; 2 + 2 * MOST_ADDRESSES];
+pub(crate) type Contact = [u64; 2 + 2 * MAX_ADDRESSES];
 
-/// The card of a rank that sends nothing.
-pub(crate) const NO_CARD: Card = [0; 2 + 2 * MOST_ADDRESSES];
+/// The contact of a rank that sends nothing.
+pub(crate) const NO_CONTACT: Contact = [0; 2 + 2 * MAX_ADDRESSES];
 
 /// What signs go through, before it is known where.
-pub(crate) struct Mouth {
+pub(crate) struct HeartbeatSocket {
     socket: UdpSocket,
-    card: Card,
+    contact: Contact,
 }
 
-impl Mouth {
+impl HeartbeatSocket {
     pub(crate) fn open() -> io::Result<Self> {
         let any = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::from([0, 0, 0, 0])].map(|ip| SocketAddr::new(ip, 0));
         let socket = UdpSocket::bind(&any[..])?;
         socket.set_nonblocking(true)?;
-        let mut card = NO_CARD;
+        let mut contact = NO_CONTACT;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        card[0] = (now.as_nanos() as u64) ^ (u64::from(std::process::id()) << 40);
-        card[1] = socket.local_addr()?.port().into();
-        for (words, address) in card[2..].chunks_exact_mut(2).zip(addresses()) {
+        contact[0] = (now.as_nanos() as u64) ^ (u64::from(std::process::id()) << 40);
+        contact[1] = socket.local_addr()?.port().into();
+        for (words, address) in contact[2..].chunks_exact_mut(2).zip(addresses()) {
             let bits = address.to_bits();
             (words[0], words[1]) = ((bits >> 64) as u64, bits as u64);
         }
-        Ok(Self { socket, card })
+        Ok(Self { socket, contact })
     }
 
-    pub(crate) fn card(&self) -> &Card {
-        &self.card
+    pub(crate) fn contact(&self) -> &Contact {
+        &self.contact
     }
 
-    /// Signs for the rank with the card `next`, and from `rank` with the card `previous`.
-    pub(crate) fn pulse(self, next: &Card, rank: usize, previous: &Card) -> Pulse {
+    /// Signs for the rank with the contact `next`, and from `rank` with the contact `previous`.
+    pub(crate) fn connect(self, next: &Contact, rank: usize, previous: &Contact) -> Heartbeat {
         let is_v6 = self.socket.local_addr().is_ok_and(|address| address.is_ipv6());
         let targets = next[2..].chunks_exact(2).map(|words| u128::from(words[0]) << 64 | u128::from(words[1]));
         let targets = targets.filter(|&bits| bits != 0).map(|bits| {
@@ -62,10 +62,10 @@ impl Mouth {
             let ip = if is_v6 { IpAddr::V6(address) } else { address.to_canonical() };
             SocketAddr::new(ip, next[1] as u16)
         });
-        Pulse {
+        Heartbeat {
             targets: targets.collect(),
             socket: self.socket,
-            own: self.card[0],
+            own: self.contact[0],
             rank,
             expected: previous[0],
             sent: None,
@@ -77,7 +77,7 @@ impl Mouth {
 }
 
 /// The signs that a rank sends and those that it waits for.
-pub(crate) struct Pulse {
+pub(crate) struct Heartbeat {
     socket: UdpSocket,
     own: u64,
     targets: Vec<SocketAddr>,
@@ -91,11 +91,11 @@ pub(crate) struct Pulse {
     is_given_up: bool,
 }
 
-impl Pulse {
+impl Heartbeat {
     /// Sends a sign when it is time and takes what has come; to be called several times a second. The rank that is
     /// waited for and how long it has been silent, if it was ever heard.
     pub(crate) fn beat(&mut self) -> Option<(usize, Duration)> {
-        if self.sent.is_none_or(|sent| sent.elapsed() >= BEAT) {
+        if self.sent.is_none_or(|sent| sent.elapsed() >= PERIOD) {
             self.sent = Some(Instant::now());
             for target in &self.targets {
                 // One address or another may lead nowhere.
@@ -152,7 +152,7 @@ fn addresses() -> Vec<Ipv6Addr> {
         IpAddr::V4(v4) => v4.to_ipv6_mapped(),
         IpAddr::V6(v6) => v6,
     };
-    found.into_iter().map(as_v6).take(MOST_ADDRESSES).collect()
+    found.into_iter().map(as_v6).take(MAX_ADDRESSES).collect()
 }
 
 /// # Safety
@@ -178,11 +178,11 @@ unsafe fn address(address: *const libc::sockaddr) -> Option<IpAddr> {
 mod tests {
     use super::*;
 
-    fn pair() -> [Pulse; 2] {
-        let mouths = [(); 2].map(|()| Mouth::open().expect("a socket"));
-        let [a, b] = [*mouths[0].card(), *mouths[1].card()];
-        let [first, second] = mouths;
-        [first.pulse(&b, 1, &b), second.pulse(&a, 0, &a)]
+    fn pair() -> [Heartbeat; 2] {
+        let sockets = [(); 2].map(|()| HeartbeatSocket::open().expect("a socket"));
+        let [a, b] = [*sockets[0].contact(), *sockets[1].contact()];
+        let [first, second] = sockets;
+        [first.connect(&b, 1, &b), second.connect(&a, 0, &a)]
     }
 
     fn within_a_second(mut is_so: impl FnMut() -> bool) -> bool {
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_heard_and_then_silent_is_missed() {
+    fn a_rank_that_falls_silent_after_being_heard_is_reported() {
         let [mut a, mut b] = pair();
         assert_eq!(a.beat(), None, "nothing was ever heard");
         assert!(within_a_second(|| b.beat().is_some() && a.beat().is_some()));
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn signs_of_others_are_none() {
+    fn datagrams_of_strangers_do_not_count() {
         let [mut a, _b] = pair();
         let [mut stranger, _] = pair();
         stranger.targets = vec![SocketAddr::new(IpAddr::from([127, 0, 0, 1]), a.socket.local_addr().unwrap().port())];
