@@ -24,7 +24,7 @@ use crate::operation::Call;
 pub(crate) const ONE_STEP_BYTES: usize = 16 << 10;
 
 /// What the watchdog has to name a process that has ended: ten of its looks, for machines that are busy.
-const TIME_FOR_OBITUARY: Duration = Duration::from_secs(1);
+const DEATH_REPORT_GRACE: Duration = Duration::from_secs(1);
 
 /// Told the rank and why the run fails.
 pub(crate) type Report = dyn Fn(usize, &dyn Display) + Send + Sync;
@@ -118,7 +118,7 @@ impl Group {
     /// which ends the run, has a moment to say so first.
     #[cold]
     fn library_error(&self, call: &Call, code: c_int) -> CommError {
-        thread::sleep(TIME_FOR_OBITUARY);
+        thread::sleep(DEATH_REPORT_GRACE);
         let rank = self.members[self.rank];
         self.fail(CommError::Library { rank, call: *call, text: self.functions().explain(code) })
     }

@@ -8,11 +8,11 @@
 mod api;
 mod blocking;
 mod check;
+mod death_watch;
 mod group;
 mod heartbeat;
 mod library;
 mod linger;
-mod obituary;
 mod pieces;
 mod raw;
 mod run;

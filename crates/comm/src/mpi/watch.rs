@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use memmap2::MmapRaw;
 
+use super::death_watch::DeathWatch;
 use super::heartbeat::Heartbeat;
-use super::obituary::Obituary;
 use crate::CommError;
 use crate::operation::Call;
 use crate::wait_timer::WaitTimer;
@@ -156,8 +156,8 @@ impl Watch {
         bark: impl Fn(CommError) + Send + Sync + 'static,
     ) -> io::Result<JoinHandle<()>> {
         let watch = Arc::clone(self);
-        let obituary = Obituary::of(pids);
-        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run((obituary, heartbeat), &bark))
+        let deaths = DeathWatch::new(pids);
+        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run((deaths, heartbeat), &bark))
     }
 
     /// Says that this rank ends as it should, and ends the thread.
@@ -171,14 +171,14 @@ impl Watch {
         !self.page.slots()[0].is_reported.swap(true, Ordering::SeqCst)
     }
 
-    fn run(&self, (mut obituary, mut heartbeat): (Obituary, Option<Heartbeat>), bark: &Bark) {
+    fn run(&self, (mut deaths, mut heartbeat): (DeathWatch, Option<Heartbeat>), bark: &Bark) {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
         let mut timer = WaitTimer::new();
         let mut signs: Vec<Sign> =
             self.page.slots().iter().map(|_| Sign { heartbeat: 0, since: WaitTimer::new() }).collect();
         while !self.is_over.load(Ordering::Relaxed) {
-            if let Some(rank) = self.wait_for_a_death(&mut obituary) {
+            if let Some(rank) = self.wait_for_death(&mut deaths) {
                 let reason = "its process ended in the middle of the run (killed?)".to_owned();
                 bark(CommError::Died { rank, reason });
             }
@@ -208,8 +208,8 @@ impl Watch {
     }
 
     /// Waits for a tick, or until the process of a rank of this node ends before its run does: that rank.
-    fn wait_for_a_death(&self, obituary: &mut Obituary) -> Option<usize> {
-        let index = obituary.wait(TICK)?;
+    fn wait_for_death(&self, deaths: &mut DeathWatch) -> Option<usize> {
+        let index = deaths.wait(TICK)?;
         (self.page.slots()[index].state.load(Ordering::Relaxed) != ENDED).then(|| self.ranks[index])
     }
 

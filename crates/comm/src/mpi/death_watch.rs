@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 /// The processes of a node.
-pub(crate) struct Obituary {
+pub(crate) struct DeathWatch {
     #[cfg(target_os = "linux")]
     processes: Vec<(usize, std::os::fd::OwnedFd)>,
 }
 
 #[cfg(target_os = "linux")]
-impl Obituary {
+impl DeathWatch {
     /// Of the processes with these numbers. One that cannot be watched is not.
-    pub(crate) fn of(pids: &[usize]) -> Self {
+    pub(crate) fn new(pids: &[usize]) -> Self {
         use std::os::fd::{FromRawFd as _, OwnedFd};
         let open = |(index, &pid): (usize, &usize)| {
             // SAFETY: the call takes two numbers and gives a new descriptor or an error.
@@ -39,9 +39,9 @@ impl Obituary {
 }
 
 #[cfg(not(target_os = "linux"))]
-impl Obituary {
+impl DeathWatch {
     /// Elsewhere than on Linux the launcher alone learns of it.
-    pub(crate) fn of(_pids: &[usize]) -> Self {
+    pub(crate) fn new(_pids: &[usize]) -> Self {
         Self {}
     }
 
