@@ -10,8 +10,8 @@ use std::thread;
 use std::time::Duration;
 
 use super::api::{Functions, Handle, Status};
+use super::hydra_guard::HydraGuard;
 use super::library::Mpi;
-use super::linger::Linger;
 use super::pieces::{Pieces, Unit};
 use super::sums::LibrarySums;
 use super::versions::Line;
@@ -46,7 +46,7 @@ pub(crate) struct Process {
     pub(crate) is_checked: bool,
     pub(crate) sums: LibrarySums,
     /// Who outlives this process if it ends too early.
-    pub(crate) linger: Option<Linger>,
+    pub(crate) hydra_guard: Option<HydraGuard>,
 }
 
 /// A communicator of the library. It lives until MPI is finalised: freeing it would be a call of all its ranks.

@@ -14,8 +14,8 @@ use super::MpiComm;
 use super::api::Handle;
 use super::group::{Group, Process, Report};
 use super::heartbeat::{Heartbeat, HeartbeatSocket, NO_CONTACT};
+use super::hydra_guard::HydraGuard;
 use super::library::{self, Mpi};
-use super::linger::Linger;
 use super::sums::LibrarySums;
 use super::watch::{Page, Watch};
 use crate::pin;
@@ -134,8 +134,8 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         return Err(CommError::Start("MPI can be started once in a process".to_owned()));
     }
     let mpi = library::load()?;
-    let linger = Linger::begin();
-    outlive_notices();
+    let hydra_guard = HydraGuard::start();
+    ignore_launcher_notices();
     initialise(mpi)?;
     let world = mpi.constants.comm_world;
     let (rank, size) = rank_and_size(mpi, world)?;
@@ -158,7 +158,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         limit: options.limit,
         is_checked: options.is_checked,
         sums: LibrarySums::of(mpi.constants.is_open_mpi, is_crowded, options.keeps_order),
-        linger,
+        hydra_guard,
     });
     let barking = Arc::clone(&process);
     watch
@@ -170,7 +170,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
 
 /// MPICH's launcher tells the others by SIGUSR1 that a process has failed. Where nobody listens the signal would end
 /// them before they can say which.
-fn outlive_notices() {
+fn ignore_launcher_notices() {
     // SAFETY: a `sigaction` may be all zeros; it is valid for writing, and nothing is changed by this call.
     let is_default = unsafe {
         let mut now: libc::sigaction = std::mem::zeroed();
@@ -370,7 +370,7 @@ impl Process {
         // SAFETY: a call of all ranks, after which nothing of the library is called: calls look for a failure first.
         let code = unsafe { (self.mpi.functions.finalize)() };
         self.watch.end();
-        self.linger.iter().for_each(Linger::end);
+        self.hydra_guard.iter().for_each(HydraGuard::end);
         if code == 0 { Ok(()) } else { Err(CommError::Start(format!("the end of MPI: error {code}"))) }
     }
 

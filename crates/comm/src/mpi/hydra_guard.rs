@@ -10,23 +10,23 @@ use std::io::{self, PipeWriter, Write as _};
 use std::os::fd::AsRawFd as _;
 
 /// How long it holds on to a rank that is gone: longer than it takes the others to say so.
-const MOMENT_MS: i32 = 3000;
+const HOLD_MS: i32 = 3000;
 
 /// What Hydra tells the processes that it starts.
-const SIGN_OF_HYDRA: &str = "HYDI_CONTROL_FD";
+const HYDRA_VARIABLE: &str = "HYDI_CONTROL_FD";
 
 /// Tells the process beside that the run has ended as it should.
-pub(crate) struct Linger {
+pub(crate) struct HydraGuard {
     goodbye: PipeWriter,
 }
 
-impl Linger {
+impl HydraGuard {
     /// Starts the process where it is of use. To be called before MPI is initialised, which makes forking a delicate
     /// matter.
-    pub(crate) fn begin() -> Option<Self> {
-        env::var_os(SIGN_OF_HYDRA)?;
-        let begun = Self::fork();
-        begun.inspect_err(|error| tracing::info!("no process that outlives this one: {error}")).ok()
+    pub(crate) fn start() -> Option<Self> {
+        env::var_os(HYDRA_VARIABLE)?;
+        let guard = Self::fork();
+        guard.inspect_err(|error| tracing::info!("no process that outlives this one: {error}")).ok()
     }
 
     fn fork() -> io::Result<Self> {
@@ -36,7 +36,7 @@ impl Linger {
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
             // SAFETY: as above; these are the pipe's two ends.
-            0 => unsafe { outlive(listen.as_raw_fd(), goodbye.as_raw_fd()) },
+            0 => unsafe { run_guard(listen.as_raw_fd(), goodbye.as_raw_fd()) },
             _ => Ok(Self { goodbye }),
         }
     }
@@ -51,7 +51,7 @@ impl Linger {
 ///
 /// # Safety
 /// To be called in a new process with the ends of a pipe, of which the rank alone has the other `goodbye`.
-unsafe fn outlive(listen: i32, goodbye: i32) -> ! {
+unsafe fn run_guard(listen: i32, goodbye: i32) -> ! {
     let mut byte = 0_u8;
     // SAFETY: calls that are allowed after a fork; `byte` is valid for writing.
     unsafe {
@@ -61,7 +61,7 @@ unsafe fn outlive(listen: i32, goodbye: i32) -> ! {
         libc::signal(libc::SIGUSR1, libc::SIG_IGN);
         libc::close(goodbye);
         if libc::read(listen, (&raw mut byte).cast(), 1) != 1 {
-            libc::poll(std::ptr::null_mut(), 0, MOMENT_MS);
+            libc::poll(std::ptr::null_mut(), 0, HOLD_MS);
         }
         libc::_exit(0)
     }
