@@ -1,10 +1,10 @@
-//! Whether the ranks of a meeting call the same thing with sizes that fit each other, and who does not.
+//! Whether the ranks of a rendezvous call the same thing with sizes that fit each other, and who does not.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::group::Group;
-use super::meeting::{Meeting, Post};
+use super::rendezvous::{Post, Rendezvous};
 use crate::CommError;
 use crate::error::{disagreement, piece_disagreement};
 use crate::operation::Call;
@@ -13,15 +13,15 @@ use crate::operation::Call;
 const MINORITY_WAIT: Duration = Duration::from_secs(1);
 
 /// Compares this seat's post with all that are down already. Of any two ranks at least one sees the other.
-pub(crate) fn check_all(group: &Group, meeting: &Meeting, seat: usize) -> Result<(), CommError> {
-    (0..meeting.num_seats()).try_for_each(|other| check(group, meeting, seat, other))
+pub(crate) fn check_all(group: &Group, rendezvous: &Rendezvous, seat: usize) -> Result<(), CommError> {
+    (0..rendezvous.num_seats()).try_for_each(|other| check(group, rendezvous, seat, other))
 }
 
 /// Compares the posts of two seats, as far as they are down: whoever reads another rank's memory has done this first.
-pub(crate) fn check(group: &Group, meeting: &Meeting, seat: usize, other: usize) -> Result<(), CommError> {
-    let (Some(mine), Some(theirs)) = (meeting.post(seat), meeting.post(other)) else { return Ok(()) };
+pub(crate) fn check(group: &Group, rendezvous: &Rendezvous, seat: usize, other: usize) -> Result<(), CommError> {
+    let (Some(mine), Some(theirs)) = (rendezvous.post(seat), rendezvous.post(other)) else { return Ok(()) };
     if !is_same_call(mine, theirs) {
-        return Err(group.world.fail(find_minority(group, meeting)));
+        return Err(group.world.fail(find_minority(group, rendezvous)));
     }
     match size_conflict(group, (seat, mine), (other, theirs)) {
         None => Ok(()),
@@ -31,7 +31,7 @@ pub(crate) fn check(group: &Group, meeting: &Meeting, seat: usize, other: usize)
 
 fn is_same_call(a: &Post, b: &Post) -> bool {
     match (a.call, b.call) {
-        // The key of a meeting of two has both ranks and the tag.
+        // The key of a rendezvous of two has both ranks and the tag.
         (Call::Send { .. }, Call::Receive { .. }) | (Call::Receive { .. }, Call::Send { .. }) => true,
         (Call::AllGatherV, Call::AllGatherV) => a.recv_counts == b.recv_counts,
         (Call::ReduceScatter { .. }, _) => a.call == b.call && a.send_counts == b.send_counts,
@@ -61,14 +61,14 @@ fn piece_conflict(group: &Group, (from, sender): (usize, &Post), (to, receiver):
     (sent != expected).then(|| piece_disagreement(from, sent as u64, to, expected as u64))
 }
 
-fn find_minority(group: &Group, meeting: &Meeting) -> CommError {
+fn find_minority(group: &Group, rendezvous: &Rendezvous) -> CommError {
     let start = Instant::now();
-    while !meeting.are_all_posted() && start.elapsed() < MINORITY_WAIT && group.world.failure().is_none() {
+    while !rendezvous.are_all_posted() && start.elapsed() < MINORITY_WAIT && group.world.failure().is_none() {
         thread::yield_now();
     }
-    let seats = 0..meeting.num_seats();
+    let seats = 0..rendezvous.num_seats();
     let calls: Vec<(usize, String)> =
-        seats.filter_map(|seat| Some((group.world_rank(seat), describe(meeting.post(seat)?)))).collect();
+        seats.filter_map(|seat| Some((group.world_rank(seat), describe(rendezvous.post(seat)?)))).collect();
     disagreement(&calls)
 }
 

@@ -1,14 +1,14 @@
-//! The ranks of one communicator and the meetings that are going on among them.
+//! The ranks of one communicator and the rendezvous that are going on among them.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex};
 
-use super::meeting::Meeting;
+use super::rendezvous::Rendezvous;
 use super::world::World;
 use crate::in_flight::locked;
 
-/// Which meeting of a group.
+/// Which rendezvous of a group.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Key {
     /// The operation of all with this number.
@@ -27,7 +27,7 @@ pub(crate) struct Group {
     pub(crate) members: Vec<usize>,
     /// Each rank's node.
     pub(crate) nodes: Vec<usize>,
-    meetings: Mutex<Shared<Key, Meeting>>,
+    rendezvous: Mutex<Shared<Key, Rendezvous>>,
     /// Groups that were made by a split and that not all of their members have fetched: by the split's number and
     /// colour.
     parts: Mutex<Shared<(u64, u32), Group>>,
@@ -36,7 +36,7 @@ pub(crate) struct Group {
 impl Group {
     pub(crate) fn new(world: Arc<World>, members: Vec<usize>, nodes: &[usize]) -> Self {
         let nodes = numbered_by_appearance(nodes);
-        Self { world, members, nodes, meetings: Mutex::default(), parts: Mutex::default() }
+        Self { world, members, nodes, rendezvous: Mutex::default(), parts: Mutex::default() }
     }
 
     pub(crate) fn size(&self) -> usize {
@@ -47,10 +47,10 @@ impl Group {
         self.members[rank]
     }
 
-    /// The meeting of this key, made by the first who asks; forgotten here when `num_seats` have asked.
-    pub(crate) fn meet(&self, key: Key, num_seats: usize) -> Arc<Meeting> {
-        let make = || Arc::new(Meeting::new(num_seats));
-        fetch(&mut locked(&self.meetings), key, num_seats, make)
+    /// The rendezvous of this key, made by the first who asks; forgotten here when `num_seats` have asked.
+    pub(crate) fn rendezvous(&self, key: Key, num_seats: usize) -> Arc<Rendezvous> {
+        let make = || Arc::new(Rendezvous::new(num_seats));
+        fetch(&mut locked(&self.rendezvous), key, num_seats, make)
     }
 
     /// The part of a split, made by the first of its members who asks.

@@ -2,7 +2,7 @@
 
 mod agreement;
 mod group;
-mod meeting;
+mod rendezvous;
 mod run;
 mod started;
 mod world;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 pub(crate) use group::numbered_by_appearance;
 use group::{Group, Key};
-use meeting::Post;
+use rendezvous::Post;
 pub(crate) use run::reason_of_panic;
 pub use run::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};
 use started::{Phase, Seats, Started};
@@ -63,20 +63,20 @@ impl ThreadComm {
 
     /// # Safety
     /// As [`Communicator::start`], for the memory of `post`.
-    unsafe fn sit_down(&self, post: Post) -> Result<Started, CommError> {
+    unsafe fn join(&self, post: Post) -> Result<Started, CommError> {
         if let Some(error) = self.group.world.failure() {
             return Err(error);
         }
         let call = post.call;
         let (key, seats, seat) = self.place(call);
         let num_seats = if matches!(seats, Seats::All) { self.group.size() } else { 2 };
-        let meeting = self.group.meet(key, num_seats);
+        let rendezvous = self.group.rendezvous(key, num_seats);
         // SAFETY: a seat is its rank's, and a key is used once. `Started` gets up before it ends.
-        let is_last = unsafe { meeting.put_down(seat, post) };
+        let is_last = unsafe { rendezvous.join(seat, post) };
         let copied = vec![false; num_seats];
         let group = Arc::clone(&self.group);
-        let started = Started { group, meeting, seats, seat, phase: Phase::Reading, copied, until: None };
-        agreement::check_all(&self.group, &started.meeting, seat)?;
+        let started = Started { group, rendezvous, seats, seat, phase: Phase::Reading, copied, until: None };
+        agreement::check_all(&self.group, &started.rendezvous, seat)?;
         if is_last || matches!(call, Call::Broadcast { root, .. } if root == seat) {
             started.ring();
         }
@@ -91,7 +91,7 @@ impl ThreadComm {
             .check(&memory, self.rank, self.group.size(), world_rank)
             .map_err(|error| self.group.world.fail(error))?;
         // SAFETY: the caller's promise.
-        unsafe { self.sit_down(Post::new(operation, memory)) }
+        unsafe { self.join(Post::new(operation, memory)) }
     }
 }
 
@@ -129,11 +129,11 @@ impl Communicator for ThreadComm {
         let mut post = Post::new(&Operation::plain(Call::Split), Memory::new(&[], &mut []));
         post.part = Some((color, key));
         // SAFETY: the memory is empty.
-        let mut started = unsafe { self.sit_down(post) }?;
+        let mut started = unsafe { self.join(post) }?;
         started.finish()?;
         let Some(color) = color else { return Ok(None) };
         let mut ranks: Vec<(usize, usize)> = (0..self.group.size())
-            .filter_map(|rank| match started.meeting.post(rank)?.part? {
+            .filter_map(|rank| match started.rendezvous.post(rank)?.part? {
                 (other, key) if other == Some(color) => Some((key, rank)),
                 _ => None,
             })

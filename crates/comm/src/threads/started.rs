@@ -6,7 +6,7 @@ use std::thread;
 
 use super::agreement;
 use super::group::Group;
-use super::meeting::{Meeting, Reading};
+use super::rendezvous::{Reading, Rendezvous};
 use super::world::Waiter;
 use crate::CommError;
 use crate::in_flight::Steps;
@@ -16,10 +16,10 @@ use crate::operation::{Call, Memory};
 /// Up to here an all-reduce is one step, in which every rank reduces everything.
 const ONE_STEP_BYTES: usize = 16 << 10;
 
-/// A rank's part in a meeting, from its post to its getting up.
+/// A rank's part in a rendezvous, from its post to its getting up.
 pub(crate) struct Started {
     pub(crate) group: Arc<Group>,
-    pub(crate) meeting: Arc<Meeting>,
+    pub(crate) rendezvous: Arc<Rendezvous>,
     /// The seats' ranks in the group; all of them, or the sender and the receiver.
     pub(crate) seats: Seats,
     /// This rank's seat.
@@ -58,7 +58,7 @@ pub(super) enum Until {
 
 impl Started {
     fn num_seats(&self) -> usize {
-        self.meeting.num_seats()
+        self.rendezvous.num_seats()
     }
 
     fn rank_of(&self, seat: usize) -> usize {
@@ -78,11 +78,11 @@ impl Started {
     }
 
     fn call(&self) -> Call {
-        self.meeting.post(self.seat).map_or(Call::Barrier, |post| post.call)
+        self.rendezvous.post(self.seat).map_or(Call::Barrier, |post| post.call)
     }
 
     fn memory(&self) -> Memory {
-        self.meeting.post(self.seat).map_or(Memory::new(&[], &mut []), |post| post.memory)
+        self.rendezvous.post(self.seat).map_or(Memory::new(&[], &mut []), |post| post.memory)
     }
 
     pub(crate) fn ring(&self) {
@@ -110,10 +110,10 @@ impl Started {
     /// The first phase of each call.
     fn read(&mut self) -> Result<Option<Until>, CommError> {
         match self.call() {
-            Call::Barrier | Call::Split if !self.meeting.are_all_posted() => return Ok(Some(Until::AllPosted)),
+            Call::Barrier | Call::Split if !self.rendezvous.are_all_posted() => return Ok(Some(Until::AllPosted)),
             Call::Barrier | Call::Split => {
                 // The last to come has not found yet whether it calls the same.
-                agreement::check_all(&self.group, &self.meeting, self.seat)?;
+                agreement::check_all(&self.group, &self.rendezvous, self.seat)?;
                 self.phase = Phase::Finished;
             }
             Call::Broadcast { root, .. } if root == self.seat => self.phase = Phase::Leaving(self.num_seats() - 1),
@@ -127,9 +127,9 @@ impl Started {
     }
 
     /// The memory of a rank that has come and that calls what this one calls.
-    fn open<'m>(&self, meeting: &'m Meeting, from: usize) -> Result<Option<Reading<'m>>, CommError> {
-        agreement::check(&self.group, meeting, self.seat, from)?;
-        Ok(meeting.read(from))
+    fn open<'m>(&self, rendezvous: &'m Rendezvous, from: usize) -> Result<Option<Reading<'m>>, CommError> {
+        agreement::check(&self.group, rendezvous, self.seat, from)?;
+        Ok(rendezvous.read(from))
     }
 
     fn copy_whole(
@@ -137,11 +137,11 @@ impl Started {
         from: usize,
         start: impl Fn(&Reading<'_>) -> *const u8,
     ) -> Result<Option<Until>, CommError> {
-        if !self.meeting.is_posted(from) {
+        if !self.rendezvous.is_posted(from) {
             return Ok(Some(Until::Posted(from)));
         }
-        let meeting = Arc::clone(&self.meeting);
-        let Some(reading) = self.open(&meeting, from)? else { return Ok(Some(Until::Posted(from))) };
+        let rendezvous = Arc::clone(&self.rendezvous);
+        let Some(reading) = self.open(&rendezvous, from)? else { return Ok(Some(Until::Posted(from))) };
         self.copy_in(start(&reading), 0, self.memory().recv_bytes);
         drop(reading);
         self.done(Phase::Finished);
@@ -154,10 +154,10 @@ impl Started {
         for step in 0..all {
             // Everybody starts with its own piece and goes on from there, so that they read from different ranks.
             let from = (self.seat + step) % all;
-            if self.copied[from] || !self.meeting.is_posted(from) {
+            if self.copied[from] || !self.rendezvous.is_posted(from) {
                 continue;
             }
-            let Some(reading) = self.open(&self.meeting, from)? else { continue };
+            let Some(reading) = self.open(&self.rendezvous, from)? else { continue };
             let (source, start, bytes) = self.piece(from, &reading);
             self.copy_in(source, start, bytes);
             drop(reading);
@@ -172,7 +172,7 @@ impl Started {
 
     /// Where the piece from a rank lies there, where it goes here, and its bytes.
     fn piece(&self, from: usize, reading: &Reading<'_>) -> (*const u8, usize, usize) {
-        let (Some(mine), Some(theirs)) = (self.meeting.post(self.seat), self.meeting.post(from)) else {
+        let (Some(mine), Some(theirs)) = (self.rendezvous.post(self.seat), self.rendezvous.post(from)) else {
             return (std::ptr::null(), 0, 0);
         };
         let start = mine.recv_counts[..from].iter().sum();
@@ -193,14 +193,14 @@ impl Started {
     }
 
     fn reduce(&mut self) -> Result<Option<Until>, CommError> {
-        let meeting = Arc::clone(&self.meeting);
-        if !meeting.are_all_posted() {
+        let rendezvous = Arc::clone(&self.rendezvous);
+        if !rendezvous.are_all_posted() {
             return Ok(Some(Until::AllPosted));
         }
         let mut readings = Vec::with_capacity(self.num_seats());
         for seat in 0..self.num_seats() {
             // A rank that has got up has failed, and with it the run: `finish` sees that.
-            let Some(reading) = self.open(&meeting, seat)? else { return Ok(Some(Until::AllPosted)) };
+            let Some(reading) = self.open(&rendezvous, seat)? else { return Ok(Some(Until::AllPosted)) };
             readings.push(reading);
         }
         match self.call() {
@@ -215,7 +215,7 @@ impl Started {
     }
 
     fn reduce_piece(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
-        let counts = self.meeting.post(self.seat).map_or(&[][..], |post| &post.send_counts);
+        let counts = self.rendezvous.post(self.seat).map_or(&[][..], |post| &post.send_counts);
         let start: usize = counts[..self.seat].iter().sum();
         let sources: Vec<*const u8> = readings.iter().map(|r| r.sent().wrapping_add(start)).collect();
         let memory = self.memory();
@@ -260,7 +260,7 @@ impl Started {
 
     fn write(&mut self) -> Option<Until> {
         let all = self.num_seats();
-        if self.meeting.num_done() < all {
+        if self.rendezvous.num_done() < all {
             return Some(Until::Done(all));
         }
         if let Phase::Writing(sums) = std::mem::replace(&mut self.phase, Phase::Finished) {
@@ -270,7 +270,7 @@ impl Started {
     }
 
     fn leave(&mut self, num_done: usize) -> Option<Until> {
-        if self.meeting.num_done() < num_done {
+        if self.rendezvous.num_done() < num_done {
             return Some(Until::Done(num_done));
         }
         self.phase = Phase::Finished;
@@ -280,7 +280,7 @@ impl Started {
     /// Says that this rank reads from nobody any more.
     fn done(&mut self, next: Phase) {
         self.phase = next;
-        let num_done = self.meeting.set_done(self.seat);
+        let num_done = self.rendezvous.set_done(self.seat);
         let awaited = match self.call() {
             Call::Broadcast { .. } => self.num_seats() - 1,
             Call::Receive { .. } => 1,
@@ -292,18 +292,18 @@ impl Started {
     }
 
     fn is_met(&self, until: Until) -> bool {
-        let meeting = &self.meeting;
+        let rendezvous = &self.rendezvous;
         match until {
-            Until::Posted(seat) => meeting.is_posted(seat),
-            Until::AnyPosted => (0..self.num_seats()).any(|seat| !self.copied[seat] && meeting.is_posted(seat)),
-            Until::AllPosted => meeting.are_all_posted(),
-            Until::Done(num_done) => meeting.num_done() >= num_done,
+            Until::Posted(seat) => rendezvous.is_posted(seat),
+            Until::AnyPosted => (0..self.num_seats()).any(|seat| !self.copied[seat] && rendezvous.is_posted(seat)),
+            Until::AllPosted => rendezvous.are_all_posted(),
+            Until::Done(num_done) => rendezvous.num_done() >= num_done,
         }
     }
 
     /// Those who have not come yet, or are not done: numbers in the whole run.
     fn missing(&self) -> Vec<usize> {
-        self.meeting.awaited_seats().into_iter().map(|seat| self.rank_of(seat)).collect()
+        self.rendezvous.awaited_seats().into_iter().map(|seat| self.rank_of(seat)).collect()
     }
 }
 
@@ -340,7 +340,7 @@ impl Steps for Started {
             // Forgotten before its end: the others wait for it. An error is given by the rank's next call.
             let _ = self.finish();
         }
-        self.meeting.get_up(self.seat);
+        self.rendezvous.revoke(self.seat);
         self.phase = Phase::Finished;
     }
 }

@@ -40,19 +40,19 @@ struct Seat {
 }
 
 /// The ranks' seats, and how far they are.
-pub(crate) struct Meeting {
+pub(crate) struct Rendezvous {
     seats: Box<[Seat]>,
     num_posted: AtomicUsize,
     num_done: AtomicUsize,
 }
 
-// SAFETY: a seat's post is written by its one rank while the seat is empty and nobody reads it (`put_down`), and only
+// SAFETY: a seat's post is written by its one rank while the seat is empty and nobody reads it (`join`), and only
 // read after it was marked as posted.
-unsafe impl Sync for Meeting {}
+unsafe impl Sync for Rendezvous {}
 // SAFETY: the pointers in posts are addresses; their users say why they may use them.
-unsafe impl Send for Meeting {}
+unsafe impl Send for Rendezvous {}
 
-impl Meeting {
+impl Rendezvous {
     pub(crate) fn new(num_seats: usize) -> Self {
         Self {
             seats: (0..num_seats).map(|_| Seat::default()).collect(),
@@ -68,8 +68,8 @@ impl Meeting {
     /// Takes a seat; whether all are taken now.
     ///
     /// # Safety
-    /// Called once for a seat, by its rank; the memory stays valid until [`get_up`](Self::get_up) has returned.
-    pub(crate) unsafe fn put_down(&self, seat: usize, post: Post) -> bool {
+    /// Called once for a seat, by its rank; the memory stays valid until [`revoke`](Self::revoke) has returned.
+    pub(crate) unsafe fn join(&self, seat: usize, post: Post) -> bool {
         let place = &self.seats[seat];
         // SAFETY: nobody reads a post before the seat is marked, and nobody else writes it.
         unsafe { *place.post.get() = Some(post) };
@@ -115,7 +115,7 @@ impl Meeting {
         if place.state.load(Ordering::SeqCst) == EMPTY {
             return None;
         }
-        // SAFETY: it was written before the mark, and is not written again while the meeting lives.
+        // SAFETY: it was written before the mark, and is not written again while the rendezvous lives.
         unsafe { (*place.post.get()).as_ref() }
     }
 
@@ -124,7 +124,7 @@ impl Meeting {
         let place = &self.seats[seat];
         place.num_readers.fetch_add(1, Ordering::SeqCst);
         let mut reading = Reading { place, memory: None };
-        // Either the mark is seen here, or `get_up` sees this reader.
+        // Either the mark is seen here, or `revoke` sees this reader.
         if place.state.load(Ordering::SeqCst) != POSTED {
             return None;
         }
@@ -133,7 +133,7 @@ impl Meeting {
     }
 
     /// Takes a rank's memory out of the others' reach and waits for those who are reading it.
-    pub(crate) fn get_up(&self, seat: usize) {
+    pub(crate) fn revoke(&self, seat: usize) {
         let place = &self.seats[seat];
         place.state.store(REVOKED, Ordering::SeqCst);
         while place.num_readers.load(Ordering::SeqCst) > 0 {
