@@ -31,8 +31,8 @@ mod in_flight;
 mod meter;
 #[cfg(unix)]
 pub mod mpi;
+mod node_collectives;
 mod number;
-mod once;
 mod operation;
 mod pin;
 mod rows;

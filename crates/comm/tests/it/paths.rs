@@ -43,10 +43,10 @@ proptest! {
     }
 
     #[test]
-    fn what_crosses_to_a_node_once_is_gathered_and_summed_as_ever(
+    fn node_collectives_give_the_same_results_as_plain_ones(
         (counts, nodes) in (1..9_usize).prop_flat_map(|n| (prop::collection::vec(0..6_usize, n), nodes(n))),
     ) {
-        on_nodes(&nodes, |comm| check_once(comm, &counts));
+        on_nodes(&nodes, |comm| check_node_collectives(comm, &counts));
     }
 
     #[test]
@@ -118,7 +118,7 @@ fn sum(rank: usize, row: usize, list: &[usize], nodes: &[usize], width: usize) -
 
 /// Pieces of `counts` numbers of each rank, gathered; and sums of as many from each, taken in the order of ranks and
 /// nodes.
-fn check_once(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError> {
+fn check_node_collectives(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError> {
     let (hierarchy, rank, nodes) = (Hierarchy::new(comm)?, comm.rank(), comm.nodes());
     let piece = |rank: usize| (0..counts[rank]).map(move |i| value(rank, i, 0));
     let mut all = vec![0.0; counts.iter().sum()];
@@ -153,7 +153,7 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
         let sums: Vec<f32> = rows.flat_map(|(row, list)| sum(comm.rank(), row, list, nodes, 300)).collect();
         assert_eq!(back, sums, "{algorithm:?}");
     }
-    check_once(comm, &(0..size).map(|rank| rank * 900 % 4000).collect::<Vec<_>>())
+    check_node_collectives(comm, &(0..size).map(|rank| rank * 900 % 4000).collect::<Vec<_>>())
 }
 
 fn there_and_back(
