@@ -36,9 +36,9 @@ mod number;
 mod operation;
 mod pin;
 mod rows;
-mod shaped;
 mod started;
 mod threads;
+mod throttle;
 mod wait_timer;
 mod wire;
 
@@ -51,6 +51,6 @@ pub use number::{Number, NumberKind, Reduce};
 pub use operation::{Call, Memory, Operation};
 pub use pin::{cores_by_numa_node, share_cores};
 pub use rows::{Combining, Dispatching, RowPlan};
-pub use shaped::{Lines, Shaped};
 pub use started::{Pending, RawPending};
 pub use threads::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};
+pub use throttle::{Lines, Throttled};

@@ -49,13 +49,13 @@ impl Lines {
 }
 
 /// A communicator whose operations take at least as long as the links say.
-pub struct Shaped {
+pub struct Throttled {
     inner: Box<dyn Communicator>,
     links: Links,
     lines: Arc<Lines>,
 }
 
-impl Shaped {
+impl Throttled {
     /// Slows `inner` down to `links`; also the parts made of it, which share the rank's lines.
     #[must_use]
     pub fn new(inner: Box<dyn Communicator>, links: Links) -> Self {
@@ -97,7 +97,7 @@ fn wait_until(end: Instant) {
     }
 }
 
-impl Communicator for Shaped {
+impl Communicator for Throttled {
     forward_to_inner!();
 
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
@@ -117,8 +117,8 @@ impl Communicator for Shaped {
 
     fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
         let part = self.inner.split(color, key)?;
-        let shaped = |inner| Self { inner, links: self.links, lines: self.lines() };
-        Ok(part.map(|inner| Box::new(shaped(inner)) as Box<dyn Communicator>))
+        let throttled = |inner| Self { inner, links: self.links, lines: self.lines() };
+        Ok(part.map(|inner| Box::new(throttled(inner)) as Box<dyn Communicator>))
     }
 }
 

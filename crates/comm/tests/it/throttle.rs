@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, Metered, RankOptions, RowPlan, Shaped, run_ranks};
+use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, Metered, RankOptions, RowPlan, Throttled, run_ranks};
 use moeworks_plan::cost::collectives::{Rows, all_to_all, fastest_path};
 use moeworks_plan::{Algorithm, Group, Link, Links, Topology, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
@@ -31,9 +31,9 @@ const WIDTH: usize = 256;
 /// Seconds that a dispatch occupies a line of the slowest rank, its plan left out.
 fn occupied(algorithm: Algorithm, tokens: usize) -> f64 {
     let results = run_ranks(&RankOptions::new(0).with_nodes(&NODES), |comm| {
-        let shaped = Shaped::new(comm.split(Some(0), comm.rank())?.expect("a part"), links());
-        let lines = shaped.lines();
-        let hierarchy = Hierarchy::of(Box::new(shaped))?;
+        let throttled = Throttled::new(comm.split(Some(0), comm.rank())?.expect("a part"), links());
+        let lines = throttled.lines();
+        let hierarchy = Hierarchy::of(Box::new(throttled))?;
         let everywhere: Vec<usize> = (0..8).collect();
         let plan = RowPlan::new(&hierarchy, algorithm, &vec![everywhere.as_slice(); tokens])?;
         let before = lines.seconds();
@@ -70,9 +70,9 @@ fn work_under_a_slow_message_hides_it() {
     let attempt = |_| {
         let stood = run_ranks(&RankOptions::new(2), |comm| {
             let meter = std::sync::Arc::new(Meter::new(false));
-            let shaped =
-                Shaped::new(comm.split(Some(0), comm.rank())?.expect("a part"), Links { node: link, cluster: link });
-            let comm: Box<dyn Communicator> = Box::new(Metered::new(Box::new(shaped), meter.clone()));
+            let throttled =
+                Throttled::new(comm.split(Some(0), comm.rank())?.expect("a part"), Links { node: link, cluster: link });
+            let comm: Box<dyn Communicator> = Box::new(Metered::new(Box::new(throttled), meter.clone()));
             let exchange = || comm.start_all_to_all_v(vec![0_u8; 8], &[4, 4], vec![0_u8; 8], &[4, 4]);
             let pending = exchange()?;
             std::thread::sleep(std::time::Duration::from_millis(25));
