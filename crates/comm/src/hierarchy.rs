@@ -49,16 +49,16 @@ impl BetweenNodes {
 }
 
 /// An all-to-all of bytes that was started.
-pub(crate) enum Exchanging {
-    Straight(Pending<(Vec<u8>, Vec<u8>)>),
+pub(crate) enum PendingAllToAll {
+    Direct(Pending<(Vec<u8>, Vec<u8>)>),
     ByNodes { started: BetweenNodes, recv: Vec<u8>, recvs: Pieces },
 }
 
-impl Exchanging {
+impl PendingAllToAll {
     /// Waits for the end and gives what was received.
     pub(crate) fn finish(self, hierarchy: &Hierarchy) -> Result<Vec<u8>, CommError> {
         match self {
-            Self::Straight(pending) => Ok(pending.finish()?.1),
+            Self::Direct(pending) => Ok(pending.finish()?.1),
             Self::ByNodes { started, mut recv, recvs } => {
                 started.finish(hierarchy, &mut recv, &recvs)?;
                 Ok(recv)
@@ -69,7 +69,7 @@ impl Exchanging {
     /// Lets it go on as far as goes without waiting.
     pub(crate) fn advance(&mut self) -> Result<(), CommError> {
         match self {
-            Self::Straight(pending) => pending.is_finished().map(drop),
+            Self::Direct(pending) => pending.is_finished().map(drop),
             Self::ByNodes { started, .. } => {
                 started.arriving.iter_mut().try_for_each(|(_, pending)| pending.is_finished().map(drop))
             }
@@ -182,14 +182,14 @@ impl Hierarchy {
         algorithm: Algorithm,
         (send, send_counts): (Vec<u8>, &[usize]),
         recv_counts: &[usize],
-    ) -> Result<Exchanging, CommError> {
+    ) -> Result<PendingAllToAll, CommError> {
         let mut recv = vec![0; recv_counts.iter().sum()];
         if algorithm == Algorithm::Linear || self.grid.num() == 1 {
-            return Ok(Exchanging::Straight(self.comm.start_all_to_all_v(send, send_counts, recv, recv_counts)?));
+            return Ok(PendingAllToAll::Direct(self.comm.start_all_to_all_v(send, send_counts, recv, recv_counts)?));
         }
         let (sends, recvs) = (Pieces::new(send_counts.to_vec()), Pieces::new(recv_counts.to_vec()));
         let started = self.start_by_nodes(&send, &sends, &mut recv, &recvs)?;
-        Ok(Exchanging::ByNodes { started, recv, recvs })
+        Ok(PendingAllToAll::ByNodes { started, recv, recvs })
     }
 
     fn start_by_nodes(

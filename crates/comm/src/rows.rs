@@ -13,13 +13,13 @@
 //! Letters: T rows of this rank, D their width, R rows received.
 
 mod form;
-mod moving;
+mod transfer;
 
 use std::ops::Range;
 
 use moeworks_plan::Algorithm;
 
-pub use moving::{Combining, Dispatching};
+pub use transfer::{PendingCombine, PendingDispatch};
 
 use crate::hierarchy::starts;
 use crate::{CommError, Communicator, Hierarchy};

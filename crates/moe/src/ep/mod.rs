@@ -22,7 +22,7 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moeworks_comm::{Combining, CommError, Communicator, Dispatching, Hierarchy, Meter, Reduce, RowPlan};
+use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, PendingCombine, PendingDispatch, Reduce, RowPlan};
 use moeworks_ops::Context;
 use moeworks_plan::{Exchange, Moving, Placement, Placements, Wire};
 use moeworks_tensor::Tensor;
@@ -164,7 +164,7 @@ impl ExpertRanks {
         self.attempt((), || self.world().all_reduce(values, Reduce::Sum));
     }
 
-    pub(crate) fn start_dispatch(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<Dispatching> {
+    pub(crate) fn start_dispatch(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<PendingDispatch> {
         // Rows in bf16 are not widened for the wire.
         let wire = if rows.dtype() == moeworks_tensor::DType::BF16 && wire == Wire::F32 { Wire::Bf16 } else { wire };
         self.time("dispatch", || self.attempt(None, || plan.start_dispatch(self.hierarchy(), rows, wire).map(Some)))
@@ -174,18 +174,23 @@ impl ExpertRanks {
         &self,
         ctx: &Context,
         plan: &RowPlan,
-        started: Option<Dispatching>,
+        started: Option<PendingDispatch>,
     ) -> Option<Tensor> {
         let started = started?;
         let finish = || plan.finish_dispatch(self.hierarchy(), started, ctx.pool()).map(Some);
         self.time("dispatch", || self.attempt(None, finish))
     }
 
-    pub(crate) fn start_combine(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<Combining> {
+    pub(crate) fn start_combine(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<PendingCombine> {
         self.time("combine", || self.attempt(None, || plan.start_combine(self.hierarchy(), rows, wire).map(Some)))
     }
 
-    pub(crate) fn finish_combine(&self, ctx: &Context, plan: &RowPlan, started: Option<Combining>) -> Option<Tensor> {
+    pub(crate) fn finish_combine(
+        &self,
+        ctx: &Context,
+        plan: &RowPlan,
+        started: Option<PendingCombine>,
+    ) -> Option<Tensor> {
         let started = started?;
         let finish = || plan.finish_combine(self.hierarchy(), started, ctx.pool()).map(Some);
         self.time("combine", || self.attempt(None, finish))

@@ -5,37 +5,37 @@ use moeworks_tensor::{DType, MemoryPool, Tensor};
 
 use super::form::{Form, Sums, pick};
 use super::{Leg, RowPlan, times};
-use crate::hierarchy::{Exchanging, starts};
+use crate::hierarchy::{PendingAllToAll, starts};
 use crate::wire::decode;
 use crate::{CommError, Communicator, Hierarchy};
 
 /// Rows that were started on their way there.
 #[must_use = "a started communication is finished, or the other ranks wait for it"]
-pub struct Dispatching {
+pub struct PendingDispatch {
     form: Form,
     dtype: DType,
-    exchanging: Exchanging,
+    pending: PendingAllToAll,
 }
 
 /// Rows that were started on their way back.
 #[must_use = "a started communication is finished, or the other ranks wait for it"]
-pub struct Combining {
+pub struct PendingCombine {
     form: Form,
     dtype: DType,
-    exchanging: Exchanging,
+    pending: PendingAllToAll,
 }
 
-impl Dispatching {
+impl PendingDispatch {
     /// Lets the rows go on as far as goes without waiting. An error comes out at the end.
     pub fn advance(&mut self) {
-        let _ = self.exchanging.advance();
+        let _ = self.pending.advance();
     }
 }
 
-impl Combining {
+impl PendingCombine {
     /// Lets the rows go on as far as goes without waiting. An error comes out at the end.
     pub fn advance(&mut self) {
-        let _ = self.exchanging.advance();
+        let _ = self.pending.advance();
     }
 }
 
@@ -61,12 +61,17 @@ impl RowPlan {
     ///
     /// # Errors
     /// [`CommError`], as all calls.
-    pub fn start_dispatch(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<Dispatching, CommError> {
+    pub fn start_dispatch(
+        &self,
+        hierarchy: &Hierarchy,
+        rows: &Tensor,
+        wire: Wire,
+    ) -> Result<PendingDispatch, CommError> {
         assert_eq!(rows.rows(), self.num_rows, "rows of the plan");
         let form = Form::new(wire, rows.cols());
         let packed = form.pack(rows, &self.leaving.rows);
-        let exchanging = self.leaving.start(hierarchy, self.algorithm, packed, form.bytes)?;
-        Ok(Dispatching { form, dtype: rows.dtype(), exchanging })
+        let pending = self.leaving.start(hierarchy, self.algorithm, packed, form.bytes)?;
+        Ok(PendingDispatch { form, dtype: rows.dtype(), pending })
     }
 
     /// Finishes what [`start_dispatch`](Self::start_dispatch) of this plan started.
@@ -76,11 +81,11 @@ impl RowPlan {
     pub fn finish_dispatch(
         &self,
         hierarchy: &Hierarchy,
-        started: Dispatching,
+        started: PendingDispatch,
         pool: &MemoryPool,
     ) -> Result<Tensor, CommError> {
-        let Dispatching { form, dtype, exchanging } = started;
-        let mut received = exchanging.finish(hierarchy)?;
+        let PendingDispatch { form, dtype, pending } = started;
+        let mut received = pending.finish(hierarchy)?;
         if let Some(inside) = &self.inside {
             let handed_on = pick(&received, &inside.rows, form.bytes);
             let unordered = inside.carry_inside(&*hierarchy.node, &handed_on, form.bytes)?;
@@ -110,7 +115,7 @@ impl RowPlan {
     ///
     /// # Errors
     /// [`CommError`], as all calls.
-    pub fn start_combine(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<Combining, CommError> {
+    pub fn start_combine(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<PendingCombine, CommError> {
         let form = Form::new(wire, rows.cols());
         let num_received = self.num_received();
         assert_eq!(rows.rows(), num_received, "rows received by the plan");
@@ -123,8 +128,8 @@ impl RowPlan {
             let sums = form.sum(&handed_back, &inside.rows, num_rows);
             back = form.encode_all(&sums);
         }
-        let exchanging = self.leaving.start_back(hierarchy, self.algorithm, back, form.bytes)?;
-        Ok(Combining { form, dtype: rows.dtype(), exchanging })
+        let pending = self.leaving.start_back(hierarchy, self.algorithm, back, form.bytes)?;
+        Ok(PendingCombine { form, dtype: rows.dtype(), pending })
     }
 
     /// Finishes what [`start_combine`](Self::start_combine) of this plan started.
@@ -134,11 +139,11 @@ impl RowPlan {
     pub fn finish_combine(
         &self,
         hierarchy: &Hierarchy,
-        started: Combining,
+        started: PendingCombine,
         pool: &MemoryPool,
     ) -> Result<Tensor, CommError> {
-        let Combining { form, dtype, exchanging } = started;
-        let parts = exchanging.finish(hierarchy)?;
+        let PendingCombine { form, dtype, pending } = started;
+        let parts = pending.finish(hierarchy)?;
         let sums = self.sum_nodes(hierarchy, &form, &parts);
         Ok(form.tensor(&sums, self.rows.len(), dtype, pool))
     }
@@ -189,7 +194,7 @@ impl Leg {
         algorithm: Algorithm,
         packed: Vec<u8>,
         bytes: usize,
-    ) -> Result<Exchanging, CommError> {
+    ) -> Result<PendingAllToAll, CommError> {
         let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
         hierarchy.start_all_to_all_v(path(algorithm), (packed, &sends), &recvs)
     }
@@ -200,7 +205,7 @@ impl Leg {
         algorithm: Algorithm,
         packed: Vec<u8>,
         bytes: usize,
-    ) -> Result<Exchanging, CommError> {
+    ) -> Result<PendingAllToAll, CommError> {
         let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
         hierarchy.start_all_to_all_v(path(algorithm), (packed, &sends), &recvs)
     }
