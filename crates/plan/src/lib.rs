@@ -19,9 +19,9 @@
 
 pub mod cost;
 mod exchange;
+mod expert_fetch;
+mod hybrid_ep;
 mod layout;
-mod migrate;
-mod moving;
 mod nodes;
 mod placement;
 mod placements;
@@ -35,9 +35,9 @@ mod tune;
 pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::memory::{RankMemory, rank_memory};
 pub use exchange::{Algorithm, Exchange, Moving, Wire};
+pub use expert_fetch::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
+pub use hybrid_ep::{Migration, Peer, domain_transfers, peer, token_share};
 pub use layout::{Group, Layout, LayoutError, RankOrder};
-pub use migrate::{Migration, Peer, domain_transfers, peer, token_share};
-pub use moving::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
 pub use nodes::Nodes;
 pub use placement::{Placement, PlacementError};
 pub use placements::Placements;
