@@ -1,8 +1,7 @@
-//! Communication as slow as that of another machine: what goes through takes the time that given links would take.
+//! A communicator that is as slow as given links, to try decisions for clusters on one machine.
 //!
-//! A rank has a line out and a line in. A message occupies a line for its latency and its bytes, one after the other,
-//! as a network card does it: meanwhile the rank can do something else. This is how choices that are made for
-//! clusters can be tried where there is none.
+//! A rank has one line out and one line in. A message occupies a line for its latency and its bytes, one message
+//! after the other, as on a network card; meanwhile the rank can compute.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -15,7 +14,7 @@ use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
 use crate::{CommError, Communicator};
 
-/// A rank's lines out and in.
+/// The outgoing and incoming line of a rank.
 #[derive(Debug, Default)]
 pub struct Lines {
     state: Mutex<[Line; 2]>,
@@ -28,13 +27,13 @@ struct Line {
 }
 
 impl Lines {
-    /// Seconds that messages out, and messages in, have occupied so far.
+    /// Returns the seconds that outgoing and incoming messages have occupied so far.
     #[must_use]
     pub fn seconds(&self) -> [f64; 2] {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).map(|line| line.seconds)
     }
 
-    /// Occupies both for so many seconds, from when each is free. Gives the time when both are over.
+    /// Occupies each line for its seconds, from when it is free. Returns the time when both are free again.
     fn occupy(&self, seconds: [f64; 2]) -> Instant {
         let now = Instant::now();
         let mut lines = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -48,7 +47,7 @@ impl Lines {
     }
 }
 
-/// A communicator whose operations take at least as long as the links say.
+/// A communicator whose operations take at least as long as on the given links.
 pub struct Throttled {
     inner: Box<dyn Communicator>,
     links: Links,
@@ -56,19 +55,19 @@ pub struct Throttled {
 }
 
 impl Throttled {
-    /// Slows `inner` down to `links`; also the parts made of it, which share the rank's lines.
+    /// Slows `inner` down to `links`. Groups split from it share the rank's lines.
     #[must_use]
     pub fn new(inner: Box<dyn Communicator>, links: Links) -> Self {
         Self { inner, links, lines: Arc::default() }
     }
 
-    /// The rank's lines, for an account of them.
+    /// Returns the rank's lines, to read how long they were occupied.
     #[must_use]
     pub fn lines(&self) -> Arc<Lines> {
         Arc::clone(&self.lines)
     }
 
-    /// When an operation that starts now is over. Occupies the lines until then.
+    /// Occupies the lines for an operation that starts now, and returns its end.
     fn end_of(&self, operation: &Operation<'_>, memory: &Memory) -> Instant {
         let (size, own) = (self.inner.size(), self.inner.rank());
         self.lines.occupy([
@@ -77,19 +76,19 @@ impl Throttled {
         ])
     }
 
-    /// Seconds of a message to, or from, each other rank.
+    /// Returns the seconds of the messages to, or from, all other ranks.
     fn seconds(&self, bytes: impl Fn(usize) -> Option<usize>) -> f64 {
         let (nodes, own) = (self.inner.nodes(), self.inner.rank());
         let message = |rank: usize| {
             let link = self.links.of(if nodes[rank] == nodes[own] { LinkClass::Node } else { LinkClass::Cluster });
-            // Nothing is not sent.
+            // An empty message is not sent.
             bytes(rank).filter(|&bytes| bytes > 0).map_or(0.0, |bytes| link.seconds(1, bytes as f64))
         };
         (0..nodes.len()).filter(|&rank| rank != own).map(message).sum()
     }
 }
 
-/// Waits without work where that is long, and otherwise awake.
+/// Sleeps until shortly before `end`, then yields until it has come.
 fn wait_until(end: Instant) {
     const AWAKE: Duration = Duration::from_micros(200);
     while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
@@ -140,8 +139,8 @@ impl RawPending for Delayed {
 }
 
 impl Operation<'_> {
-    /// Bytes of the message from rank `own` of `size` to `rank`; none where there is no message. A reduction counts
-    /// as the pieces that a rank has to give and to pass on.
+    /// Returns the bytes of the message from rank `own` of `size` to `rank`; `None` if there is no message. A
+    /// reduction counts the pieces that a rank has to give and to pass on.
     pub(crate) fn bytes_to(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
         match self.call {
             Call::AllToAllV | Call::ReduceScatter { .. } => self.send_counts.get(rank).copied(),
@@ -153,7 +152,7 @@ impl Operation<'_> {
         }
     }
 
-    /// As [`bytes_to`](Self::bytes_to) for the message from `rank` to `own`.
+    /// Returns the bytes of the message from `rank` to rank `own` of `size`; `None` if there is no message.
     fn bytes_from(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
         match self.call {
             Call::AllToAllV | Call::AllGatherV => self.recv_counts.get(rank).copied(),

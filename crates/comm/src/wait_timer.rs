@@ -1,9 +1,9 @@
-//! How long a rank has waited for others, by a clock that stands still while its process does.
+//! A timer of waiting that stands still while the process is stopped.
 
 use std::time::{Duration, Instant};
 
-/// What lies between two looks counts no more than this: who looks far more often and finds more has been stopped
-/// meanwhile, as by Ctrl-Z or a scheduler that suspends a job, and so were perhaps those that it waits for.
+/// The most that one interval between two ticks counts. A longer one means that the process was stopped, as by Ctrl-Z
+/// or a scheduler that suspends a job, and then the ranks it waits for perhaps were too.
 const MAX_GAP: Duration = Duration::from_secs(1);
 
 /// The time that a rank has waited.
@@ -13,12 +13,12 @@ pub(crate) struct WaitTimer {
 }
 
 impl WaitTimer {
-    /// From now on.
+    /// Starts a timer.
     pub(crate) fn new() -> Self {
         Self { last_tick: Instant::now(), waited: Duration::ZERO }
     }
 
-    /// The time until now. To be called several times a second.
+    /// Adds the time since the last call and returns the total. Call it several times a second.
     pub(crate) fn tick(&mut self) -> Duration {
         self.tick_at(Instant::now())
     }

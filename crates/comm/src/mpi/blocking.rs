@@ -1,5 +1,5 @@
-//! The calls of a group of processes that block: the library's own, with as little around them as can be. A short
-//! call takes 0.1 to 0.5 µs, of which the watchdog's note and the checks must not be a tenth.
+//! Blocking calls of a group of processes, with as little as possible around the library's own. A short call takes
+//! 0.1 to 0.5 µs; the watchdog's note and the checks must stay below a tenth of it.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -16,7 +16,7 @@ use crate::operation::{Call, Memory, Operation};
 
 impl Group {
     /// # Safety
-    /// As `Communicator::run`.
+    /// The promises of `Communicator::run` hold.
     pub(crate) unsafe fn run(&self, operation: &Operation<'_>, memory: &Memory) -> Result<(), CommError> {
         let call = &operation.call;
         let _in_operation = self.enter(call);
@@ -46,7 +46,7 @@ impl Group {
         }
     }
 
-    /// Calls `work` with a region of so many bytes as the library wants it: how many of which type.
+    /// Calls `work` with a region of `bytes` bytes as a count of an MPI type.
     #[inline]
     fn as_whole(
         &self,
@@ -72,7 +72,7 @@ impl Group {
     unsafe fn all_gather_v(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
         let own = counts[self.rank];
         if memory.recv_bytes <= self.process.limit && counts.iter().all(|&count| count == own) {
-            // The library is faster where it need not look at counts.
+            // The library is faster when it need not look at counts.
             // SAFETY: as below.
             return self.check(call, unsafe {
                 let (functions, byte, own) = (self.functions(), self.byte(), own as c_int);
@@ -89,9 +89,8 @@ impl Group {
         })
     }
 
-    /// Calls `work` with the pieces of a region of `bytes` bytes as the library wants them: how long each is, where
-    /// it begins, and of which type. (Written once where they stay: to hand them on would take as long as the rest of
-    /// a short call.)
+    /// Calls `work` with the pieces of a region of `bytes` bytes as the library takes them: counts, starts and type.
+    /// The arrays are written in place, because moving them would take as long as the rest of a short call.
     #[inline(always)]
     fn as_pieces(
         &self,
@@ -132,7 +131,7 @@ impl Group {
         })
     }
 
-    /// Everybody gets all versions of its share and sums them in the order of ranks.
+    /// Fetches all ranks' versions of this rank's share and reduces them in the order of ranks.
     unsafe fn reduce_scatter(
         &self,
         call: &Call,
@@ -152,7 +151,7 @@ impl Group {
         Ok(())
     }
 
-    /// The share of a sum that the library takes.
+    /// Lets the library take the sum, of which each rank gets a share.
     unsafe fn library_share(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
         let (float, sum) = (self.process.mpi.constants.float, self.process.mpi.constants.sum);
         let (functions, number) = (self.functions(), |rank: usize| (counts[rank] / size_of::<f32>()) as c_int);
@@ -164,7 +163,7 @@ impl Group {
         })
     }
 
-    /// A sum that the library takes.
+    /// Lets the library take the sum in place.
     unsafe fn library_sum(&self, call: &Call, memory: &Memory) -> Result<(), CommError> {
         let constants = &self.process.mpi.constants;
         let in_place = ptr::without_provenance(constants.in_place);
@@ -203,7 +202,7 @@ impl Group {
         };
         // SAFETY: the caller's promise. The own share is written after all versions of it have come.
         unsafe { self.reduce_scatter(call, &shares, &there, how)? };
-        // In place: MPI takes the own share from where it is to be.
+        // In place: MPI reads this rank's share from its place in the result.
         let in_place = Memory { send: ptr::without_provenance(self.process.mpi.constants.in_place), ..*memory };
         // SAFETY: as above.
         unsafe { self.all_gather_v(call, &shares, &in_place) }

@@ -1,4 +1,5 @@
-//! In debug builds: the ranks compare what they call beside the call itself, and name who calls something else.
+//! Comparison of calls in debug builds: ranks exchange what they call beside the call itself, and name a rank that
+//! differs.
 
 use std::ffi::c_int;
 
@@ -8,10 +9,10 @@ use crate::CommError;
 use crate::error::{disagreement, piece_disagreement};
 use crate::operation::{Call, Operation};
 
-/// What a rank says of its call: the call, and what stands for counts that must be the same everywhere.
+/// The encoding of a call: its four words, and a hash of counts that must agree on all ranks.
 type Words = [u64; 5];
 
-/// A comparison under way.
+/// A comparison in flight.
 pub(crate) struct Check {
     pub(crate) requests: Vec<Handle>,
     own: Box<Words>,
@@ -22,7 +23,7 @@ pub(crate) struct Check {
 }
 
 impl Check {
-    /// Starts to tell the others. Messages between two ranks are not compared: their sizes are seen on arrival.
+    /// Starts the comparison. Messages between two ranks are not compared: a wrong size shows on arrival.
     pub(crate) fn start(group: &Group, operation: &Operation<'_>) -> Result<Option<Self>, CommError> {
         let call = operation.call;
         if !group.process.is_checked || matches!(call, Call::Send { .. } | Call::Receive { .. }) {
@@ -74,7 +75,7 @@ impl Check {
         Ok(())
     }
 
-    /// Judges when all have answered.
+    /// Compares the calls once all ranks have answered.
     pub(crate) fn verdict(&self, group: &Group) -> Result<(), CommError> {
         if self.all.iter().any(|words| *words != *self.own) {
             let calls = self.all.iter().zip(&group.members).map(|(words, &rank)| (rank, describe(words)));

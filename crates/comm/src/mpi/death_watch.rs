@@ -1,8 +1,8 @@
-//! Learning at once that the process of another rank of this node has ended.
+//! Detection of processes of this node that end.
 
 use std::time::Duration;
 
-/// The processes of a node.
+/// The processes of a node, watched through pidfds on Linux.
 pub(crate) struct DeathWatch {
     #[cfg(target_os = "linux")]
     processes: Vec<(usize, std::os::fd::OwnedFd)>,
@@ -10,7 +10,7 @@ pub(crate) struct DeathWatch {
 
 #[cfg(target_os = "linux")]
 impl DeathWatch {
-    /// Of the processes with these numbers. One that cannot be watched is not.
+    /// Watches the processes with these ids. One that cannot be opened is not watched.
     pub(crate) fn new(pids: &[usize]) -> Self {
         use std::os::fd::{FromRawFd as _, OwnedFd};
         let open = |(index, &pid): (usize, &usize)| {
@@ -22,7 +22,7 @@ impl DeathWatch {
         Self { processes: pids.iter().enumerate().filter_map(open).collect() }
     }
 
-    /// Waits this long, or until one of the processes has ended: its index.
+    /// Waits for `tick`, or until one of the processes has ended, and returns the index of that one.
     pub(crate) fn wait(&mut self, tick: Duration) -> Option<usize> {
         use std::os::fd::AsRawFd as _;
         let entry = |fd: &std::os::fd::OwnedFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
@@ -40,7 +40,7 @@ impl DeathWatch {
 
 #[cfg(not(target_os = "linux"))]
 impl DeathWatch {
-    /// Elsewhere than on Linux the launcher alone learns of it.
+    /// Watches nothing: on other systems only the launcher notices that a process ended.
     pub(crate) fn new(_pids: &[usize]) -> Self {
         Self {}
     }

@@ -1,8 +1,8 @@
-//! Signs of life between nodes. What the ranks of a node write into their page nobody sees elsewhere: a rank that is
-//! alone on its node could stand still for as long as the others may wait. The first rank of each node therefore
-//! sends datagrams to that of the next one, around a ring of nodes, which misses them when they stop.
+//! UDP heartbeats around a ring of nodes. Ranks of one node see each other through their shared page, but a rank that
+//! is alone on its node could stand still unnoticed for the whole timeout. The first rank of each node therefore
+//! sends datagrams to that of the next node, which reports it when they stop.
 //!
-//! They are a help and no condition: where a network does not let them through nobody is missed, and the log says so.
+//! Best effort: if the network drops the datagrams, nobody is reported and a message is logged.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -11,23 +11,24 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::wait_timer::WaitTimer;
 
-/// How often a sign is sent.
+/// The interval between heartbeats.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// Until a rank of which nothing was ever heard is taken for one that cannot be heard.
+/// The time after which a rank that was never heard is taken for unreachable.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Addresses of a rank that are tried, all of them each time: which of them leads to whom nobody has to know.
+/// The most addresses of a rank. Heartbeats go to all of them each time, so that nobody has to know which one leads
+/// there.
 const MAX_ADDRESSES: usize = 8;
 
-/// What ranks tell each other at the start: the number that their signs carry, the port, and addresses in two words
-/// each.
+/// The contact data that ranks exchange at the start: the number that their heartbeats carry, the port, and the
+/// addresses in two words each.
 pub(crate) type Contact = [u64; 2 + 2 * MAX_ADDRESSES];
 
-/// The contact of a rank that sends nothing.
+/// The contact data of a rank that sends nothing.
 pub(crate) const NO_CONTACT: Contact = [0; 2 + 2 * MAX_ADDRESSES];
 
-/// What signs go through, before it is known where.
+/// The socket, before its peers are known.
 pub(crate) struct HeartbeatSocket {
     socket: UdpSocket,
     contact: Contact,
@@ -53,7 +54,8 @@ impl HeartbeatSocket {
         &self.contact
     }
 
-    /// Signs for the rank with the contact `next`, and from `rank` with the contact `previous`.
+    /// Starts heartbeats to the rank with the contact data `next`, and the watch over `rank`, whose contact data is
+    /// `previous`.
     pub(crate) fn connect(self, next: &Contact, rank: usize, previous: &Contact) -> Heartbeat {
         let is_v6 = self.socket.local_addr().is_ok_and(|address| address.is_ipv6());
         let targets = next[2..].chunks_exact(2).map(|words| u128::from(words[0]) << 64 | u128::from(words[1]));
@@ -76,29 +78,29 @@ impl HeartbeatSocket {
     }
 }
 
-/// The signs that a rank sends and those that it waits for.
+/// The heartbeats that a rank sends, and the watch over those of another.
 pub(crate) struct Heartbeat {
     socket: UdpSocket,
     own: u64,
     targets: Vec<SocketAddr>,
-    /// Whom it waits for, and the number on that rank's signs.
+    /// The rank that is watched, and the number that its heartbeats carry.
     rank: usize,
     expected: u64,
     sent: Option<Instant>,
-    /// Since the last sign, or the beginning.
+    /// The time since its last heartbeat, or since the start.
     since: WaitTimer,
     is_heard: bool,
     is_given_up: bool,
 }
 
 impl Heartbeat {
-    /// Sends a sign when it is time and takes what has come; to be called several times a second. The rank that is
-    /// waited for and how long it has been silent, if it was ever heard.
+    /// Sends a heartbeat if one is due and reads those that came. Call it several times a second. Returns the watched
+    /// rank and how long it has been silent, if it was ever heard.
     pub(crate) fn beat(&mut self) -> Option<(usize, Duration)> {
         if self.sent.is_none_or(|sent| sent.elapsed() >= PERIOD) {
             self.sent = Some(Instant::now());
             for target in &self.targets {
-                // One address or another may lead nowhere.
+                // Some of the addresses may lead nowhere.
                 let _ = self.socket.send_to(&self.own.to_le_bytes(), target);
             }
         }
@@ -117,7 +119,7 @@ impl Heartbeat {
         self.is_heard.then_some((self.rank, silence))
     }
 
-    /// Whether a sign from the rank that is waited for is among what has come.
+    /// Reads all datagrams, and returns whether one is a heartbeat of the watched rank.
     fn hears(&self) -> bool {
         let mut sign = [0; 8];
         let mut is_heard = false;
@@ -128,7 +130,7 @@ impl Heartbeat {
     }
 }
 
-/// This machine's addresses, as IPv6 addresses all; those that lead out of it first.
+/// Returns this machine's addresses as IPv6, loopback addresses last.
 fn addresses() -> Vec<Ipv6Addr> {
     let mut list = ptr::null_mut();
     // SAFETY: `list` is valid for writing; freed below.
@@ -145,7 +147,7 @@ fn addresses() -> Vec<Ipv6Addr> {
     }
     // SAFETY: the list that was made above.
     unsafe { libc::freeifaddrs(list) };
-    // An address of one link means nothing without the name of that link.
+    // A link-local address means nothing without the name of its link.
     found.retain(|address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()));
     found.sort_by_key(IpAddr::is_loopback);
     let as_v6 = |address| match address {

@@ -1,28 +1,27 @@
-//! A process beside each rank, under MPICH's launcher (Hydra).
+//! A guard process beside each rank under MPICH's launcher (Hydra).
 //!
-//! That launcher ends all ranks within a millisecond when the pipes that it has to one of them close, and then says
-//! the number of a process, not the rank. The process beside holds the same pipes, and lets go of them only some time
-//! after a rank has ended in the middle of its run: until then the other ranks, which learn of it from the system,
-//! have said which it was.
+//! Hydra ends all ranks within a millisecond of one rank's pipes closing, and names only the process, not the rank.
+//! The guard holds the same pipes, and releases them some time after its rank ended too early. Until then the other
+//! ranks, which learn of it from the system, have reported which rank it was.
 
 use std::env;
 use std::io::{self, PipeWriter, Write as _};
 use std::os::fd::AsRawFd as _;
 
-/// How long it holds on to a rank that is gone: longer than it takes the others to say so.
+/// The time that the guard holds the pipes of a rank that is gone: longer than the others take to report it.
 const HOLD_MS: i32 = 3000;
 
-/// What Hydra tells the processes that it starts.
+/// The variable that Hydra sets for the processes that it starts.
 const HYDRA_VARIABLE: &str = "HYDI_CONTROL_FD";
 
-/// Tells the process beside that the run has ended as it should.
+/// The end of the pipe that tells the guard when the run has ended as it should.
 pub(crate) struct HydraGuard {
     goodbye: PipeWriter,
 }
 
 impl HydraGuard {
-    /// Starts the process where it is of use. To be called before MPI is initialised, which makes forking a delicate
-    /// matter.
+    /// Starts the guard under Hydra; `None` elsewhere. Call it before MPI is initialised, since forking is unsafe
+    /// afterwards.
     pub(crate) fn start() -> Option<Self> {
         env::var_os(HYDRA_VARIABLE)?;
         let guard = Self::fork();
@@ -42,15 +41,15 @@ impl HydraGuard {
     }
 
     pub(crate) fn end(&self) {
-        // Where it is gone there is nobody to tell.
+        // If the guard is gone there is nobody to tell.
         let _ = (&self.goodbye).write(&[1]);
     }
 }
 
-/// The life of the process: it waits until the rank says goodbye or is gone without.
+/// Runs the guard: waits until its rank writes to the pipe or ends without.
 ///
 /// # Safety
-/// To be called in a new process with the ends of a pipe, of which the rank alone has the other `goodbye`.
+/// It is called in a new process with the two ends of a pipe, and otherwise only the rank has the end `goodbye`.
 unsafe fn run_guard(listen: i32, goodbye: i32) -> ! {
     let mut byte = 0_u8;
     // SAFETY: calls that are allowed after a fork; `byte` is valid for writing.

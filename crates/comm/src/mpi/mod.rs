@@ -1,9 +1,9 @@
-//! Ranks as processes that an MPI launcher has started, on this machine or on many.
+//! Ranks as processes that an MPI launcher started, on one machine or many.
 //!
-//! The MPI library is loaded at run time: the program is built without one and works with Open MPI 4 and 5, MPICH and
-//! its relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except
-//! reductions other than its quick sums (`sums.rs`): these are fetched with all-to-all and taken here in the order of
-//! ranks, the same bits as among threads.
+//! The MPI library is loaded at run time: the program is built without one, and works with Open MPI 4 and 5, MPICH
+//! and its relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except most
+//! reductions. Only sums that the library takes quickly are left to it (`sums.rs`); other data is exchanged by
+//! all-to-all and reduced here in the order of ranks, so that the bits are those of ranks as threads.
 
 mod api;
 mod blocking;
@@ -37,26 +37,26 @@ use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
 use crate::{CommError, Communicator};
 
-/// Why there is no MPI.
+/// The reason why MPI cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MpiError {
     /// No library was found.
     #[error("no MPI library was found; set {LIBRARY_VARIABLE} to the path of libmpi.so{}",
         failures.iter().map(|failure| format!("; {failure}")).collect::<String>())]
     NotFound {
-        /// What the loader said of those that are there.
+        /// The loader's messages about the libraries that exist.
         failures: Vec<String>,
     },
     /// The library lacks a function.
     #[error("the MPI library has no {0}: Open MPI 4 or MPICH 3 or newer is needed")]
     Incomplete(String),
-    /// The library is not the launcher's.
+    /// The library does not belong to the launcher.
     #[error(
         "the launcher started {num_launched} processes, but the MPI library that was found knows one: it is of another MPI; set \
              {LIBRARY_VARIABLE} to the path of the launcher's libmpi.so"
     )]
     OfAnother {
-        /// Processes that there are.
+        /// The number of processes that the launcher started.
         num_launched: usize,
     },
     /// The library is none of those whose constants are known.
@@ -70,23 +70,23 @@ impl From<MpiError> for CommError {
     }
 }
 
-/// Where no bytes lie: an address that stands for nothing else.
+/// The address given for empty regions. It means nothing to any library.
 static NOWHERE: u64 = 0;
 
-/// The door of a rank that is a process.
+/// The communicator of a rank that is a process.
 struct MpiComm {
     group: Arc<Group>,
 }
 
 impl MpiComm {
-    /// Whether the call is one. Makes its memory such as the library wants it.
+    /// Checks the call, and replaces the addresses of empty regions by one that the library accepts.
     #[inline(always)]
     fn admit(&self, operation: &Operation<'_>, memory: &mut Memory) -> Result<(), CommError> {
         let group = &self.group;
         group.still_going()?;
         let world_rank = group.members[group.rank];
         operation.check(memory, group.rank, group.size(), world_rank).map_err(|error| group.fail(error))?;
-        // An empty slice may stand anywhere, also at the address 1, which to most libraries means "in place".
+        // An empty slice may have any address, also 1, which most libraries read as "in place".
         if memory.send_bytes == 0 {
             memory.send = std::ptr::from_ref(&NOWHERE).cast();
         }
@@ -125,9 +125,9 @@ impl Communicator for MpiComm {
         self.admit(operation, &mut memory)?;
         let process = &self.group.process;
         if process.is_checked || process.in_flight.has_collectives() {
-            // The operations in flight have to progress during this call, and the comparison of calls comes first. All
-            // ranks of the group take this branch or none does: MPI does not match a blocking collective with a
-            // non-blocking one. Messages need no such care, because any call of the library moves them on.
+            // Operations in flight have to progress during this call, and the comparison of calls comes first. All ranks
+            // of the group take this branch or none does: MPI does not match a blocking collective with a non-blocking
+            // one. Messages need no such care, because any call of the library moves them on.
             // SAFETY: the caller's promise.
             return unsafe { Started::start(&self.group, operation, memory) }?.finish();
         }

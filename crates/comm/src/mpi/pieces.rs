@@ -1,21 +1,20 @@
-//! Counts of bytes as MPI wants them: `int`s, with where each piece begins.
+//! Counts and starts of pieces as MPI takes them, in `int`.
 
 use std::ffi::c_int;
 
 use super::api::Handle;
 use super::library::Mpi;
 
-/// Pieces of a region: how long each is and where it begins, in units of a type.
+/// The pieces of a region: lengths and starts in units of a type.
 pub(crate) struct Pieces {
     pub(crate) counts: Vec<c_int>,
     pub(crate) starts: Vec<c_int>,
-    /// Bytes of the type. 1, or for what is longer than an `int` can say a divisor of all lengths.
+    /// Bytes of the type: 1, or a common divisor of all lengths where bytes exceed an `int`.
     pub(crate) unit: usize,
 }
 
 impl Pieces {
-    /// Pieces of these counts of bytes, which lie one after another. `None` if they cannot be said in `int`s up to
-    /// `limit`.
+    /// Makes consecutive pieces of these byte counts. `None` if they cannot be expressed in `int`s up to `limit`.
     pub(crate) fn of(counts: &[usize], limit: usize) -> Option<Self> {
         let total: usize = counts.iter().sum();
         let unit = if total <= limit { 1 } else { unit_for(counts, limit) };
@@ -26,7 +25,7 @@ impl Pieces {
     }
 }
 
-/// Where each of several pieces begins that lie one after another.
+/// Iterates over the starts of consecutive pieces.
 #[inline]
 pub(crate) fn starts(counts: &[usize]) -> impl Iterator<Item = usize> {
     counts.iter().scan(0, |end, &count| {
@@ -36,7 +35,7 @@ pub(crate) fn starts(counts: &[usize]) -> impl Iterator<Item = usize> {
     })
 }
 
-/// The greatest divisor of all counts, made smaller by halves where it is above the limit itself.
+/// Returns the greatest common divisor of the counts, halved until it is within the limit.
 fn unit_for(counts: &[usize], limit: usize) -> usize {
     let mut unit = counts.iter().fold(0, |a, &b| gcd(a, b));
     while unit > limit && unit.is_multiple_of(2) {
@@ -49,7 +48,7 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// A type of so many bytes. A communication that was started with it goes on when it is dropped.
+/// An MPI type of a number of bytes. A communication that was started with it may outlive it.
 pub(crate) struct Unit {
     mpi: &'static Mpi,
     pub(crate) handle: Handle,
@@ -57,7 +56,7 @@ pub(crate) struct Unit {
 }
 
 impl Unit {
-    /// One byte.
+    /// Returns the type of one byte.
     pub(crate) fn byte(mpi: &'static Mpi) -> Self {
         Self { mpi, handle: mpi.constants.byte, is_own: false }
     }
@@ -88,7 +87,7 @@ impl Unit {
 impl Drop for Unit {
     fn drop(&mut self) {
         if self.is_own {
-            // SAFETY: made above, and not freed before. An error would leave a few bytes behind.
+            // SAFETY: the type was made above and not freed before. An error would leak a few bytes.
             unsafe { (self.mpi.functions.type_free)(&raw mut self.handle) };
         }
     }

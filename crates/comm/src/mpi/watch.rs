@@ -1,10 +1,11 @@
-//! The watchdog of ranks that are processes. It learns at once when a process of its node ends before its run does.
+//! A watchdog for ranks that are processes: it reports a process of its node that ends before its run, and ranks that
+//! hang.
 //!
-//! For ranks that hang there is a clock. Each writes into a page of memory that the ranks of its node share whether
-//! it is in an operation, and a thread of each looks whether its own has been in one for too long. Those of the node
-//! that are not in one, or do not even show a sign of life, are who it waits for. A process that stands still is
-//! found in the time of a step even where ranks may take long, as while one writes a checkpoint; between nodes by its
-//! [`Heartbeat`].
+//! Death is noticed at once through the processes of the node. Hanging is noticed by a clock: each rank writes into a
+//! page shared by its node whether it is in an operation, and a thread of each checks whether its own rank has been
+//! in one for too long. The ranks of the node that are in none, or whose process shows no sign of life, are reported.
+//! A process that stands still is noticed within the shortest timeout so far, even while ranks may take long, as for
+//! a checkpoint; between nodes by [`Heartbeat`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -22,37 +23,37 @@ use crate::CommError;
 use crate::operation::Call;
 use crate::wait_timer::WaitTimer;
 
-/// How often a watchdog looks.
+/// The interval between two checks.
 const TICK: Duration = Duration::from_millis(100);
 
 /// One rank's part of the page.
 #[repr(C, align(64))]
 struct Slot {
-    /// Odd while the rank is in an operation; counts up.
+    /// An odd value while the rank is in an operation; it counts up.
     state: AtomicU64,
-    /// Counts up while the process lives.
+    /// A counter that grows while the process lives.
     heartbeat: AtomicU64,
-    /// In the first slot: whether a rank of the node has said why the run fails.
+    /// True if a rank of the node has reported why the run fails; used in the first slot.
     is_reported: AtomicBool,
 }
 
-/// The state of a rank that has come to the end of its run.
+/// The state of a rank whose run has ended.
 const ENDED: u64 = u64::MAX - 1;
 
-/// Memory that the ranks of a node share, one slot for each.
+/// Memory that the ranks of a node share, with one slot for each.
 pub(crate) struct Page {
     memory: MmapRaw,
     num_slots: usize,
 }
 
 impl Page {
-    /// Makes the file behind the page.
+    /// Creates the file behind the page.
     pub(crate) fn create(path: &Path, num_slots: usize) -> io::Result<()> {
         let mut options = OpenOptions::new();
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
         let file = options.read(true).write(true).create_new(true).open(path)?;
         file.set_len((num_slots * size_of::<Slot>()) as u64).inspect_err(|_| {
-            // Without its length it is of no use; that it may stay behind is the lesser evil.
+            // Without its length it is useless; that it may stay behind is the lesser evil.
             let _ = fs::remove_file(path);
         })
     }
@@ -73,19 +74,19 @@ impl Page {
     }
 }
 
-/// What the watchdog calls when it gives the run up.
+/// The callback by which the watchdog ends the run.
 pub(crate) type Bark = dyn Fn(CommError) + Send + Sync;
 
 pub(crate) struct Watch {
     page: Page,
-    /// This rank's slot.
+    /// The index of this rank's slot.
     own: usize,
-    /// The number in the whole run of each rank of the node.
+    /// Each rank of the node by its number in the whole run.
     ranks: Vec<usize>,
-    /// Ranks on other nodes.
+    /// The ranks on other nodes.
     others: Vec<usize>,
-    /// The call that this rank is in, in words: writing them costs less than a lock, and the watchdog looks long
-    /// after.
+    /// The encoding of the call that this rank is in. Writing it costs less than a lock, and the watchdog reads it
+    /// long after.
     call: [AtomicU64; 4],
     timeout_ns: AtomicU64,
     /// The shortest timeout so far: a process without a sign of life for so long stands still.
@@ -99,7 +100,7 @@ struct Sign {
     since: WaitTimer,
 }
 
-/// In an operation, until it is dropped.
+/// A mark that this rank is in an operation, until it is dropped.
 pub(crate) struct InOperation<'a>(&'a AtomicU64);
 
 impl Drop for InOperation<'_> {
@@ -108,7 +109,7 @@ impl Drop for InOperation<'_> {
     }
 }
 
-/// Only this rank writes its state, and one thread at a time does.
+/// Increments a state. Only this rank writes it, one thread at a time.
 fn count_up(state: &AtomicU64) {
     state.store(state.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
 }
@@ -147,8 +148,8 @@ impl Watch {
         InOperation(state)
     }
 
-    /// The thread that looks after this rank, at the processes of the node's ranks (none where they are not known),
-    /// and, with a `heartbeat`, after another node.
+    /// Starts the thread that watches this rank's calls, the processes of the node's ranks with ids `pids` (empty if
+    /// unknown) and, with a `heartbeat`, another node.
     pub(crate) fn spawn(
         self: &Arc<Self>,
         pids: &[usize],
@@ -160,13 +161,13 @@ impl Watch {
         thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run((deaths, heartbeat), &bark))
     }
 
-    /// Says that this rank ends as it should, and ends the thread.
+    /// Notes that this rank ends as it should, and ends the thread.
     pub(crate) fn end(&self) {
         self.page.slots()[self.own].state.store(ENDED, Ordering::Relaxed);
         self.is_over.store(true, Ordering::Relaxed);
     }
 
-    /// Whether no rank of the node has reported the failure of the run yet; from now on one has.
+    /// Marks the failure of the run as reported, and returns whether this rank is the first of its node to do so.
     pub(crate) fn is_first_to_report(&self) -> bool {
         !self.page.slots()[0].is_reported.swap(true, Ordering::SeqCst)
     }
@@ -188,7 +189,7 @@ impl Watch {
             let shortest = Duration::from_nanos(self.shortest_ns.load(Ordering::Relaxed));
             let mut still = self.still(&mut signs, shortest);
             let elsewhere = heartbeat.as_mut().and_then(Heartbeat::beat);
-            // Datagrams may get lost for a while: they alone are no reason.
+            // Datagrams may be lost for a while: they alone are no reason.
             still.extend(elsewhere.filter(|(_, silence)| waited.min(*silence) >= shortest).map(|(rank, _)| rank));
             if state != seen || state.is_multiple_of(2) {
                 (seen, timer) = (state, WaitTimer::new());
@@ -207,13 +208,13 @@ impl Watch {
         }
     }
 
-    /// Waits for a tick, or until the process of a rank of this node ends before its run does: that rank.
+    /// Waits for a tick. Returns a rank of this node whose process ended before its run did.
     fn wait_for_death(&self, deaths: &mut DeathWatch) -> Option<usize> {
         let index = deaths.wait(TICK)?;
         (self.page.slots()[index].state.load(Ordering::Relaxed) != ENDED).then(|| self.ranks[index])
     }
 
-    /// Ranks of this node whose processes have shown signs of life and then none for so long.
+    /// Returns the ranks of this node whose processes showed signs of life and then none for `most`.
     fn still(&self, signs: &mut [Sign], most: Duration) -> Vec<usize> {
         let mut still = Vec::new();
         for (index, (slot, sign)) in self.page.slots().iter().zip(signs).enumerate() {
@@ -227,15 +228,15 @@ impl Watch {
         still
     }
 
-    /// Who does not take part: ranks of this node that are in no operation or whose process stands still; else those
-    /// of other nodes; if there are none all, who wait for each other.
+    /// Returns the ranks that do not take part: those of this node that are in no operation or whose process stands
+    /// still; otherwise those of other nodes; otherwise all ranks, which wait for each other.
     fn absent(&self) -> Vec<usize> {
         let slots = self.page.slots();
         let heartbeats = || slots.iter().map(|slot| slot.heartbeat.load(Ordering::Relaxed)).collect::<Vec<_>>();
         let before = heartbeats();
         for _ in 0..10 {
             thread::sleep(TICK);
-            // The others may be looking, too.
+            // The others may be checking, too.
             slots[self.own].heartbeat.fetch_add(1, Ordering::Relaxed);
         }
         let after = heartbeats();

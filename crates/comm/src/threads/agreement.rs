@@ -1,4 +1,5 @@
-//! Whether the ranks of a rendezvous call the same thing with sizes that fit each other, and who does not.
+//! The check that ranks in a rendezvous make the same call with sizes that fit, and the search for the rank that does
+//! not.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,15 +10,15 @@ use crate::CommError;
 use crate::error::{disagreement, piece_disagreement};
 use crate::operation::Call;
 
-/// How long to wait for those who are still on their way before deciding who is in the minority.
+/// The time to wait for ranks that have not come yet before deciding which are in the minority.
 const MINORITY_WAIT: Duration = Duration::from_secs(1);
 
-/// Compares this seat's post with all that are down already. Of any two ranks at least one sees the other.
+/// Compares this seat's post with all that are there already. Of any two ranks at least one sees the other.
 pub(crate) fn check_all(group: &Group, rendezvous: &Rendezvous, seat: usize) -> Result<(), CommError> {
     (0..rendezvous.num_seats()).try_for_each(|other| check(group, rendezvous, seat, other))
 }
 
-/// Compares the posts of two seats, as far as they are down: whoever reads another rank's memory has done this first.
+/// Compares the posts of two seats, if both are there. A rank does this before it reads another rank's memory.
 pub(crate) fn check(group: &Group, rendezvous: &Rendezvous, seat: usize, other: usize) -> Result<(), CommError> {
     let (Some(mine), Some(theirs)) = (rendezvous.post(seat), rendezvous.post(other)) else { return Ok(()) };
     if !is_same_call(mine, theirs) {
@@ -39,7 +40,7 @@ fn is_same_call(a: &Post, b: &Post) -> bool {
     }
 }
 
-/// For calls in which two ranks agree on a size that concerns only them.
+/// Checks the size of a piece or message, on which only its two ranks have to agree.
 fn size_conflict(group: &Group, a: (usize, &Post), b: (usize, &Post)) -> Option<CommError> {
     match (a.1.call, b.1.call) {
         (Call::AllToAllV, Call::AllToAllV) => piece_conflict(group, a, b).or_else(|| piece_conflict(group, b, a)),

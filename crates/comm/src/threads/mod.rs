@@ -1,4 +1,4 @@
-//! Ranks as threads of this process: nothing to install, and a byte that moves is copied once.
+//! Ranks as threads of this process: nothing has to be installed, and each byte that moves is copied once.
 
 mod agreement;
 mod group;
@@ -24,12 +24,12 @@ use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
 use crate::{CommError, Communicator};
 
-/// The door of a rank that is a thread.
+/// The communicator of a rank that is a thread.
 struct ThreadComm {
     group: Arc<Group>,
     rank: usize,
     num_calls: AtomicU64,
-    /// Messages so far, by direction (whether sent), the other rank and tag.
+    /// The number of messages so far, by direction (whether sent), other rank and tag.
     num_messages: Mutex<HashMap<(bool, usize, u32), u64>>,
 }
 
@@ -45,7 +45,7 @@ impl ThreadComm {
         *number
     }
 
-    /// Where this call's ranks meet, and which seat is this rank's.
+    /// Returns the key of this call's rendezvous, its seats, and this rank's seat.
     fn place(&self, call: Call) -> (Key, Seats, usize) {
         let rank = self.rank;
         match call {
@@ -62,7 +62,7 @@ impl ThreadComm {
     }
 
     /// # Safety
-    /// As [`Communicator::start`], for the memory of `post`.
+    /// The promises of [`Communicator::start`] hold, for the memory of `post`.
     unsafe fn join(&self, post: Post) -> Result<Started, CommError> {
         if let Some(error) = self.group.world.failure() {
             return Err(error);
@@ -71,7 +71,7 @@ impl ThreadComm {
         let (key, seats, seat) = self.place(call);
         let num_seats = if matches!(seats, Seats::All) { self.group.size() } else { 2 };
         let rendezvous = self.group.rendezvous(key, num_seats);
-        // SAFETY: a seat is its rank's, and a key is used once. `Started` gets up before it ends.
+        // SAFETY: a seat belongs to its rank, and a key is used once. `Started` revokes the memory before it ends.
         let is_last = unsafe { rendezvous.join(seat, post) };
         let copied = vec![false; num_seats];
         let group = Arc::clone(&self.group);
@@ -84,7 +84,7 @@ impl ThreadComm {
     }
 
     /// # Safety
-    /// As [`Communicator::start`].
+    /// The promises of [`Communicator::start`] hold.
     unsafe fn start_here(&self, operation: &Operation<'_>, memory: Memory) -> Result<Started, CommError> {
         let world_rank = self.group.world_rank(self.rank);
         operation
