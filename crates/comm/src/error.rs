@@ -66,7 +66,7 @@ pub enum CommError {
         what: String,
     },
     /// The MPI library reports an error.
-    #[error("rank {rank}, {call}: the MPI library says: {text}")]
+    #[error("rank {rank}, {call}: MPI library error: {text}")]
     Library {
         /// The rank.
         rank: usize,

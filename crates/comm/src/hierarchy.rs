@@ -120,7 +120,7 @@ impl Hierarchy {
     pub fn new(comm: &dyn Communicator) -> Result<Self, CommError> {
         match comm.split(Some(0), comm.rank())? {
             Some(all) => Self::of(all),
-            None => Err(comm.abort("a rank with a color is in no group")),
+            None => Err(comm.abort("the split returned no group for a rank with a color")),
         }
     }
 

@@ -160,7 +160,7 @@ impl Operation<'_> {
                 (share != recv).then_some(Misfit::Share { share, bytes: recv })
             }),
             Call::Send { to: peer, tag, .. } | Call::Receive { from: peer, tag, .. } => {
-                unknown(peer, size).or_else(|| (tag > MAX_TAG).then_some(Misfit::Tag))
+                unknown(peer, size).or_else(|| (tag > MAX_TAG).then_some(Misfit::Tag { tag }))
             }
         }
     }
@@ -173,15 +173,15 @@ const MAX_TAG: u32 = 32_767;
 /// have no time for formatting.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 enum Misfit {
-    #[error("there is no rank {rank} among {size}")]
+    #[error("rank {rank} is out of range: the group has {size} ranks")]
     Rank { rank: usize, size: usize },
-    #[error("tags go up to {MAX_TAG}")]
-    Tag,
+    #[error("tag {tag} is out of range: at most {MAX_TAG}")]
+    Tag { tag: u32 },
     #[error("this rank gives {bytes} bytes, but its count is {count}")]
     Given { bytes: usize, count: usize },
     #[error("this rank's share is {share} bytes, but its memory has {bytes}")]
     Share { share: usize, bytes: usize },
-    #[error("{num} {what} counts for {size} ranks")]
+    #[error("{num} {what} counts, but the group has {size} ranks")]
     Counts { num: usize, what: &'static str, size: usize },
     #[error("the {what} counts add up to {sum} bytes, but the memory has {bytes}")]
     Sum { what: &'static str, sum: usize, bytes: usize },

@@ -77,10 +77,14 @@ impl RowPlan {
         let is_valid =
             |list: &&[usize]| list.windows(2).all(|pair| pair[0] < pair[1]) && list.last() < Some(&comm.size());
         if let Some(row) = targets.iter().position(|list| !list.is_empty() && !is_valid(list)) {
-            return Err(comm.abort(&format!("row {row} goes to ranks {:?} of {}", targets[row], comm.size())));
+            let (ranks, size) = (targets[row], comm.size());
+            return Err(
+                comm.abort(&format!("row {row} goes to ranks {ranks:?}: they must be ascending and below {size}"))
+            );
         }
         if ends.last() != Some(&targets.len()) || ends.windows(2).any(|pair| pair[0] > pair[1]) {
-            return Err(comm.abort(&format!("chunks of {} rows that end at {ends:?}", targets.len())));
+            let num_rows = targets.len();
+            return Err(comm.abort(&format!("chunks end at rows {ends:?}: the ends must ascend to {num_rows}")));
         }
         if algorithm == Algorithm::TwoHop && hierarchy.grid.num() > 1 {
             return Self::two_hops(hierarchy, targets, ends);

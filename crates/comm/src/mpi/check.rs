@@ -97,7 +97,7 @@ impl Check {
 
 fn describe(&[a, b, c, d, counts]: &Words) -> String {
     match Call::from_words([a, b, c, d]) {
-        None => "what this program does not know".to_owned(),
+        None => "an unknown operation".to_owned(),
         Some(call @ (Call::AllGatherV | Call::ReduceScatter { .. })) => {
             format!("{call} with counts whose checksum is {counts:x}")
         }

@@ -134,8 +134,10 @@ impl Group {
     }
 
     pub(crate) fn too_long(&self, call: &Call) -> CommError {
-        let text =
-            format!("more than {} pieces of bytes without a common divisor: send less at a time", self.process.limit);
+        let text = format!(
+            "more than {} bytes without a common divisor of the counts: send less at a time",
+            self.process.limit
+        );
         self.fail(CommError::BadCall { rank: self.members[self.rank], call: *call, text })
     }
 
@@ -184,7 +186,7 @@ impl Group {
         }
         let Call::Receive { from, bytes, .. } = *call else { return Ok(()) };
         let (from, to) = (self.members[from], self.members[self.rank]);
-        let text = format!("rank {from} sends less to rank {to} than the {bytes} bytes which it expects");
+        let text = format!("rank {from} sends fewer than the {bytes} bytes that rank {to} expects");
         Err(self.fail(CommError::Disagreement { ranks: vec![from, to], text }))
     }
 }

@@ -112,8 +112,8 @@ impl Heartbeat {
             self.is_given_up = true;
             let rank = self.rank;
             tracing::info!(
-                "no datagrams come from rank {rank} on another node (a firewall?): if its process stands still while ranks may wait \
-                 long, as for a checkpoint, it is found only then"
+                "no heartbeat comes from rank {rank} on another node (a firewall?): if its process stands still while \
+                 ranks may take long, as for a checkpoint, it is reported only after the timeout"
             );
         }
         self.is_heard.then_some((self.rank, silence))

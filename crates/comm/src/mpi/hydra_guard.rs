@@ -25,7 +25,7 @@ impl HydraGuard {
     pub(crate) fn start() -> Option<Self> {
         env::var_os(HYDRA_VARIABLE)?;
         let guard = Self::fork();
-        guard.inspect_err(|error| tracing::info!("no process that outlives this one: {error}")).ok()
+        guard.inspect_err(|error| tracing::info!("cannot start the guard process: {error}")).ok()
     }
 
     fn fork() -> io::Result<Self> {

@@ -52,7 +52,7 @@ pub enum MpiError {
     Incomplete(String),
     /// The library does not belong to the launcher.
     #[error(
-        "the launcher started {num_launched} processes, but the MPI library that was found knows one: it is of another MPI; set \
+        "the launcher started {num_launched} processes, but the MPI library that was found sees one: it belongs to another MPI; set \
              {LIBRARY_VARIABLE} to the path of the launcher's libmpi.so"
     )]
     OfAnother {
@@ -60,7 +60,7 @@ pub enum MpiError {
         num_launched: usize,
     },
     /// The library is none of those whose constants are known.
-    #[error("the MPI library \"{0}\" is neither Open MPI nor of MPICH's ABI nor of the standard one")]
+    #[error("unknown MPI library \"{0}\": expected Open MPI, or one with the ABI of MPICH or of MPI 5")]
     Unknown(String),
 }
 
@@ -125,9 +125,9 @@ impl Communicator for MpiComm {
         self.admit(operation, &mut memory)?;
         let process = &self.group.process;
         if process.is_checked || process.in_flight.has_collectives() {
-            // Operations in flight have to progress during this call, and the comparison of calls comes first. All ranks
-            // of the group take this branch or none does: MPI does not match a blocking collective with a non-blocking
-            // one. Messages need no such care, because any call of the library moves them on.
+            // Operations in flight have to progress during this call, and the comparison of calls comes first. All
+            // ranks of the group take this branch or none does: MPI does not match a blocking collective with a
+            // non-blocking one. Messages need no such care, because any call of the library makes them progress.
             // SAFETY: the caller's promise.
             return unsafe { Started::start(&self.group, operation, memory) }?.finish();
         }

@@ -164,7 +164,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     let barking = Arc::clone(&process);
     watch
         .spawn(&node.pids(mpi)?, heartbeat, move |error| barking.abort(&error))
-        .map_err(|error| CommError::Start(format!("no thread for the watchdog: {error}")))?;
+        .map_err(|error| CommError::Start(format!("cannot start the watchdog's thread: {error}")))?;
     let group = Group::of_comm(&process, world, |rank| nodes[rank], rank)?;
     Ok(MpiComm { group: Arc::new(group) })
 }
@@ -249,7 +249,7 @@ fn start_heartbeat(mpi: &Mpi, (world, rank): (Handle, usize), nodes: &[usize]) -
     let place = firsts.iter().position(|&first| first == rank);
     let socket = place.and_then(|_| {
         let socket = HeartbeatSocket::open();
-        socket.inspect_err(|error| tracing::info!("no datagrams to other nodes: {error}")).ok()
+        socket.inspect_err(|error| tracing::info!("no heartbeats to other nodes: {error}")).ok()
     });
     let contacts =
         gather_words(mpi, world, socket.as_ref().map_or(&NO_CONTACT, HeartbeatSocket::contact), nodes.len())?;
@@ -308,7 +308,7 @@ impl Node {
     fn page(&self, mpi: &Mpi) -> Result<(Page, usize), CommError> {
         let path = if self.own == 0 { Some(page_path()) } else { None };
         let problem =
-            |path: &Path, error| CommError::Start(format!("{}: no memory that ranks share: {error}", path.display()));
+            |path: &Path, error| CommError::Start(format!("{}: cannot share memory: {error}", path.display()));
         let made = path.as_ref().map(|path| Page::create(path, self.ranks.len()).map_err(|error| problem(path, error)));
         let path = self.tell(mpi, path)?;
         let page = Page::open(&path, self.ranks.len()).map_err(|error| problem(&path, error));
@@ -362,7 +362,7 @@ impl Group {
 impl Process {
     /// Ends a run that has succeeded.
     fn end(&self) -> Result<(), CommError> {
-        let ended = CommError::Start("the run has ended, and with it its communicators".to_owned());
+        let ended = CommError::Start("the run has ended: its communicators cannot be used any more".to_owned());
         let has_failed = self.failure.get_or_init(|| ended.clone()) != &ended;
         if has_failed {
             // The rank ignored an error; the others may be in the middle of a call.
@@ -372,7 +372,7 @@ impl Process {
         let code = unsafe { (self.mpi.functions.finalize)() };
         self.watch.end();
         self.hydra_guard.iter().for_each(HydraGuard::end);
-        if code == 0 { Ok(()) } else { Err(CommError::Start(format!("the end of MPI: error {code}"))) }
+        if code == 0 { Ok(()) } else { Err(CommError::Start(format!("MPI_Finalize failed with error {code}"))) }
     }
 
     /// Ends all processes of the run. Reports the reason unless another rank of the node has, since ranks often

@@ -121,7 +121,7 @@ where
             let builder = thread::Builder::new().name(format!("rank-{number}")).stack_size(STACK_BYTES);
             builder.spawn_scoped(scope, body).map_err(|error| {
                 homecoming.arrive();
-                world.fail(CommError::Start(format!("no thread for rank {number} of {num_ranks}: {error}")))
+                world.fail(CommError::Start(format!("cannot start a thread for rank {number} of {num_ranks}: {error}")))
             })
         };
         let threads: Vec<_> = (0..num_ranks).map(start).collect();

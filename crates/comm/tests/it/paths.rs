@@ -1,4 +1,4 @@
-//! The paths of an all-to-all and of rows between ranks: all bring the same, on nodes of any sizes in any order.
+//! The paths of an all-to-all and of rows between ranks give the same results, on nodes of any sizes in any order.
 
 use moeworks_comm::{CommError, Communicator, Hierarchy, RankOptions, RowPlan, run_ranks};
 use moeworks_plan::{Algorithm, Wire};
@@ -13,7 +13,7 @@ fn on_nodes<R: Send>(nodes: &[usize], rank: impl Fn(&dyn Communicator) -> Result
     run_ranks(&RankOptions::new(0).with_nodes(nodes), rank).into_iter().map(Result::unwrap).collect()
 }
 
-/// Which node each of up to eight ranks stands on.
+/// The node of each of up to eight ranks.
 fn nodes(num_ranks: usize) -> impl Strategy<Value = Vec<usize>> {
     prop::collection::vec(0..4_usize, num_ranks)
 }
@@ -70,7 +70,7 @@ proptest! {
     }
 }
 
-/// For each rank, for each of its rows: the ranks that it goes to.
+/// For each rank, for each of its rows, the ranks that it goes to.
 fn lists(num_ranks: usize) -> impl Strategy<Value = Vec<Vec<Vec<usize>>>> {
     let list = prop::collection::btree_set(0..num_ranks, 0..=num_ranks.min(4));
     let rows = prop::collection::vec(list.prop_map(|set| set.into_iter().collect()), 0..20);
@@ -81,7 +81,7 @@ fn value(rank: usize, row: usize, column: usize) -> f32 {
     ((rank * 7919 + row * 104_729 + column * 31) % 1000) as f32 * 10_f32.powi((row % 7) as i32 - 3) / 7.0
 }
 
-/// What rank `by` makes of a number before it goes back.
+/// Returns the number that rank `by` makes of `x` before it goes back.
 fn worked(by: usize, x: f32) -> f32 {
     x * (by as f32 + 0.3) + 0.1
 }
@@ -98,7 +98,7 @@ fn rows_for(rank: usize, lists: &[Vec<Vec<usize>>], width: usize) -> Vec<f32> {
     rows
 }
 
-/// The sum over the ranks of each node, then over nodes.
+/// Returns the sum over the ranks of each node, then over nodes.
 fn sum(rank: usize, row: usize, list: &[usize], nodes: &[usize], width: usize) -> Vec<f32> {
     let mut order: Vec<usize> = Vec::new();
     nodes.iter().for_each(|node| {
@@ -116,8 +116,8 @@ fn sum(rank: usize, row: usize, list: &[usize], nodes: &[usize], width: usize) -
     (0..width).map(of_column).collect()
 }
 
-/// Pieces of `counts` numbers of each rank, gathered; and sums of as many from each, taken in the order of ranks and
-/// nodes.
+/// Checks that pieces of `counts` numbers of each rank are gathered, and that sums of as many are taken in the order
+/// of ranks and then of nodes.
 fn check_node_collectives(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError> {
     let (hierarchy, rank, nodes) = (Hierarchy::new(comm)?, comm.rank(), comm.nodes());
     let piece = |rank: usize| (0..counts[rank]).map(move |i| value(rank, i, 0));
@@ -138,7 +138,7 @@ fn check_node_collectives(comm: &dyn Communicator, counts: &[usize]) -> Result<(
     Ok(())
 }
 
-/// The same among processes: rows that go to many, few and no ranks.
+/// Checks all paths among processes, with rows that go to many, few and no ranks.
 pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
     let (size, nodes) = (comm.size(), comm.nodes());
     let list =
@@ -169,7 +169,7 @@ fn there_and_back(
     let plans = RowPlan::in_chunks(hierarchy, algorithm, &own, &ends)?;
     let values: Vec<f32> = (0..own.len()).flat_map(|row| (0..width).map(move |c| value(rank, row, c))).collect();
     let rows = Tensor::from_slice(&pool, &[own.len(), width], &values);
-    // All are under way before the first is finished; on the way back the last is finished first.
+    // All are in flight before the first is finished; on the way back the last is finished first.
     let there =
         plans.iter().map(|plan| plan.start_dispatch(hierarchy, &rows, Wire::F32)).collect::<Result<Vec<_>, _>>()?;
     let received = plans.iter().zip(there).map(|(plan, started)| plan.finish_dispatch(hierarchy, started, &pool));
@@ -187,7 +187,7 @@ fn there_and_back(
     Ok((by_source(&plans, &received, width), sums))
 }
 
-/// The rows of all chunks, those of a source together.
+/// Returns the rows of all chunks, ordered by source.
 fn by_source(plans: &[RowPlan], received: &[Tensor], width: usize) -> Vec<f32> {
     let of_source = |source: usize| {
         plans.iter().zip(received).flat_map(move |(plan, received)| {
@@ -203,7 +203,7 @@ fn a_row_goes_once_to_each_node_on_the_two_hop_path() {
     let sent = |algorithm| {
         on_nodes(&[0, 0, 0, 1, 1, 1], move |comm| {
             let hierarchy = Hierarchy::new(comm)?;
-            // Ten rows for all three ranks of the other node.
+            // Ten rows go to all three ranks of the other node.
             let others: Vec<usize> = (0..6).filter(|&rank| comm.nodes()[rank] != comm.nodes()[comm.rank()]).collect();
             let plan = RowPlan::new(&hierarchy, algorithm, &[others.as_slice(); 10])?;
             Ok(plan.num_sent())
@@ -226,13 +226,14 @@ fn compressed_rows_are_as_near_as_their_form_allows() {
                     (0..3 * 128).map(|i| ((i * 37 + comm.rank() * 11) % 201) as f32 / 1.01 - 99.0).collect();
                 let rows = Tensor::from_slice(&pool, &[3, 128], &values);
                 let received = plan.dispatch(&hierarchy, &rows, wire, &pool)?;
-                // Each rank gives back what it got: the sum is so often the row, in f32 as in the form.
+                // Each rank sends back the rows that it got: the sum is a multiple of the row, in f32 as in the wire
+                // format.
                 let back = plan.combine(&hierarchy, &received, wire, &pool)?;
                 let times = |row: usize| [3.0, 0.0, 2.0][row];
                 let error = |i: usize| (back.f32s()[i] - times(i / 128) * values[i]).abs();
                 Ok((0..values.len()).map(error).fold(0.0, f32::max))
             });
-            // Three roundings at most: there, back, and back from the relay of a node, of sums up to 300.
+            // At most three roundings: there, back, and back from the relay of a node, of sums up to 300.
             let bound = 300.0 * 3.0 * near;
             assert!(errors.iter().all(|&error| error <= bound && error > 0.0), "{wire:?}: {errors:?} within {bound}");
         }
@@ -267,5 +268,5 @@ fn a_row_for_a_rank_that_is_not_there_is_refused() {
         RowPlan::new(&hierarchy, Algorithm::Linear, &[&[0, 1], &[2]]).map(drop)
     });
     let text = results[0].as_ref().unwrap_err().to_string();
-    assert!(text.contains("row 1 goes to ranks [2] of 2"), "{text}");
+    assert!(text.contains("row 1 goes to ranks [2]: they must be ascending and below 2"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! Communications that are started, and finished later.
+//! Communications that are started now and finished later.
 
 use moeworks_comm::{CommError, RankOptions, Reduce, run_ranks};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
@@ -81,7 +81,7 @@ fn one_that_is_dropped_is_carried_out_all_the_same() {
 
 #[test]
 fn memory_is_not_read_any_more_once_its_rank_has_failed() {
-    // Rank 0 gives its memory away, then fails before anybody has read it.
+    // Rank 0 starts a broadcast, then fails before anybody has read its memory.
     let results = run_ranks(&RankOptions::new(3), |comm| {
         if comm.rank() == 0 {
             let _pending = comm.start_broadcast(vec![7_u32; 100_000], 0)?;

@@ -1,4 +1,4 @@
-//! Paths of an all-to-all on links that are not there: which is faster, and by how much, is what the cost model says.
+//! Paths of an all-to-all on throttled links: their speeds differ by the factor that the cost model predicts.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use moeworks_tensor::{DType, MemoryPool, Tensor};
 /// Eight ranks on four nodes.
 const NODES: [usize; 8] = [0, 0, 1, 1, 2, 2, 3, 3];
 
-/// Links as between hosts: 1 Gbit/s, and slow to begin.
+/// Links as between hosts: 1 Gbit/s, with a high latency.
 fn links() -> Links {
     let node = Link { latency_s: 20e-6, bytes_per_s: 5e9 };
     Links { node, cluster: Link { latency_s: 4e-3, bytes_per_s: 125e6 } }
@@ -21,14 +21,14 @@ fn topology() -> Topology {
     Topology { node_sizes: vec![2; 4], node_link: node, cluster_link: cluster, ..Topology::example_cluster(1) }
 }
 
-/// Tokens of each rank that want experts on K = 8 different ranks of the eight: each goes everywhere.
+/// The tokens of each rank, with experts on K = 8 different ranks of the eight: each goes everywhere.
 fn rows(tokens: usize) -> Rows {
     Rows { tokens, top_k: 8, num_experts: 8, row_bytes: 4 * WIDTH }
 }
 
 const WIDTH: usize = 256;
 
-/// Seconds that a dispatch occupies a line of the slowest rank, its plan left out.
+/// Returns the seconds that a dispatch occupies a line of the slowest rank, without making its plan.
 fn occupied(algorithm: Algorithm, tokens: usize) -> f64 {
     let results = run_ranks(&RankOptions::new(0).with_nodes(&NODES), |comm| {
         let throttled = Throttled::new(comm.split(Some(0), comm.rank())?.expect("a part"), links());
@@ -52,7 +52,7 @@ fn occupied(algorithm: Algorithm, tokens: usize) -> f64 {
 #[test]
 fn paths_differ_by_the_factor_that_their_costs_say() {
     let group = Group::of(&topology(), &(0..8).collect::<Vec<_>>());
-    // Few bytes: messages count. Many: bytes do.
+    // With few bytes messages count, with many bytes do.
     for tokens in [1, 600] {
         let cost = |algorithm| all_to_all(&topology(), group, algorithm, &rows(tokens)).seconds;
         let linear = occupied(Algorithm::Linear, tokens);
@@ -83,6 +83,6 @@ fn work_under_a_slow_message_hides_it() {
         });
         stood.into_iter().map(Result::unwrap).all(|(hidden, whole)| hidden < 10e-3 && whole > 19e-3)
     };
-    // On a busy machine a rank may come late.
+    // On a busy machine a rank may be late.
     assert!((0..20).any(attempt), "the message is not hidden, or takes no time");
 }
