@@ -101,7 +101,7 @@ impl dyn Communicator + '_ {
     pub fn all_to_all<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         let size = self.size();
         let piece = send.len() / size * size_of::<T>();
-        with_few(size, |_| piece, |counts| self.all_to_all_bytes((send, counts), (recv, counts)))
+        with_few(size, |_| piece, |counts| self.all_to_all_bytes(send, counts, recv, counts))
     }
 
     /// Sends `send_counts[r]` elements to rank r and receives `recv_counts[r]` from it. Both ranks must agree on the
@@ -114,14 +114,16 @@ impl dyn Communicator + '_ {
         recv_counts: &[usize],
     ) -> Result<(), CommError> {
         in_bytes(send_counts, size_of::<T>(), |sent| {
-            in_bytes(recv_counts, size_of::<T>(), |received| self.all_to_all_bytes((send, sent), (recv, received)))
+            in_bytes(recv_counts, size_of::<T>(), |received| self.all_to_all_bytes(send, sent, recv, received))
         })
     }
 
     fn all_to_all_bytes<T: Pod>(
         &self,
-        (send, send_counts): (&[T], &[usize]),
-        (recv, recv_counts): (&mut [T], &[usize]),
+        send: &[T],
+        send_counts: &[usize],
+        recv: &mut [T],
+        recv_counts: &[usize],
     ) -> Result<(), CommError> {
         let operation = Operation { call: Call::AllToAllV, send_counts, recv_counts };
         self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))

@@ -86,16 +86,23 @@ pub(crate) fn name(ranks: &[usize]) -> String {
     format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 
+/// A rank's call, in words.
+pub(crate) struct RankCall {
+    /// The rank's number in the whole run.
+    pub(crate) rank: usize,
+    pub(crate) text: String,
+}
+
 /// Makes the error for ranks that made different calls. It names the ranks in the minority, or all where no call has
 /// more ranks than another.
-pub(crate) fn disagreement(calls: &[(usize, String)]) -> CommError {
-    let votes = |text: &str| calls.iter().filter(|(_, other)| other == text).count();
-    let most = calls.iter().map(|(_, text)| votes(text)).max().unwrap_or(0);
-    let mut ranks: Vec<usize> = calls.iter().filter(|(_, text)| votes(text) < most).map(|&(rank, _)| rank).collect();
+pub(crate) fn disagreement(calls: &[RankCall]) -> CommError {
+    let votes = |text: &str| calls.iter().filter(|call| call.text == text).count();
+    let most = calls.iter().map(|call| votes(&call.text)).max().unwrap_or(0);
+    let mut ranks: Vec<usize> = calls.iter().filter(|call| votes(&call.text) < most).map(|call| call.rank).collect();
     if ranks.is_empty() {
-        ranks = calls.iter().map(|&(rank, _)| rank).collect();
+        ranks = calls.iter().map(|call| call.rank).collect();
     }
-    let texts: Vec<String> = calls.iter().map(|(rank, text)| format!("rank {rank} calls {text}")).collect();
+    let texts: Vec<String> = calls.iter().map(|RankCall { rank, text }| format!("rank {rank} calls {text}")).collect();
     CommError::Disagreement { ranks, text: texts.join("; ") }
 }
 

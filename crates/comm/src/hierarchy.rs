@@ -99,7 +99,7 @@ impl Pieces {
         Self { counts, starts }
     }
 
-    fn of<T>(counts: &[usize]) -> Self {
+    fn from_elements<T>(counts: &[usize]) -> Self {
         Self::new(counts.iter().map(|count| count * size_of::<T>()).collect())
     }
 
@@ -119,7 +119,7 @@ impl Hierarchy {
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn new(comm: &dyn Communicator) -> Result<Self, CommError> {
         match comm.split(Some(0), comm.rank())? {
-            Some(all) => Self::of(all),
+            Some(all) => Self::from_comm(all),
             None => Err(comm.abort("the split returned no group for a rank with a color")),
         }
     }
@@ -128,7 +128,7 @@ impl Hierarchy {
     ///
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.
-    pub fn of(comm: Box<dyn Communicator>) -> Result<Self, CommError> {
+    pub fn from_comm(comm: Box<dyn Communicator>) -> Result<Self, CommError> {
         let grid = Nodes::new(comm.nodes());
         let Some(node) = comm.split(u32::try_from(grid.of(comm.rank())).ok(), comm.rank())? else {
             return Err(comm.abort("more nodes than can be numbered"));
@@ -156,13 +156,15 @@ impl Hierarchy {
     pub fn all_to_all_v<T: Pod>(
         &self,
         algorithm: Algorithm,
-        (send, send_counts): (&[T], &[usize]),
-        (recv, recv_counts): (&mut [T], &[usize]),
+        send: &[T],
+        send_counts: &[usize],
+        recv: &mut [T],
+        recv_counts: &[usize],
     ) -> Result<(), CommError> {
         if algorithm == Algorithm::Linear || self.grid.num() == 1 {
             return self.comm.all_to_all_v(send, send_counts, recv, recv_counts);
         }
-        let (sends, recvs) = (Pieces::of::<T>(send_counts), Pieces::of::<T>(recv_counts));
+        let (sends, recvs) = (Pieces::from_elements::<T>(send_counts), Pieces::from_elements::<T>(recv_counts));
         let sizes = (send_counts.len(), recv_counts.len(), sends.total(), recvs.total());
         if sizes != (self.comm.size(), self.comm.size(), size_of_val(send), size_of_val(recv)) {
             // The plain call reports what is wrong with the sizes.
@@ -180,7 +182,8 @@ impl Hierarchy {
     pub(crate) fn start_all_to_all_v(
         &self,
         algorithm: Algorithm,
-        (send, send_counts): (Vec<u8>, &[usize]),
+        send: Vec<u8>,
+        send_counts: &[usize],
         recv_counts: &[usize],
     ) -> Result<PendingAllToAll, CommError> {
         let mut recv = vec![0; recv_counts.iter().sum()];

@@ -11,6 +11,7 @@ use crate::communicator::forward_to_inner;
 use crate::number::Reduce;
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
+use crate::throttle::Place;
 use crate::{CommError, Communicator};
 
 /// The most spans that are kept, at some hundred bytes each.
@@ -58,6 +59,13 @@ struct Log {
     num_left_out: u64,
 }
 
+/// A named stretch of time, before it becomes a [`Span`].
+struct Interval {
+    name: &'static str,
+    start: Instant,
+    end: Instant,
+}
+
 impl Meter {
     /// Makes a meter that starts now. With `keeps_spans` it also records up to 262,144 spans.
     #[must_use]
@@ -90,15 +98,16 @@ impl Meter {
 
     /// Records the time from `start` until now under `name`.
     pub fn record(&self, name: &'static str, start: Instant) {
-        self.add((name, start, Instant::now()), 0, false);
+        self.add(Interval { name, start, end: Instant::now() }, 0, false);
     }
 
-    fn add(&self, (name, start, end): (&'static str, Instant, Instant), bytes: u64, is_in_flight: bool) {
+    fn add(&self, interval: Interval, bytes: u64, is_in_flight: bool) {
         if !self.keeps_spans {
             return;
         }
         let mut log = self.log();
         if log.spans.len() < MAX_SPANS {
+            let Interval { name, start, end } = interval;
             let (start, length) = (start.saturating_duration_since(self.begin), end.duration_since(start));
             log.spans.push(Span { name, start, length, bytes, is_in_flight });
         } else {
@@ -137,11 +146,11 @@ impl Metered {
 
     /// Returns the bytes that this rank sends in an operation: within the node, and to other nodes.
     fn bytes_of(&self, operation: &Operation<'_>, memory: &Memory) -> [u64; 2] {
-        let (size, own, nodes) = (self.inner.size(), self.inner.rank(), self.inner.nodes());
+        let (own, nodes) = (Place::new(&*self.inner), self.inner.nodes());
         let mut sent = [0; 2];
-        for rank in (0..size).filter(|&rank| rank != own) {
-            let bytes = operation.bytes_to(rank, (own, size), memory).unwrap_or(0);
-            sent[usize::from(nodes[rank] != nodes[own])] += bytes as u64;
+        for rank in (0..own.size).filter(|&rank| rank != own.rank) {
+            let bytes = operation.bytes_to(rank, own, memory).unwrap_or(0);
+            sent[usize::from(nodes[rank] != nodes[own.rank])] += bytes as u64;
         }
         sent
     }
@@ -183,7 +192,8 @@ impl Communicator for Metered {
         let result = unsafe { self.inner.run(operation, memory) };
         self.meter.stood(start);
         self.meter.sent(sent);
-        self.meter.add((name(operation.call), start, Instant::now()), sent[0] + sent[1], false);
+        let interval = Interval { name: name(operation.call), start, end: Instant::now() };
+        self.meter.add(interval, sent[0] + sent[1], false);
         result
     }
 
@@ -208,7 +218,7 @@ impl MeteredPending {
         if self.end.is_none() {
             let end = Instant::now();
             self.end = Some(end);
-            self.meter.add((self.name, self.start, end), self.bytes, true);
+            self.meter.add(Interval { name: self.name, start: self.start, end }, self.bytes, true);
         }
     }
 }
@@ -228,7 +238,7 @@ impl RawPending for MeteredPending {
         let start = Instant::now();
         self.raw.finish()?;
         self.meter.stood(start);
-        self.meter.add((self.name, start, Instant::now()), self.bytes, false);
+        self.meter.add(Interval { name: self.name, start, end: Instant::now() }, self.bytes, false);
         self.note_end();
         Ok(())
     }

@@ -67,6 +67,13 @@ impl NumberKind {
     }
 }
 
+/// A reduction: an operation on numbers of one type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reduction {
+    pub(crate) number: NumberKind,
+    pub(crate) reduce: Reduce,
+}
+
 /// A type that can be reduced.
 pub trait Number: bytemuck::Pod + Send + Sync {
     /// The value that names the type at run time.

@@ -69,10 +69,10 @@ impl Throttled {
 
     /// Occupies the lines for an operation that starts now, and returns its end.
     fn end_of(&self, operation: &Operation<'_>, memory: &Memory) -> Instant {
-        let (size, own) = (self.inner.size(), self.inner.rank());
+        let own = Place::new(&*self.inner);
         self.lines.occupy([
-            self.seconds(|rank| operation.bytes_to(rank, (own, size), memory)),
-            self.seconds(|rank| operation.bytes_from(rank, (own, size), memory)),
+            self.seconds(|rank| operation.bytes_to(rank, own, memory)),
+            self.seconds(|rank| operation.bytes_from(rank, own, memory)),
         ])
     }
 
@@ -138,27 +138,40 @@ impl RawPending for Delayed {
     }
 }
 
+/// This rank's place in its group.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+}
+
+impl Place {
+    pub(crate) fn new(comm: &dyn Communicator) -> Self {
+        Self { rank: comm.rank(), size: comm.size() }
+    }
+}
+
 impl Operation<'_> {
-    /// Returns the bytes of the message from rank `own` of `size` to `rank`; `None` if there is no message. A
+    /// Returns the bytes of the message from rank `own` to `rank`; `None` if there is no message. A
     /// reduction counts the pieces that a rank has to give and to pass on.
-    pub(crate) fn bytes_to(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
+    pub(crate) fn bytes_to(&self, rank: usize, own: Place, memory: &Memory) -> Option<usize> {
         match self.call {
             Call::AllToAllV | Call::ReduceScatter { .. } => self.send_counts.get(rank).copied(),
             Call::AllGatherV => Some(memory.send_bytes),
-            Call::AllReduce { bytes, .. } => Some(2 * bytes / size),
-            Call::Broadcast { root, bytes } => (root == own).then_some(bytes),
+            Call::AllReduce { bytes, .. } => Some(2 * bytes / own.size),
+            Call::Broadcast { root, bytes } => (root == own.rank).then_some(bytes),
             Call::Send { to, bytes, .. } => (to == rank).then_some(bytes),
             Call::Barrier | Call::Split | Call::Receive { .. } => None,
         }
     }
 
-    /// Returns the bytes of the message from `rank` to rank `own` of `size`; `None` if there is no message.
-    fn bytes_from(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
+    /// Returns the bytes of the message from `rank` to rank `own`; `None` if there is no message.
+    fn bytes_from(&self, rank: usize, own: Place, memory: &Memory) -> Option<usize> {
         match self.call {
             Call::AllToAllV | Call::AllGatherV => self.recv_counts.get(rank).copied(),
             Call::ReduceScatter { .. } => Some(memory.recv_bytes),
-            Call::AllReduce { bytes, .. } => Some(2 * bytes / size),
-            Call::Broadcast { root, bytes } => (root == rank && root != own).then_some(bytes),
+            Call::AllReduce { bytes, .. } => Some(2 * bytes / own.size),
+            Call::Broadcast { root, bytes } => (root == rank && root != own.rank).then_some(bytes),
             Call::Receive { from, bytes, .. } => (from == rank).then_some(bytes),
             Call::Barrier | Call::Split | Call::Send { .. } => None,
         }

@@ -163,8 +163,8 @@ const MPICH: Constants = Constants {
 
 impl Constants {
     /// Finds out which of the three ABIs the library uses.
-    pub(crate) fn of(library: &Library) -> Result<Self, MpiError> {
-        if let Some(constants) = Self::of_open_mpi(library) {
+    pub(crate) fn from_library(library: &Library) -> Result<Self, MpiError> {
+        if let Some(constants) = Self::from_open_mpi(library) {
             return Ok(constants);
         }
         type GetVersion = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
@@ -185,7 +185,7 @@ impl Constants {
     }
 
     /// Reads Open MPI's constants: its predefined handles are the addresses of objects of the library.
-    fn of_open_mpi(library: &Library) -> Option<Self> {
+    fn from_open_mpi(library: &Library) -> Option<Self> {
         // SAFETY: only the address is taken, as that of a byte.
         let address = |name: &[u8]| Some(unsafe { library.get::<*const u8>(name) }.ok()?.into_raw().addr());
         Some(Self {
@@ -206,7 +206,7 @@ impl Constants {
 }
 
 impl Functions {
-    pub(crate) fn of(library: &Library) -> Result<Self, MpiError> {
+    pub(crate) fn from_library(library: &Library) -> Result<Self, MpiError> {
         Self::load(library)
     }
 

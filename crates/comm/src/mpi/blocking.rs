@@ -11,7 +11,7 @@ use super::versions::Versions;
 use crate::CommError;
 use crate::few::{FEW, with_few};
 use crate::in_flight::locked;
-use crate::number::{NumberKind, Reduce};
+use crate::number::Reduction;
 use crate::operation::{Call, Memory, Operation};
 
 impl Group {
@@ -26,20 +26,20 @@ impl Group {
                 Call::Barrier | Call::Split => self.check(call, (self.functions().barrier)(self.comm)),
                 Call::Broadcast { root, .. } => self.broadcast(call, memory, root),
                 Call::AllGatherV => self.all_gather_v(call, operation.recv_counts, memory),
-                Call::AllToAllV => self.all_to_all_v(call, (operation.send_counts, operation.recv_counts), memory),
+                Call::AllToAllV => self.all_to_all_v(call, operation.send_counts, operation.recv_counts, memory),
                 Call::ReduceScatter { .. } if self.is_of_library(call, memory.send_bytes, false) => {
                     self.library_share(call, operation.send_counts, memory)
                 }
                 Call::ReduceScatter { number, reduce } => {
-                    self.reduce_scatter(call, operation.send_counts, memory, (number, reduce))
+                    self.reduce_scatter(call, operation.send_counts, memory, Reduction { number, reduce })
                 }
                 Call::AllReduce { bytes, .. } if self.is_of_library(call, bytes, false) => {
                     self.library_sum(call, memory)
                 }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
-                    self.all_reduce_at_once(call, memory, (number, reduce))
+                    self.all_reduce_at_once(call, memory, Reduction { number, reduce })
                 }
-                Call::AllReduce { number, reduce, .. } => self.all_reduce(call, memory, (number, reduce)),
+                Call::AllReduce { number, reduce, .. } => self.all_reduce(call, memory, Reduction { number, reduce }),
                 Call::Send { to, tag, .. } => self.send(call, memory, to, tag),
                 Call::Receive { from, tag, .. } => self.receive(call, memory, from, tag),
             }
@@ -79,7 +79,7 @@ impl Group {
                 (functions.allgather)(memory.send, own, byte, memory.recv, own, byte, self.comm)
             });
         }
-        self.as_pieces(call, (counts, memory.recv_bytes), |counts, starts, unit| {
+        self.as_pieces(call, counts, memory.recv_bytes, |counts, starts, unit| {
             let (functions, comm) = (self.functions(), self.comm);
             // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
             self.check(call, unsafe {
@@ -95,7 +95,8 @@ impl Group {
     fn as_pieces(
         &self,
         call: &Call,
-        (counts, bytes): (&[usize], usize),
+        counts: &[usize],
+        bytes: usize,
         work: impl FnOnce(*const c_int, *const c_int, Handle) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         if counts.len() > FEW || bytes > self.process.limit {
@@ -115,12 +116,13 @@ impl Group {
     unsafe fn all_to_all_v(
         &self,
         call: &Call,
-        (send_counts, recv_counts): (&[usize], &[usize]),
+        send_counts: &[usize],
+        recv_counts: &[usize],
         memory: &Memory,
     ) -> Result<(), CommError> {
         let (functions, comm) = (self.functions(), self.comm);
-        self.as_pieces(call, (send_counts, memory.send_bytes), |sends, send_starts, send_unit| {
-            self.as_pieces(call, (recv_counts, memory.recv_bytes), |recvs, recv_starts, recv_unit| {
+        self.as_pieces(call, send_counts, memory.send_bytes, |sends, send_starts, send_unit| {
+            self.as_pieces(call, recv_counts, memory.recv_bytes, |recvs, recv_starts, recv_unit| {
                 let (from, to) = (memory.send, memory.recv);
                 // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the
                 // memory.
@@ -137,7 +139,7 @@ impl Group {
         call: &Call,
         counts: &[usize],
         memory: &Memory,
-        how: (NumberKind, Reduce),
+        how: Reduction,
     ) -> Result<(), CommError> {
         let (own, size) = (memory.recv_bytes, self.size());
         let share = memory.send.wrapping_add(counts[..self.rank].iter().sum());
@@ -145,7 +147,7 @@ impl Group {
         let there = Memory { recv: versions.start(), recv_bytes: own * size, ..*memory };
         // SAFETY: the caller's promise; the versions have room for one share from each rank.
         unsafe {
-            with_few(size, |_| own, |owns| self.all_to_all_v(call, (counts, owns), &there))?;
+            with_few(size, |_| own, |owns| self.all_to_all_v(call, counts, owns, &there))?;
             versions.reduce(how, memory.recv);
         }
         Ok(())
@@ -172,12 +174,7 @@ impl Group {
         self.check(call, unsafe { (self.functions().allreduce)(in_place, memory.recv, count, float, sum, self.comm) })
     }
 
-    unsafe fn all_reduce_at_once(
-        &self,
-        call: &Call,
-        memory: &Memory,
-        how: (NumberKind, Reduce),
-    ) -> Result<(), CommError> {
+    unsafe fn all_reduce_at_once(&self, call: &Call, memory: &Memory, how: Reduction) -> Result<(), CommError> {
         let mut versions = Versions::new(locked(&self.process.spare), memory.recv_bytes, self.size(), memory.recv);
         let (count, byte, there) = (memory.recv_bytes as c_int, self.byte(), versions.start());
         // SAFETY: the caller's promise; the versions have room for `count` bytes from each rank.
@@ -189,7 +186,7 @@ impl Group {
         Ok(())
     }
 
-    unsafe fn all_reduce(&self, call: &Call, memory: &Memory, how: (NumberKind, Reduce)) -> Result<(), CommError> {
+    unsafe fn all_reduce(&self, call: &Call, memory: &Memory, how: Reduction) -> Result<(), CommError> {
         let shares = shares(memory.recv_bytes, self.size());
         let own = shares[self.rank];
         let start: usize = shares[..self.rank].iter().sum();

@@ -6,7 +6,7 @@ use std::ffi::c_int;
 use super::api::Handle;
 use super::group::{Group, hash};
 use crate::CommError;
-use crate::error::{disagreement, piece_disagreement};
+use crate::error::{RankCall, disagreement, piece_disagreement};
 use crate::operation::{Call, Operation};
 
 /// The encoding of a call: its four words, and a hash of counts that must agree on all ranks.
@@ -78,7 +78,8 @@ impl Check {
     /// Compares the calls once all ranks have answered.
     pub(crate) fn verdict(&self, group: &Group) -> Result<(), CommError> {
         if self.all.iter().any(|words| *words != *self.own) {
-            let calls = self.all.iter().zip(&group.members).map(|(words, &rank)| (rank, describe(words)));
+            let calls = self.all.iter().zip(&group.members);
+            let calls = calls.map(|(words, &rank)| RankCall { rank, text: describe(words) });
             return Err(group.fail(disagreement(&calls.collect::<Vec<_>>())));
         }
         if self.own[0] != Call::AllToAllV.to_words()[0] {

@@ -152,7 +152,7 @@ impl Group {
 
     #[inline]
     pub(crate) fn pieces(&self, call: &Call, counts: &[usize]) -> Result<Pieces, CommError> {
-        Pieces::of(counts, self.process.limit).ok_or_else(|| self.too_long(call))
+        Pieces::new(counts, self.process.limit).ok_or_else(|| self.too_long(call))
     }
 
     pub(crate) fn unit(&self, call: &Call, pieces: &Pieces) -> Result<Unit, CommError> {

@@ -51,7 +51,10 @@ fn open_first() -> Result<Mpi, MpiError> {
         match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) } {
             Ok(library) => {
                 let library = Box::leak(Box::new(library));
-                return Ok(Mpi { constants: Constants::of(library)?, functions: Functions::of(library)? });
+                return Ok(Mpi {
+                    constants: Constants::from_library(library)?,
+                    functions: Functions::from_library(library)?,
+                });
             }
             // A library that exists and cannot be loaded is worth a message; the others are merely absent.
             Err(error) if path.is_absolute() => failures.push(error.to_string()),

@@ -148,7 +148,7 @@ impl Communicator for MpiComm {
         if comm == group.process.mpi.constants.comm_null {
             return Ok(None);
         }
-        let part = Group::of_comm(
+        let part = Group::from_comm(
             &group.process,
             comm,
             |rank| {

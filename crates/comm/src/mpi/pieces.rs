@@ -15,7 +15,7 @@ pub(crate) struct Pieces {
 
 impl Pieces {
     /// Makes consecutive pieces of these byte counts. `None` if they cannot be expressed in `int`s up to `limit`.
-    pub(crate) fn of(counts: &[usize], limit: usize) -> Option<Self> {
+    pub(crate) fn new(counts: &[usize], limit: usize) -> Option<Self> {
         let total: usize = counts.iter().sum();
         let unit = if total <= limit { 1 } else { unit_for(counts, limit) };
         let units = |bytes: usize| (bytes / unit) as c_int;
@@ -99,16 +99,16 @@ mod tests {
 
     #[test]
     fn counts_within_the_limit_are_bytes() {
-        let pieces = Pieces::of(&[3, 0, 7], 10).unwrap();
+        let pieces = Pieces::new(&[3, 0, 7], 10).unwrap();
         assert_eq!((pieces.unit, &*pieces.counts, &*pieces.starts), (1, &[3, 0, 7][..], &[0, 3, 3][..]));
     }
 
     #[test]
     fn beyond_it_they_are_multiples_of_a_divisor() {
-        let pieces = Pieces::of(&[24, 0, 36], 10).unwrap();
+        let pieces = Pieces::new(&[24, 0, 36], 10).unwrap();
         assert_eq!((pieces.unit, &*pieces.counts, &*pieces.starts), (6, &[4, 0, 6][..], &[0, 4, 4][..]));
-        assert!(Pieces::of(&[23, 36], 10).is_none(), "no common divisor");
-        let whole = Pieces::of(&[64], 10).unwrap();
+        assert!(Pieces::new(&[23, 36], 10).is_none(), "no common divisor");
+        let whole = Pieces::new(&[64], 10).unwrap();
         assert_eq!((whole.unit, &*whole.counts), (8, &[8][..]));
     }
 }

@@ -38,7 +38,7 @@ impl RawMpi {
     ///
     /// # Errors
     /// Returns an error if no library can be loaded.
-    pub fn of_run() -> Result<Self, MpiError> {
+    pub fn from_run() -> Result<Self, MpiError> {
         library::load().map(|mpi| Self { mpi, comm: mpi.constants.comm_world })
     }
 

@@ -138,15 +138,15 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
     let hydra_guard = HydraGuard::start();
     ignore_launcher_notices();
     initialise(mpi)?;
-    let world = mpi.constants.comm_world;
-    let (rank, size) = rank_and_size(mpi, world)?;
+    let comm = mpi.constants.comm_world;
+    let (rank, size) = rank_and_size(mpi, comm)?;
     library::check_size(size)?;
-    let node = Node::find(mpi, (world, rank), options.ranks_per_node)?;
+    let node = Node::find(mpi, World { comm, rank }, options.ranks_per_node)?;
     let (page, own) = node.page(mpi)?;
     // A node is identified by its first rank.
-    let nodes = gather(mpi, world, node.ranks[0], size)?;
-    let is_crowded = gather(mpi, world, usize::from(node.is_crowded), size)?.contains(&1);
-    let heartbeat = start_heartbeat(mpi, (world, rank), &nodes)?;
+    let nodes = gather(mpi, comm, node.ranks[0], size)?;
+    let is_crowded = gather(mpi, comm, usize::from(node.is_crowded), size)?.contains(&1);
+    let heartbeat = start_heartbeat(mpi, World { comm, rank }, &nodes)?;
     let watch = Arc::new(Watch::new(page, own, node.ranks.clone(), size, options.timeout));
     let process = Arc::new(Process {
         rank,
@@ -158,14 +158,14 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         spare: Mutex::default(),
         limit: options.limit,
         is_checked: options.is_checked,
-        sums: LibrarySums::of(mpi.constants.is_open_mpi, is_crowded, options.keeps_order),
+        sums: LibrarySums::new(mpi.constants.is_open_mpi, is_crowded, options.keeps_order),
         hydra_guard,
     });
     let barking = Arc::clone(&process);
     watch
         .spawn(&node.pids(mpi)?, heartbeat, move |error| barking.abort(&error))
         .map_err(|error| CommError::Start(format!("cannot start the watchdog's thread: {error}")))?;
-    let group = Group::of_comm(&process, world, |rank| nodes[rank], rank)?;
+    let group = Group::from_comm(&process, comm, |rank| nodes[rank], rank)?;
     Ok(MpiComm { group: Arc::new(group) })
 }
 
@@ -239,20 +239,27 @@ fn gather_words<const N: usize>(
     Ok(all)
 }
 
+/// This rank in the communicator of the whole run.
+#[derive(Clone, Copy)]
+struct World {
+    comm: Handle,
+    rank: usize,
+}
+
 /// Starts the heartbeat of a node's first rank, if there are several nodes. `nodes` has, for each rank, the first
 /// rank of its node.
-fn start_heartbeat(mpi: &Mpi, (world, rank): (Handle, usize), nodes: &[usize]) -> Result<Option<Heartbeat>, CommError> {
+fn start_heartbeat(mpi: &Mpi, world: World, nodes: &[usize]) -> Result<Option<Heartbeat>, CommError> {
     let firsts: Vec<usize> = (0..nodes.len()).filter(|&rank| nodes[rank] == rank).collect();
     if firsts.len() < 2 {
         return Ok(None);
     }
-    let place = firsts.iter().position(|&first| first == rank);
+    let place = firsts.iter().position(|&first| first == world.rank);
     let socket = place.and_then(|_| {
         let socket = HeartbeatSocket::open();
         socket.inspect_err(|error| tracing::info!("no heartbeats to other nodes: {error}")).ok()
     });
     let contacts =
-        gather_words(mpi, world, socket.as_ref().map_or(&NO_CONTACT, HeartbeatSocket::contact), nodes.len())?;
+        gather_words(mpi, world.comm, socket.as_ref().map_or(&NO_CONTACT, HeartbeatSocket::contact), nodes.len())?;
     let (Some(place), Some(socket)) = (place, socket) else { return Ok(None) };
     let of_place = |place: usize| firsts[place % firsts.len()];
     let (next, previous) = (of_place(place + 1), of_place(place + firsts.len() - 1));
@@ -277,21 +284,21 @@ struct Node {
 }
 
 impl Node {
-    fn find(mpi: &Mpi, (world, rank): (Handle, usize), supposed: Option<usize>) -> Result<Self, CommError> {
+    fn find(mpi: &Mpi, world: World, supposed: Option<usize>) -> Result<Self, CommError> {
         let constants = &mpi.constants;
         let mut comm = 0;
         // SAFETY: a call of all ranks; `comm` is valid for writing.
         checked(mpi, unsafe {
-            (mpi.functions.comm_split_type)(world, constants.type_shared, 0, constants.info_null, &raw mut comm)
+            (mpi.functions.comm_split_type)(world.comm, constants.type_shared, 0, constants.info_null, &raw mut comm)
         })?;
         let is_crowded = is_crowded(mpi, comm)?;
         if let Some(ranks_per_node) = supposed {
-            let (of_machine, color) = (comm, (rank / ranks_per_node) as c_int);
+            let (of_machine, color) = (comm, (world.rank / ranks_per_node) as c_int);
             // SAFETY: as above.
-            checked(mpi, unsafe { (mpi.functions.comm_split)(of_machine, color, rank as c_int, &raw mut comm) })?;
+            checked(mpi, unsafe { (mpi.functions.comm_split)(of_machine, color, world.rank as c_int, &raw mut comm) })?;
         }
         let (own, size) = rank_and_size(mpi, comm)?;
-        Ok(Self { comm, own, ranks: gather(mpi, comm, rank, size)?, is_crowded })
+        Ok(Self { comm, own, ranks: gather(mpi, comm, world.rank, size)?, is_crowded })
     }
 
     /// Returns the process ids of the node's ranks; empty if they are in different PID namespaces, where ids mean
@@ -346,7 +353,7 @@ fn page_path() -> PathBuf {
 impl Group {
     /// Makes the group of a communicator. `node` returns the node of a rank by its number in the whole run; `own` is
     /// this rank's number.
-    pub(super) fn of_comm(
+    pub(super) fn from_comm(
         process: &Arc<Process>,
         comm: Handle,
         node: impl Fn(usize) -> usize,

@@ -11,16 +11,16 @@ use super::pieces::{Pieces, Unit};
 use super::versions::{Taken, Versions};
 use crate::CommError;
 use crate::in_flight::Steps;
-use crate::number::{NumberKind, Reduce};
+use crate::number::Reduction;
 use crate::operation::{Call, Memory, Operation};
 
 /// The work that remains when the requests are done.
 enum Then {
     Nothing,
     /// Reduce the versions into this memory.
-    Reduce(Versions<Taken>, (NumberKind, Reduce), Target),
+    Reduce(Versions<Taken>, Reduction, Target),
     /// Reduce this rank's share of an all-reduce, then exchange the shares.
-    Share(Versions<Taken>, (NumberKind, Reduce)),
+    Share(Versions<Taken>, Reduction),
     /// Check that the whole message has come.
     Count(c_int, Unit),
     Finished,
@@ -91,19 +91,19 @@ impl Started {
                 }
                 Call::ReduceScatter { number, reduce } => {
                     let versions = self.versions(operation.send_counts, memory)?;
-                    self.then = Then::Reduce(versions, (number, reduce), Target(memory.recv));
+                    self.then = Then::Reduce(versions, Reduction { number, reduce }, Target(memory.recv));
                     Ok(())
                 }
                 Call::AllReduce { bytes, .. } if self.group.is_of_library(&self.call, bytes, true) => {
                     self.library_sum()
                 }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
-                    self.gather_versions((number, reduce))
+                    self.gather_versions(Reduction { number, reduce })
                 }
                 Call::AllReduce { number, reduce, bytes } => {
                     let own = Memory { send: memory.recv, send_bytes: bytes, ..memory };
                     let versions = self.versions(&shares(bytes, size), own)?;
-                    self.then = Then::Share(versions, (number, reduce));
+                    self.then = Then::Share(versions, Reduction { number, reduce });
                     Ok(())
                 }
                 Call::Send { to, tag, .. } => {
@@ -238,7 +238,7 @@ impl Started {
         })
     }
 
-    unsafe fn gather_versions(&mut self, how: (NumberKind, Reduce)) -> Result<(), CommError> {
+    unsafe fn gather_versions(&mut self, how: Reduction) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let memory = self.memory;
         let mut versions = Versions::new(Taken::from(&group), memory.recv_bytes, group.size(), memory.recv);

@@ -27,7 +27,7 @@ impl LibrarySums {
 
     /// Returns the fastest choice for a library. `is_crowded` means that a machine has more ranks than cores. With
     /// `keeps_order` only sums with the bits of threads are left to it.
-    pub(crate) fn of(is_open_mpi: bool, is_crowded: bool, keeps_order: bool) -> Self {
+    pub(crate) fn new(is_open_mpi: bool, is_crowded: bool, keeps_order: bool) -> Self {
         let quickest = if is_open_mpi {
             // In Open MPI long reduce-scatters take up to six times as long as here, and started sums up to three
             // times.
@@ -68,17 +68,17 @@ mod tests {
 
     #[test]
     fn sums_in_order_are_left_to_the_library_between_two_ranks_alone() {
-        let ordered = LibrarySums::of(false, false, true);
+        let ordered = LibrarySums::new(false, false, true);
         assert_eq!((takes(ordered, 2), takes(ordered, 3)), ([true; 2], [false; 2]));
-        assert_eq!(takes(LibrarySums::of(false, false, false), 3), [true; 2]);
+        assert_eq!(takes(LibrarySums::new(false, false, false), 3), [true; 2]);
     }
 
     #[test]
     fn a_library_takes_what_it_takes_quickly() {
-        assert_eq!(takes(LibrarySums::of(true, true, false), 4), [true, false]);
-        assert_eq!(takes(LibrarySums::of(false, true, false), 4), [false; 2]);
+        assert_eq!(takes(LibrarySums::new(true, true, false), 4), [true, false]);
+        assert_eq!(takes(LibrarySums::new(false, true, false), 4), [false; 2]);
         let share = Call::ReduceScatter { number: NumberKind::F32, reduce: Reduce::Sum };
-        let open_mpi = LibrarySums::of(true, false, false);
+        let open_mpi = LibrarySums::new(true, false, false);
         assert_eq!([64, 1 << 20].map(|bytes| open_mpi.takes(&share, bytes, 2, false)), [true, false]);
         let greatest = Call::AllReduce { number: NumberKind::F32, reduce: Reduce::Max, bytes: 4 };
         assert!(!open_mpi.takes(&greatest, 4, 2, false), "what becomes of NaN is not said");

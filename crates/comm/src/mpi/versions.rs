@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::group::{Group, Process};
 use crate::few::with_few;
 use crate::in_flight::locked;
-use crate::number::{NumberKind, Reduce};
+use crate::number::Reduction;
 
 /// Memory in whole cache lines.
 #[derive(Clone, Copy)]
@@ -49,7 +49,8 @@ impl<W: DerefMut<Target = Vec<Line>>> Versions<W> {
 
     /// # Safety
     /// `target` is valid for writing the bytes of one version, and aligned for the number.
-    pub(crate) unsafe fn reduce(&self, (number, reduce): (NumberKind, Reduce), target: *mut u8) {
+    pub(crate) unsafe fn reduce(&self, reduction: Reduction, target: *mut u8) {
+        let Reduction { number, reduce } = reduction;
         let start = self.lines[self.skipped..].as_ptr().cast::<u8>();
         let source = |rank: usize| start.wrapping_add(rank * self.bytes);
         // SAFETY: the versions lie one after another, each a whole number of numbers.

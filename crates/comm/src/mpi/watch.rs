@@ -158,7 +158,7 @@ impl Watch {
     ) -> io::Result<JoinHandle<()>> {
         let watch = Arc::clone(self);
         let deaths = DeathWatch::new(pids);
-        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run((deaths, heartbeat), &bark))
+        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run(deaths, heartbeat, &bark))
     }
 
     /// Notes that this rank ends as it should, and ends the thread.
@@ -172,7 +172,7 @@ impl Watch {
         !self.page.slots()[0].is_reported.swap(true, Ordering::SeqCst)
     }
 
-    fn run(&self, (mut deaths, mut heartbeat): (DeathWatch, Option<Heartbeat>), bark: &Bark) {
+    fn run(&self, mut deaths: DeathWatch, mut heartbeat: Option<Heartbeat>, bark: &Bark) {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
         let mut timer = WaitTimer::new();

@@ -196,7 +196,7 @@ impl Leg {
         bytes: usize,
     ) -> Result<PendingAllToAll, CommError> {
         let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
-        hierarchy.start_all_to_all_v(path(algorithm), (packed, &sends), &recvs)
+        hierarchy.start_all_to_all_v(path(algorithm), packed, &sends, &recvs)
     }
 
     fn start_back(
@@ -207,7 +207,7 @@ impl Leg {
         bytes: usize,
     ) -> Result<PendingAllToAll, CommError> {
         let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
-        hierarchy.start_all_to_all_v(path(algorithm), (packed, &sends), &recvs)
+        hierarchy.start_all_to_all_v(path(algorithm), packed, &sends, &recvs)
     }
 
     fn carry_inside(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {

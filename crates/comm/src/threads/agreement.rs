@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::group::Group;
 use super::rendezvous::{Post, Rendezvous};
 use crate::CommError;
-use crate::error::{disagreement, piece_disagreement};
+use crate::error::{RankCall, disagreement, piece_disagreement};
 use crate::operation::Call;
 
 /// The time to wait for ranks that have not come yet before deciding which are in the minority.
@@ -24,7 +24,7 @@ pub(crate) fn check(group: &Group, rendezvous: &Rendezvous, seat: usize, other: 
     if !is_same_call(mine, theirs) {
         return Err(group.world.fail(find_minority(group, rendezvous)));
     }
-    match size_conflict(group, (seat, mine), (other, theirs)) {
+    match size_conflict(group, Seated { seat, post: mine }, Seated { seat: other, post: theirs }) {
         None => Ok(()),
         Some(error) => Err(group.world.fail(error)),
     }
@@ -40,9 +40,16 @@ fn is_same_call(a: &Post, b: &Post) -> bool {
     }
 }
 
+/// A rank's post with its seat.
+#[derive(Clone, Copy)]
+struct Seated<'a> {
+    seat: usize,
+    post: &'a Post,
+}
+
 /// Checks the size of a piece or message, on which only its two ranks have to agree.
-fn size_conflict(group: &Group, a: (usize, &Post), b: (usize, &Post)) -> Option<CommError> {
-    match (a.1.call, b.1.call) {
+fn size_conflict(group: &Group, a: Seated<'_>, b: Seated<'_>) -> Option<CommError> {
+    match (a.post.call, b.post.call) {
         (Call::AllToAllV, Call::AllToAllV) => piece_conflict(group, a, b).or_else(|| piece_conflict(group, b, a)),
         (Call::Send { to, bytes, .. }, Call::Receive { from, bytes: expected, .. })
         | (Call::Receive { from, bytes: expected, .. }, Call::Send { to, bytes, .. }) => {
@@ -56,9 +63,9 @@ fn size_conflict(group: &Group, a: (usize, &Post), b: (usize, &Post)) -> Option<
     }
 }
 
-fn piece_conflict(group: &Group, (from, sender): (usize, &Post), (to, receiver): (usize, &Post)) -> Option<CommError> {
-    let (sent, expected) = (sender.send_counts[to], receiver.recv_counts[from]);
-    let (from, to) = (group.world_rank(from), group.world_rank(to));
+fn piece_conflict(group: &Group, from: Seated<'_>, to: Seated<'_>) -> Option<CommError> {
+    let (sent, expected) = (from.post.send_counts[to.seat], to.post.recv_counts[from.seat]);
+    let (from, to) = (group.world_rank(from.seat), group.world_rank(to.seat));
     (sent != expected).then(|| piece_disagreement(from, sent as u64, to, expected as u64))
 }
 
@@ -68,9 +75,8 @@ fn find_minority(group: &Group, rendezvous: &Rendezvous) -> CommError {
         thread::yield_now();
     }
     let seats = 0..rendezvous.num_seats();
-    let calls: Vec<(usize, String)> =
-        seats.filter_map(|seat| Some((group.world_rank(seat), describe(rendezvous.post(seat)?)))).collect();
-    disagreement(&calls)
+    let call = |seat| Some(RankCall { rank: group.world_rank(seat), text: describe(rendezvous.post(seat)?) });
+    disagreement(&seats.filter_map(call).collect::<Vec<_>>())
 }
 
 fn describe(post: &Post) -> String {

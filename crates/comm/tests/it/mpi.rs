@@ -192,7 +192,7 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
 /// Makes every call of the library itself among the ranks that pass the same color, and compares with results
 /// computed by hand.
 fn raw_calls(comm: &dyn Communicator, color: u32) -> Result<(), CommError> {
-    let raw = RawMpi::of_run().map_err(CommError::from)?.split(color, comm.rank());
+    let raw = RawMpi::from_run().map_err(CommError::from)?.split(color, comm.rank());
     let part = comm.split(Some(color), comm.rank())?.expect("a colour was given");
     let (rank, size) = (part.rank(), part.size());
     raw.barrier();

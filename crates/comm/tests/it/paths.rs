@@ -32,7 +32,7 @@ proptest! {
             let mut all = Vec::new();
             for algorithm in ALGORITHMS {
                 let mut recv = vec![0_u32; recv_counts.iter().sum()];
-                hierarchy.all_to_all_v(algorithm, (&sent, &counts[comm.rank()]), (&mut recv, &recv_counts))?;
+                hierarchy.all_to_all_v(algorithm, &sent, &counts[comm.rank()], &mut recv, &recv_counts)?;
                 all.push(recv);
             }
             Ok(all)
@@ -57,7 +57,7 @@ proptest! {
         let results = on_nodes(&nodes, |comm| {
             let hierarchy = Hierarchy::new(comm)?;
             let ways = ALGORITHMS.iter().flat_map(|&algorithm| [1, 2, 3].map(|num_chunks| (algorithm, num_chunks)));
-            ways.map(|way| there_and_back(&hierarchy, way, &lists, width)).collect::<Result<Vec<_>, _>>()
+            ways.map(|(algorithm, num_chunks)| there_and_back(&hierarchy, algorithm, num_chunks, &lists, width)).collect::<Result<Vec<_>, _>>()
         });
         for (rank, paths) in results.iter().enumerate() {
             let received = rows_for(rank, &lists, width);
@@ -147,7 +147,7 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
         (0..size).map(|from| (0..from * 4 % 7).map(|row| list(from, row)).collect()).collect();
     let hierarchy = Hierarchy::new(comm)?;
     for algorithm in ALGORITHMS {
-        let (there, back) = there_and_back(&hierarchy, (algorithm, 1 + size % 3), &lists, 300)?;
+        let (there, back) = there_and_back(&hierarchy, algorithm, 1 + size % 3, &lists, 300)?;
         assert_eq!(there, rows_for(comm.rank(), &lists, 300), "{algorithm:?}");
         let rows = lists[comm.rank()].iter().enumerate();
         let sums: Vec<f32> = rows.flat_map(|(row, list)| sum(comm.rank(), row, list, nodes, 300)).collect();
@@ -158,7 +158,8 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
 
 fn there_and_back(
     hierarchy: &Hierarchy,
-    (algorithm, num_chunks): (Algorithm, usize),
+    algorithm: Algorithm,
+    num_chunks: usize,
     lists: &[Vec<Vec<usize>>],
     width: usize,
 ) -> Result<(Vec<f32>, Vec<f32>), CommError> {

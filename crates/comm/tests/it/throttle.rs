@@ -33,7 +33,7 @@ fn occupied(algorithm: Algorithm, tokens: usize) -> f64 {
     let results = run_ranks(&RankOptions::new(0).with_nodes(&NODES), |comm| {
         let throttled = Throttled::new(comm.split(Some(0), comm.rank())?.expect("a part"), links());
         let lines = throttled.lines();
-        let hierarchy = Hierarchy::of(Box::new(throttled))?;
+        let hierarchy = Hierarchy::from_comm(Box::new(throttled))?;
         let everywhere: Vec<usize> = (0..8).collect();
         let plan = RowPlan::new(&hierarchy, algorithm, &vec![everywhere.as_slice(); tokens])?;
         let before = lines.seconds();

@@ -94,7 +94,7 @@ impl ExpertRanks {
     ) -> Result<Self, CommError> {
         let (placements, options) = (placements.into(), options.into());
         assert_eq!(placements.num_ranks(), group.size(), "ranks of a placement");
-        let (hierarchy, tuning, failure) = (Hierarchy::of(group)?, Mutex::default(), Mutex::default());
+        let (hierarchy, tuning, failure) = (Hierarchy::from_comm(group)?, Mutex::default(), Mutex::default());
         Ok(Self { inner: Arc::new(Inner { world, hierarchy, placements, options, tuning, failure }) })
     }
 
