@@ -140,7 +140,7 @@ pub struct Action {
     pub microbatch: u32,
     /// The MoE layer within the stage; 0 for an action that is no part of one.
     pub layer: u16,
-    /// What is done.
+    /// The kind of the action.
     pub kind: Kind,
 }
 

@@ -141,8 +141,8 @@ struct Clock<'a> {
     times: &'a Times,
     num_microbatches: usize,
     ranks: Vec<RankClock>,
-    /// Of each stage and microbatch: the latest action of its forward and of its backward; the send of what they
-    /// made, if any.
+    /// For each stage and microbatch, the latest action of its forward and of its backward, and the send of their
+    /// results, if any.
     chains: Vec<[ChainClock; 2]>,
     spans: Vec<Vec<Span>>,
     communication: f64,

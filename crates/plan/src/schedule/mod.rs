@@ -9,14 +9,15 @@
 //! Checker, timeline and executor agree on this:
 //!
 //! - Each rank goes through its list in order.
-//! - A computation (F, B, W, BW and parts of them) starts when the rank has come to it and its inputs are there, and the rank
-//!   computes until it ends. A pair starts when the inputs of both are there.
-//! - An all-to-all (dispatch, combine) starts when the rank has come to it and the rank's earlier all-to-alls are done. The rank
-//!   goes on at once; whichever action needs the result waits for it.
-//! - A send is buffered: it starts when the rank has come to it, and the rank goes on at once. A receive blocks until its message
-//!   is there. Messages of a kind between the same two stages arrive in the order in which they were sent.
-//! - A schedule without sends and receives has them implied: a stage's output leaves when it is computed, and the computation that
-//!   needs it waits for it. If there is one send or receive there must be all of them.
+//! - A computation (F, B, W, BW and parts of them) starts when the rank has come to it and its inputs are there, and
+//!   the rank computes until it ends. A pair starts when the inputs of both are there.
+//! - An all-to-all (dispatch, combine) starts when the rank has come to it and the rank's earlier all-to-alls are
+//!   done. The rank goes on at once; whichever action needs the result waits for it.
+//! - A send is buffered: it starts when the rank has come to it, and the rank goes on at once. A receive blocks until
+//!   its message is there. Messages of a kind between the same two stages arrive in the order in which they were
+//!   sent.
+//! - A schedule without sends and receives has them implied: a stage's output leaves when it is computed, and the
+//!   computation that needs it waits for it. If there is one send or receive there must be all of them.
 //!
 //! ```
 //! use moeworks_plan::{ScheduleKind, ScheduleRequest, Times};

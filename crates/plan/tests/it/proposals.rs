@@ -1,4 +1,4 @@
-//! What is proposed, and how it goes with the size of the cluster.
+//! The proposed layouts, and how they change with the size of the cluster.
 
 use moeworks_plan::cost::estimate::estimate;
 use moeworks_plan::{

@@ -55,11 +55,11 @@ struct Execution<'a> {
     schedule: &'a Schedule,
     has_messages: bool,
     num_microbatches: usize,
-    /// Of each rank: how many of its entries are done.
+    /// The number of entries done, for each rank.
     done: Vec<u32>,
-    /// Of each rank: what it waits for.
+    /// The output or gradient that each rank waits for.
     waits_for: Vec<Option<Transfer>>,
-    /// Of each stage and microbatch: whether its output and its gradient are there, a bit each.
+    /// The outputs and gradients that exist, one bit each for each stage and microbatch.
     released: Vec<u8>,
     /// Ranks that can go on.
     ready: Vec<u32>,

@@ -97,11 +97,11 @@ struct Progress<'a> {
     schedule: &'a Schedule,
     has_messages: bool,
     num_microbatches: usize,
-    /// Of each stage and microbatch: how many actions of each chain are done.
+    /// The number of actions done, for each stage, microbatch and chain.
     done: Vec<[u32; 3]>,
-    /// Of each stage and microbatch: which messages were sent and received, a bit each.
+    /// The messages sent and received, one bit each for each stage and microbatch.
     messages: Vec<u8>,
-    /// Of each stage: the microbatches whose outputs and whose gradients it sent, in order.
+    /// The microbatches whose outputs and whose gradients each stage sent, in order.
     sent: [Vec<Vec<u32>>; 2],
     /// The receives of each stage, inputs and gradients.
     received: [Vec<Vec<Place>>; 2],
@@ -367,7 +367,7 @@ fn message_bit(kind: Kind) -> u8 {
     1 << (kind as u8 - Kind::SendOutput as u8)
 }
 
-/// What a rank holds as it goes through its list.
+/// The memory that a rank holds as it goes through its list.
 #[derive(Default)]
 struct Held {
     activations: usize,

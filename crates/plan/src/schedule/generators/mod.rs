@@ -94,9 +94,9 @@ pub enum GenerateError {
         schedule: &'static str,
         /// The number: `ranks`, `microbatches` or `virtual stages`.
         what: &'static str,
-        /// What was asked for.
+        /// The number that was asked for.
         given: usize,
-        /// What would be right.
+        /// The numbers that would be right.
         right: String,
     },
     /// A limit on memory that leaves no room for one microbatch.

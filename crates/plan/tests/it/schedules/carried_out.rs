@@ -6,8 +6,8 @@ use proptest::prelude::*;
 
 use super::{generate, with_timeline};
 
-/// Returns the size closest to a wish that every kind takes: DualPipe wants an even number of ranks, twice as many
-/// microbatches, and interleaved 1F1B a multiple of them.
+/// Returns the closest size that every kind takes: DualPipe needs an even number of ranks and twice as many
+/// microbatches, interleaved 1F1B a multiple of them.
 fn sizes(half: usize, rounds: usize) -> (usize, usize) {
     (2 * half, 2 * half * rounds)
 }
@@ -24,8 +24,8 @@ fn stage_times() -> impl Strategy<Value = StageTimes> {
     })
 }
 
-/// The least time in which anything can be done: each rank's own work, and the way of a microbatch through all stages
-/// and back.
+/// Returns a lower bound of the makespan: each rank's own work, and the way of a microbatch through all stages and
+/// back.
 fn lower_bound(schedule: &Schedule, times: &Times) -> f64 {
     let num_stages = schedule.num_stages() as u32;
     let of = |stage| times.stage(stage);
@@ -234,7 +234,7 @@ fn pairs_hide_all_to_alls_under_computation() {
     }
 }
 
-/// Of one stage by hand: FA 2, FD 1, FE 2, FC 1, then BC 1, BE 2, BD 1 (WE 2 under it), BA 2, WA 2.
+/// The actions of one stage by hand: FA 2, FD 1, FE 2, FC 1, then BC 1, BE 2, BD 1 (WE 2 under it), BA 2, WA 2.
 #[test]
 fn one_rank_by_hand() {
     let times = with_all_to_alls();

@@ -11,7 +11,7 @@ struct Row {
     microbatches: usize,
     /// Stages of a rank in interleaved 1F1B.
     layers: usize,
-    /// Of F, B, W and communication.
+    /// Milliseconds of F, B, W and communication.
     times: [f64; 4],
     one_f_one_b: f64,
     interleaved: f64,
