@@ -1,4 +1,4 @@
-//! Models: a configuration of shared blocks plus a name table.
+//! Language models: configurations, weights, file formats, tokenizers, and passes over tokens.
 
 pub mod account;
 

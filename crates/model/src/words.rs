@@ -1,6 +1,6 @@
-//! Names of settings in the words of the file that they came from, for messages.
+//! Translation of our names of settings to those of a file, for error messages.
 
-/// Names of ours, and what a `config.json` calls them.
+/// Our names of settings, with the keys of a `config.json`.
 pub(crate) const OF_CONFIG_JSON: &[(&str, &str)] = &[
     ("width", "hidden_size"),
     ("num_layers", "num_hidden_layers"),
@@ -37,7 +37,7 @@ pub(crate) const OF_CONFIG_JSON: &[(&str, &str)] = &[
     ("variant.encoder.start_id", "decoder_start_token_id"),
 ];
 
-/// The same of a GGUF header.
+/// Our names of settings, with the keys of a GGUF header.
 pub(crate) const OF_GGUF: &[(&str, &str)] = &[
     ("width", "embedding_length"),
     ("num_layers", "block_count"),
@@ -68,7 +68,7 @@ pub(crate) const OF_GGUF: &[(&str, &str)] = &[
     ("variant.latent.plain_dim", "attention.key_length"),
 ];
 
-/// A message whose names of settings are those of a file.
+/// Replaces our names of settings in a message by the keys of a file.
 pub(crate) fn in_words(message: &dyn ToString, words: &[(&str, &str)]) -> String {
     let text = message.to_string();
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '.';

@@ -176,7 +176,7 @@ fn parts_that_cannot_be_are_refused() {
         (vec![SequencePart { start: 7, ..ok }], "sequence 0 has 1 blocks of 8 tokens, but 9 tokens"),
         (vec![SequencePart { blocks: &[4], ..ok }], "sequence 0: block 4 is not one of the cache's 4"),
         (vec![ok, ok], "sequence 1 writes into block 0, which sequence 0 writes into or reads"),
-        (vec![SequencePart { adapter: Some(3), ..ok }], "sequence 0: there is no adapter 3"),
+        (vec![SequencePart { adapter: Some(3), ..ok }], "sequence 0: unknown adapter 3"),
     ];
     for (parts, expected) in cases {
         let found = error(&parts);
