@@ -151,7 +151,7 @@ pub fn training_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
 /// Returns the floating-point operations of a training step per token of an answer of `answer_len` to a source of
 /// `source_len`, in a model with an encoder. Those of the source are spread over the answer's tokens.
 #[must_use]
-pub fn training_flops_per_answer_token(config: &ModelConfig, (source_len, answer_len): (usize, usize)) -> f64 {
+pub fn training_flops_per_answer_token(config: &ModelConfig, source_len: usize, answer_len: usize) -> f64 {
     let (source, answer) = (source_len as f64, answer_len as f64);
     // Cross-attention computes its keys and values from the source.
     let is_of_source = |spec: &&WeightSpec| {

@@ -250,6 +250,6 @@ fn a_source_passes_the_encoder_and_an_answer_the_decoder() {
     let of_answer = 2 * (attention + attention / 2 + hidden) + 10 * 4;
     let pairs = 7 * 7 + 2 * (3 * 3) / 2 + 2 * 3 * 7;
     let flops = 6 * (7 * of_source + 3 * of_answer + pairs * 2 * (3 + 3));
-    let found = training_flops_per_answer_token(&config, (7, 3));
+    let found = training_flops_per_answer_token(&config, 7, 3);
     assert!((3.0 * found - f64::from(flops)).abs() < 1e-6, "{found}, {flops}");
 }

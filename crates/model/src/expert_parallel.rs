@@ -139,8 +139,7 @@ impl Decoder {
     pub fn routed_tokens(&self, batch: &TokenBatch<'_>, are_whole: bool) -> Range<usize> {
         let TokenBatch { num_sequences, seq_len, .. } = *batch;
         let split = self.stage.tensor.as_ref().map(TensorRanks::split);
-        split
-            .map_or(0..num_sequences * seq_len, |split| split.run_of(split.rank(), (num_sequences, seq_len), are_whole))
+        split.map_or(0..num_sequences * seq_len, |split| split.run_of(split.rank(), num_sequences, seq_len, are_whole))
     }
 
     /// Merges the statistics of this rank's sequences with those of all ranks.

@@ -45,6 +45,20 @@ pub(crate) struct LayerCache {
     window: Option<usize>,
 }
 
+/// The width and the type of a tensor's rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowType {
+    pub(crate) width: usize,
+    pub(crate) dtype: DType,
+}
+
+impl RowType {
+    /// Returns the type of the rows of `x`.
+    pub(crate) fn new(x: &Tensor) -> Self {
+        Self { width: x.cols(), dtype: x.dtype() }
+    }
+}
+
 impl KvCache {
     /// Returns an empty cache for a model of `config`.
     #[must_use]
@@ -154,8 +168,8 @@ impl LayerCache {
     /// Appends the rows of new tokens. Tokens that none of the new ones sees may be dropped.
     pub(crate) fn append(&mut self, ctx: &Context, new: &[&Tensor]) {
         let (rows, num_sequences) = (new.first().map_or(0, |new| new.rows()), self.num_sequences);
-        let kinds: Vec<_> = new.iter().map(|new| (new.cols(), new.dtype())).collect();
-        self.append_with(ctx, rows, &kinds, |kept, held| {
+        let types: Vec<_> = new.iter().map(|new| RowType::new(new)).collect();
+        self.append_with(ctx, rows, &types, |kept, held| {
             for (all, new) in kept.iter_mut().zip(new) {
                 copy_rows_of_each(ctx, new, (all, held), num_sequences);
             }
@@ -168,7 +182,7 @@ impl LayerCache {
         &mut self,
         ctx: &Context,
         rows: usize,
-        kinds: &[(usize, DType)],
+        types: &[RowType],
         write: impl FnOnce(&mut [Tensor], usize) -> R,
     ) -> R {
         let count = rows / self.num_sequences;
@@ -184,7 +198,7 @@ impl LayerCache {
             None => (self.held + count).max(2 * self.capacity()).max(FIRST_CAPACITY),
         };
         if self.held + count > self.capacity() || self.capacity() > wanted {
-            self.move_last(ctx, seen, wanted, kinds);
+            self.move_last(ctx, seen, wanted, types);
         }
         let result = write(&mut self.kept, self.held);
         self.held += count;
@@ -193,9 +207,9 @@ impl LayerCache {
 
     /// Moves the last `count` tokens to new tensors with capacity for `capacity` tokens of these widths and types,
     /// and drops the others.
-    fn move_last(&mut self, ctx: &Context, count: usize, capacity: usize, kinds: &[(usize, DType)]) {
+    fn move_last(&mut self, ctx: &Context, count: usize, capacity: usize, types: &[RowType]) {
         let old = std::mem::take(&mut self.kept);
-        let moved = |(i, &(width, dtype)): (usize, &(usize, DType))| {
+        let moved = |(i, &RowType { width, dtype }): (usize, &RowType)| {
             let mut tensor = ctx.zeros_there(&[self.num_sequences * capacity, width], dtype);
             if let Some(old) = old.get(i) {
                 let to = (&mut tensor, 0);
@@ -203,7 +217,7 @@ impl LayerCache {
             }
             tensor
         };
-        self.kept = kinds.iter().enumerate().map(moved).collect();
+        self.kept = types.iter().enumerate().map(moved).collect();
         self.dropped += self.held - count;
         self.held = count;
     }

@@ -42,7 +42,7 @@ pub fn router_losses(config: &ModelConfig, layers: &[LayerStats], options: &Pass
         BalanceKind::Gshard => balance_loss_gshard(&all),
     };
     let groups = group_losses(&all, router, options);
-    let mut others = other_losses(&all, (router, top_k), options);
+    let mut others = other_losses(&all, router, top_k, options);
     [others.device, others.communication] = groups.each_ref().map(|loss| Some(loss.as_ref()?.value));
     let value = balance.value;
     let balance = groups.into_iter().flatten().fold(balance, plus);
@@ -82,11 +82,7 @@ fn plus(mut sum: BalanceLoss, other: BalanceLoss) -> BalanceLoss {
 }
 
 /// Computes the losses other than balance and z-loss, summed over the layers.
-fn other_losses(
-    layers: &[&LayerStats],
-    (router, top_k): (&RouterConfig, usize),
-    options: &PassOptions,
-) -> RouterLosses {
+fn other_losses(layers: &[&LayerStats], router: &RouterConfig, top_k: usize, options: &PassOptions) -> RouterLosses {
     if layers.is_empty() {
         return RouterLosses::default();
     }

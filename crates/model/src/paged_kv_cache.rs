@@ -30,7 +30,7 @@ pub(crate) struct PagedLayer {
 pub(crate) struct RowRun {
     /// The first row in the pass.
     pub(crate) from: usize,
-    /// The first row in the cache.
+    /// The number of rows.
     pub(crate) to: usize,
     /// Rows.
     pub(crate) count: usize,

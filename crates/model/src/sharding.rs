@@ -37,7 +37,7 @@ impl Sharding {
         layout: Layout,
         placements: impl Into<Placements>,
     ) -> Result<Self, ConfigError> {
-        let split = |rank| TensorSplit::new(config, table, (rank, layout.tp));
+        let split = |rank| TensorSplit::new(config, table, rank, layout.tp);
         let splits = (0..layout.tp).map(split).collect::<Result<_, _>>()?;
         Ok(Self { layout, placements: placements.into(), splits })
     }

@@ -75,9 +75,9 @@ fn times(range: &Range<usize>, size: usize) -> Range<usize> {
 impl TensorSplit {
     /// Computes the parts of rank `rank` of `size` in the weights of `table`, of a model of `config`. Fails if there
     /// are more ranks than heads, hidden units or ids to shard.
-    pub fn new(config: &ModelConfig, table: &WeightTable, (rank, size): (usize, usize)) -> Result<Self, ConfigError> {
+    pub fn new(config: &ModelConfig, table: &WeightTable, rank: usize, size: usize) -> Result<Self, ConfigError> {
         Self::check(config, table, size)?;
-        let (kv_heads, heads, kv_ranks) = heads_of(config, (rank, size));
+        let HeadRanges { kv_heads, heads, kv_ranks } = HeadRanges::new(config, rank, size);
         Ok(Self {
             rank,
             size,
@@ -142,7 +142,7 @@ impl TensorSplit {
     /// Returns the run of tokens that rank `rank` takes through layers with experts, of `num_sequences` sequences of
     /// `seq_len`. With `are_whole` a run has whole sequences, for losses that need them.
     #[must_use]
-    pub fn run_of(&self, rank: usize, (num_sequences, seq_len): (usize, usize), are_whole: bool) -> Range<usize> {
+    pub fn run_of(&self, rank: usize, num_sequences: usize, seq_len: usize, are_whole: bool) -> Range<usize> {
         if are_whole {
             return times(&even_share(num_sequences, self.size, rank), seq_len);
         }
@@ -217,20 +217,30 @@ fn limits(config: &ModelConfig, table: &WeightTable) -> [(&'static str, usize); 
     ]
 }
 
-/// Returns a rank's heads of keys and values, the query heads that use them, and the ranks that hold the same keys
-/// and values.
-fn heads_of(config: &ModelConfig, (rank, size): (usize, usize)) -> (Range<usize>, Range<usize>, Range<usize>) {
-    let per_kv = config.num_heads / config.num_kv_heads;
-    if size <= config.num_kv_heads {
-        let kv_heads = even_share(config.num_kv_heads, size, rank);
-        return (kv_heads.clone(), times(&kv_heads, per_kv), rank..rank + 1);
+/// The heads of a rank.
+struct HeadRanges {
+    kv_heads: Range<usize>,
+    /// The query heads that use them.
+    heads: Range<usize>,
+    /// The ranks that hold the same keys and values.
+    kv_ranks: Range<usize>,
+}
+
+impl HeadRanges {
+    /// Computes the heads of rank `rank` of `size` in a model of `config`.
+    fn new(config: &ModelConfig, rank: usize, size: usize) -> Self {
+        let per_kv = config.num_heads / config.num_kv_heads;
+        if size <= config.num_kv_heads {
+            let kv_heads = even_share(config.num_kv_heads, size, rank);
+            return Self { heads: times(&kv_heads, per_kv), kv_heads, kv_ranks: rank..rank + 1 };
+        }
+        let ranks_of = |kv_head| even_share(size, config.num_kv_heads, kv_head);
+        let kv_head = (0..config.num_kv_heads).find(|&kv_head| ranks_of(kv_head).contains(&rank)).unwrap_or(0);
+        let kv_ranks = ranks_of(kv_head);
+        let own = even_share(per_kv, kv_ranks.len(), rank - kv_ranks.start);
+        let heads = kv_head * per_kv + own.start..kv_head * per_kv + own.end;
+        Self { kv_heads: kv_head..kv_head + 1, heads, kv_ranks }
     }
-    let ranks_of = |kv_head| even_share(size, config.num_kv_heads, kv_head);
-    let kv_head = (0..config.num_kv_heads).find(|&kv_head| ranks_of(kv_head).contains(&rank)).unwrap_or(0);
-    let ranks = ranks_of(kv_head);
-    let own = even_share(per_kv, ranks.len(), rank - ranks.start);
-    let heads = kv_head * per_kv + own.start..kv_head * per_kv + own.end;
-    (kv_head..kv_head + 1, heads, ranks)
 }
 
 impl Cut {

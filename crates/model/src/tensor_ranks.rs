@@ -34,6 +34,23 @@ struct Inner {
     experts: ExpertRanks,
 }
 
+/// The width of a norm that is sharded across ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ShardedWidth {
+    /// The width over all ranks.
+    pub(crate) width: usize,
+    /// False if a lower rank holds the same part, and counts it.
+    pub(crate) is_counted: bool,
+}
+
+/// The input of a sharded norm, for its backward.
+#[derive(Clone, Copy)]
+pub(crate) struct NormedPart<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) weight: &'a Tensor,
+    pub(crate) inv_rms: &'a Tensor,
+}
+
 impl TensorRanks {
     /// Joins `group`, whose ranks have the same tokens and shard the matrices of `table`, of a model of `config`.
     /// `experts` is this rank's membership in layers with experts, where each rank of `group` has tokens of its own.
@@ -44,7 +61,7 @@ impl TensorRanks {
         group: Arc<dyn Communicator>,
         experts: ExpertRanks,
     ) -> Result<Self, ConfigError> {
-        let split = TensorSplit::new(config, table, (group.rank(), group.size()))?;
+        let split = TensorSplit::new(config, table, group.rank(), group.size())?;
         Ok(Self { inner: Arc::new(Inner { group, split, experts }) })
     }
 
@@ -86,9 +103,11 @@ impl TensorRanks {
     pub(crate) fn norm_part(
         &self,
         ctx: &Context,
-        (x, weight): (&Tensor, &Tensor),
-        (width, is_counted): (usize, bool),
-        (eps, out): (f32, DType),
+        x: &Tensor,
+        weight: &Tensor,
+        ShardedWidth { width, is_counted }: ShardedWidth,
+        eps: f32,
+        out: DType,
     ) -> (Tensor, Tensor) {
         let mut sums = row_products(ctx, (x, x), weight.len(), None);
         if !is_counted {
@@ -107,9 +126,10 @@ impl TensorRanks {
         &self,
         ctx: &Context,
         dy: &Tensor,
-        (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
-        (width, is_counted): (usize, bool),
-        (write, d_weight): (Write, &mut Tensor),
+        NormedPart { x, weight, inv_rms }: NormedPart<'_>,
+        ShardedWidth { width, is_counted }: ShardedWidth,
+        write: Write,
+        d_weight: &mut Tensor,
     ) -> Tensor {
         let mut means = row_products(ctx, (dy, x), weight.len(), Some(weight));
         self.sum(&mut means);
@@ -209,7 +229,7 @@ impl<'a> Run<'a> {
     pub(crate) fn of(pass: &Pass<'a>, are_whole: bool) -> Option<Self> {
         let ranks = pass.tensor?;
         let split = ranks.split();
-        let run = |rank| split.run_of(rank, (pass.sequences.count, pass.sequences.len), are_whole);
+        let run = |rank| split.run_of(rank, pass.sequences.count, pass.sequences.len, are_whole);
         Some(Self { ranks, counts: (0..split.size()).map(|rank| run(rank).len()).collect(), own: run(split.rank()) })
     }
 

@@ -121,7 +121,7 @@ fn cut(config: &ModelConfig, table: &WeightTable, spec: &WeightSpec, size: usize
         return "experts".to_owned();
     }
     let of_rank = |rank: usize| {
-        let share = TensorSplit::new(config, table, (rank, size)).expect("a split").share(spec);
+        let share = TensorSplit::new(config, table, rank, size).expect("a split").share(spec);
         let sum = if share.is_summed { "+" } else { "" };
         match share.cut {
             None => format!("whole{sum}"),
