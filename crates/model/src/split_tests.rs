@@ -1,4 +1,4 @@
-//! Parts of tensors: together they are the whole, whatever divides.
+//! Parts of tensors: together they are the whole, however sizes divide.
 
 use moeworks_tensor::{DType, Purpose, Random};
 
@@ -25,7 +25,7 @@ fn model(num_heads: usize, num_kv_heads: usize) -> ModelConfig {
     }
 }
 
-/// Every element of every tensor is on one rank, or on all ranks that are said to have the same.
+/// Checks that every element of every tensor is on one rank, or on all ranks that are listed to hold the same.
 fn check(config: &ModelConfig, size: usize) {
     let ctx = Context::cpu(1);
     let (decoder, table) = (Decoder::new(config.clone()).unwrap(), WeightTable::new(config));

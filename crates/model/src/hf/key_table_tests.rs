@@ -56,7 +56,7 @@ fn no_key_is_in_two_tables() {
     }
 }
 
-/// Every key that is refused, with a value that says something and with those that say nothing.
+/// Lists every refused key, with a value that is refused and those that are accepted.
 #[test]
 fn refused_keys_are_refused_unless_they_are_off() {
     for family in FAMILIES {

@@ -1,5 +1,5 @@
-//! GGUF files: small ones made by llama.cpp's own package, with the logits that `transformers` computes from their numbers
-//! (`tests/fixtures/gguf/make.py`), and files that are not what they should be.
+//! GGUF files: small ones made by llama.cpp's own package, with the logits that `transformers` computes from their
+//! numbers (`tests/fixtures/gguf/make.py`), and invalid ones.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -61,7 +61,7 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
     }
 }
 
-/// Blocks are what we compute with: nothing is unpacked, and nothing copied but rows that change their order.
+/// Products read blocks as they are: nothing is unpacked, and only rows whose order changes are copied.
 #[test]
 fn matrices_in_blocks_stay_in_blocks() {
     let ctx = Context::cpu(2);
@@ -90,7 +90,7 @@ fn matrices_in_blocks_stay_in_blocks() {
     }
 }
 
-/// f16 is multiplied where the file has it: experts take no memory, and no sum is another than in f32.
+/// Products read f16 in the file: experts take no memory, and sums are those of f32.
 #[test]
 fn matrices_in_f16_stay_where_the_file_has_them() {
     for name in ["mixtral", "deepseek2"] {
@@ -147,7 +147,7 @@ fn the_tokenizer_of_a_file_divides_text_by_its_merges() {
     assert_eq!(tokenizer.eos_id(), Some(256));
 }
 
-/// llama.cpp's own vocabularies with texts and the ids that it makes of them.
+/// llama.cpp's own vocabularies with texts and the ids that llama.cpp makes of them.
 #[test]
 fn tokenizers_of_real_files_give_the_ids_that_llama_cpp_gives() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/tokenizers/gguf-vocab");
@@ -316,8 +316,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// A file that was good, with bits turned, bytes put in or taken out, and its end cut off: an error or a model, and never
-    /// more memory than the bytes that are there can become (numbers of two bits as f32, and a copy on the way).
+    /// A valid file with flipped bits, inserted or removed bytes, and a truncated end gives an error or a model. It
+    /// takes no more memory than its bytes can become (numbers of two bits as f32, and a copy on the way).
     #[test]
     fn damage_is_an_error_and_takes_no_more_memory_than_the_file_justifies(
         name in 0..MODELS.len(),

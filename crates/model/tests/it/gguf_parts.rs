@@ -1,4 +1,4 @@
-//! GGUF models in several files: read from any part, and faults of the parts named.
+//! GGUF models in several files: read from any part, with faults of parts reported.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ pub(crate) struct RawTensor {
     pub(crate) data: Vec<u8>,
 }
 
-/// A fixture taken apart: the bytes of its keys, their number, and its tensors.
+/// A fixture split up: the bytes of its keys, their number, and its tensors.
 pub(crate) struct Raw {
     keys: Vec<u8>,
     num_keys: u64,
@@ -49,7 +49,7 @@ impl Raw {
     pub(crate) fn add_key(&mut self, name: &str, ty: u32, value: &[u8]) {
         let wanted = string(name);
         if let Some(at) = self.keys.windows(wanted.len()).position(|window| window == wanted) {
-            // Another name that nobody reads.
+            // A name that nobody reads.
             self.keys[at + 8..at + wanted.len()].fill(b'x');
         }
         self.keys.extend([&wanted[..], &ty.to_le_bytes(), value].concat());
@@ -62,7 +62,7 @@ impl Raw {
     }
 }
 
-/// One part: with the keys of the model or none, and what it says of the parts.
+/// A part: with the model's keys or none, and with its split keys.
 struct Part<'a> {
     raw: &'a Raw,
     has_keys: bool,

@@ -1,4 +1,4 @@
-//! Files and folders that are something else than their names say: each is named as what it is, with what to do.
+//! Files and folders of other kinds than their names say: errors describe them and give advice.
 
 use std::fs;
 use std::path::{Path, PathBuf};
