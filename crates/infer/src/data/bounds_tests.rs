@@ -1,4 +1,4 @@
-//! Memory and files stay within bounds whatever the data.
+//! Memory and files stay within bounds for any data.
 
 use std::fs;
 use std::ops::ControlFlow;
@@ -13,7 +13,7 @@ fn find(folder: &Path, name: &str) -> Result<Sources, DataError> {
     Sources::find(&TextOptions { paths, ..TextOptions::default() }, &Watch::default())
 }
 
-/// Each piece with whether it ends its document.
+/// Each piece with a flag for the end of its document.
 fn pieces(sources: &Sources) -> Result<Vec<(String, bool)>, DataError> {
     let mut pieces = Vec::new();
     sources.for_each(|piece| {
@@ -91,7 +91,7 @@ fn patterns_leave_out_hidden_files_unless_they_name_them() {
     assert!(matches!(find(folder.path(), "?b.txt"), Err(DataError::Glob { .. })));
 }
 
-/// A byte is a token.
+/// A tokenizer of bytes.
 struct Bytes;
 
 impl Encode for Bytes {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::*;
 use crate::data::TextOptions;
 
-/// A token for each byte, `shift` higher; 256 + `shift` ends a document.
+/// A tokenizer of bytes, each id `shift` higher; 256 + `shift` ends a document.
 struct Bytes {
     shift: u32,
     vocab_size: usize,
@@ -175,7 +175,7 @@ fn what_was_passed_over_is_told_again_when_tokens_come_from_the_cache() {
     assert_eq!(shop.cached().len(), 1);
 }
 
-/// The same bytes with tokens before each document.
+/// A tokenizer of bytes with tokens before each document.
 struct Begun(Bytes);
 
 impl Encode for Begun {
@@ -203,7 +203,7 @@ impl Encode for Begun {
 #[test]
 fn each_document_begins_with_what_texts_begin_with() {
     let shop = Workshop::new();
-    // The second is read in several pieces, of which only the first begins it.
+    // The second document is read in several pieces, of which only the first gets its beginning.
     let long = "x\n".repeat(400_000);
     let store = TokenStore::open(&shop.sources(&["ab", &long]), &Begun(Bytes::new(0, 257)), &shop.place()).unwrap();
     let ids = all(&store);

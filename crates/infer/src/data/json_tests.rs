@@ -7,7 +7,7 @@ fn texts(content: &[u8]) -> Result<Vec<String>, String> {
     texts_and_line(content).map(|(texts, _)| texts)
 }
 
-/// The texts, and the line that tells what was passed over.
+/// Returns the texts, and the line about skipped rows.
 fn texts_and_line(content: &[u8]) -> Result<(Vec<String>, String), String> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.jsonl");

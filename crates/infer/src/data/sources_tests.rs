@@ -2,7 +2,7 @@ use std::io::Write;
 
 use super::*;
 
-/// A folder of files, and what comes of naming paths in it.
+/// A folder of files, with the results of naming paths in it.
 struct Folder(tempfile::TempDir);
 
 impl Folder {
@@ -25,7 +25,7 @@ impl Folder {
         Sources::find(&TextOptions { paths, ..TextOptions::default() }, &Watch::default())
     }
 
-    /// The line that tells what is passed over, with paths relative to the folder.
+    /// Returns the line about skipped files, with paths relative to the folder.
     fn line(&self, names: &[&str]) -> String {
         let watch = Watch::default();
         let mut search = Search::new(&watch);
@@ -38,7 +38,7 @@ impl Folder {
         documents(&self.find(names).unwrap())
     }
 
-    /// The message, with paths relative to the folder.
+    /// Returns the error message, with paths relative to the folder.
     fn error(&self, names: &[&str]) -> String {
         let message = match self.find(names) {
             Ok(sources) => sources.for_each(|_| Ok(ControlFlow::Continue(()))).unwrap_err(),
@@ -102,7 +102,7 @@ fn globs_match_and_files_come_once() {
     assert_eq!(folder.documents(&["[x].txt"]), ["x"]);
 }
 
-/// The beginning of a tar archive.
+/// Returns the beginning of a tar archive.
 fn tar() -> Vec<u8> {
     let mut header = vec![0; 512];
     header[..5].copy_from_slice(b"a.txt");

@@ -1,6 +1,6 @@
 use super::*;
 
-/// A reader that gives a byte at a time.
+/// A reader that returns one byte at a time.
 struct Slow<'a>(&'a [u8]);
 
 impl Read for Slow<'_> {

@@ -15,7 +15,7 @@ use moeworks_tensor::DType;
 
 use crate::common::{byte_model, model_fixture};
 
-/// The likeliest answer to a prompt, and its pieces; it is ended after `most` of them.
+/// Returns the most likely answer to a prompt and its pieces, ended after `most` of them.
 fn answered(model: &Model, max_new_tokens: usize, stops: &[String], most: usize) -> (Answer, Vec<String>) {
     let prompt = prompt_ids(model, "Line", false).unwrap();
     let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &model.stop_ids };

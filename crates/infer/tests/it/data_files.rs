@@ -1,5 +1,4 @@
-//! Files as other programs write them are read as Python reads them: `tests/fixtures/data`, made by `make.py` beside
-//! them.
+//! Files of other programs are read as Python reads them: `tests/fixtures/data`, made by the `make.py` there.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -20,7 +19,7 @@ struct Expected {
     empty: u64,
     #[serde(default)]
     surrogates: u64,
-    /// Told when files are looked through, not when their rows are read.
+    /// Trailing bytes are reported when files are examined, not when their rows are read.
     #[serde(default, rename = "trailing")]
     _trailing: u64,
 }
@@ -33,7 +32,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/data").join(name)
 }
 
-/// The documents of a file, and the line that tells what of its rows was passed over.
+/// Returns the documents of a file, and the line about skipped rows.
 fn read(path: &Path, field: &str) -> Result<(Vec<String>, String), DataError> {
     let config =
         TextOptions { paths: vec![path.display().to_string()], text_field: field.into(), ..TextOptions::default() };
