@@ -6,7 +6,7 @@ use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_moe::ConfigError;
 
 use crate::chat::{ChatError, SandboxError};
-use crate::data::DataError;
+use crate::data::{DataError, SpanTokensError};
 use crate::store::StoreError;
 
 /// An error of opening or using a model, as one line: the problem, its place, and what would be right.
@@ -51,7 +51,7 @@ pub enum InferError {
     #[error("an expert cache needs a GPU; choose the device cuda")]
     ExpertCacheWithoutGpu,
     /// Batch invariance was asked for on a GPU, whose kernels are chosen by the number of rows.
-    #[error("batch invariance works on the CPU alone; choose the device cpu")]
+    #[error("batch invariance works only on the CPU; choose the device cpu")]
     BatchInvarianceOnGpu,
     /// A result of the model is not a number.
     #[error("the model's result is not a number{}", explain(tensor.as_deref()))]
@@ -60,7 +60,7 @@ pub enum InferError {
         tensor: Option<String>,
     },
     /// The prompt has no token.
-    #[error("the prompt is empty, and the tokenizer has no token that a text begins with")]
+    #[error("the prompt is empty, and the tokenizer has no token that begins a text")]
     EmptyPrompt,
     /// The prompt leaves no space for an answer.
     #[error(
@@ -91,6 +91,9 @@ pub enum InferError {
     /// The text cannot be read.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// The tokenizer lacks the tokens of span corruption.
+    #[error(transparent)]
+    SpanTokens(#[from] SpanTokensError),
     /// The window length is not possible for the model.
     #[error("windows of {seq_len} tokens: must be from {least} to the model's maximum, {longest}")]
     SeqLen {

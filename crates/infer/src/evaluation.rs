@@ -106,7 +106,7 @@ pub fn evaluate(
     if tokens.len() < 2 {
         return Err(InferError::FewTokens { num_tokens: tokens.len() });
     }
-    let spans = SpanRule::of(model.decoder.config(), &model.tokenizer)?;
+    let spans = SpanRule::from_config(model.decoder.config(), &model.tokenizer)?;
     let sizes = BatchSizes::new(seq_len, options.max_sequences);
     let batches: Box<dyn Iterator<Item = Batch>> = match &spans {
         None => Box::new(evaluation_batches(tokens, seq_len, sizes.batch_size)),

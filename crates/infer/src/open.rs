@@ -33,10 +33,10 @@ pub enum WeightsToCheck {
     None,
 }
 
-/// The precision of the products.
+/// The number format in which weights are multiplied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Precision {
-    /// The type of the weights in the files.
+pub enum WeightFormat {
+    /// That of the weights in the files.
     #[default]
     Stored,
     /// Single precision.
@@ -45,8 +45,8 @@ pub enum Precision {
     Bf16,
 }
 
-impl Precision {
-    /// The type of the weights to compute with; none for that of the files.
+impl WeightFormat {
+    /// Returns the type of the weights; `None` for that of the files.
     fn dtype(self) -> Option<DType> {
         match self {
             Self::Stored => None,
@@ -59,8 +59,8 @@ impl Precision {
 /// Options of opening a model.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OpenOptions {
-    /// The precision of the products.
-    pub precision: Precision,
+    /// The number format in which weights are multiplied.
+    pub format: WeightFormat,
     /// The weights that are checked for NaN and infinity.
     pub check: WeightsToCheck,
 }
@@ -223,7 +223,7 @@ impl Model {
         let tokenizer = source.tokenizer()?;
         // GPU kernels have no f16.
         let is_half = ctx.device() == Device::Cuda && weights.compute_dtype() == DType::F16;
-        let weights = match options.precision.dtype().or(is_half.then_some(DType::F32)) {
+        let weights = match options.format.dtype().or(is_half.then_some(DType::F32)) {
             // The copy is made in host memory; a GPU gets what it reads.
             Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx.on_host(), dtype),
             _ => weights,

@@ -277,7 +277,7 @@ impl Store {
         for (_, path) in self.folders()? {
             match Checkpoint::read(&path) {
                 Ok(checkpoint) => checkpoints.push(checkpoint),
-                Err(error) => tracing::warn!("{error}; it is passed over"),
+                Err(error) => tracing::warn!("{error}; it is skipped"),
             }
         }
         Ok(checkpoints)
@@ -354,7 +354,7 @@ impl Store {
     }
 
     fn is_whole(checkpoint: &Checkpoint) -> bool {
-        checkpoint.verify().inspect_err(|error| tracing::warn!("{error}; it is passed over")).is_ok()
+        checkpoint.verify().inspect_err(|error| tracing::warn!("{error}; it is skipped")).is_ok()
     }
 
     /// Deletes the checkpoints that `keep` does not ask for. If one cannot be deleted, a warning is logged.

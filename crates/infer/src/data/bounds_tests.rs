@@ -68,7 +68,7 @@ fn a_checkout_is_what_people_wrote() {
     write("build/made.rs", "made");
     write("results/first/metrics.jsonl", "{}");
     write("results/first/report.html", "made");
-    let sources = Sources::of_checkout(folder.path(), &TextOptions::default(), &Watch::default()).unwrap();
+    let sources = Sources::from_checkout(folder.path(), &TextOptions::default(), &Watch::default()).unwrap();
     assert_eq!(pieces(&sources).unwrap(), [("written".to_owned(), true)]);
 }
 
@@ -128,7 +128,8 @@ fn what_killed_programs_left_in_the_cache_goes_after_a_day() {
     ] {
         fs::File::create(cache.join(name)).unwrap().set_modified(time).unwrap();
     }
-    let store = TokenStore::open(&find(folder.path(), "a.txt").unwrap(), &Bytes, &CachePlace::at(&cache)).unwrap();
+    let store =
+        TokenStore::open(&find(folder.path(), "a.txt").unwrap(), &Bytes, &CachePlace::from_folder(&cache)).unwrap();
     assert_eq!(store.len(), 9);
     let mut names: Vec<_> = fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.retain(|name| !name.to_string_lossy().ends_with(".tokens"));

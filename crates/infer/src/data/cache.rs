@@ -41,7 +41,7 @@ pub struct CachePlace {
 impl CachePlace {
     /// Makes a list of the program's folder in the user's cache folder, if there is one, and then `fallback`.
     #[must_use]
-    pub fn of_user(user: Option<&Path>, fallback: PathBuf) -> Self {
+    pub fn from_user(user: Option<&Path>, fallback: PathBuf) -> Self {
         Self { folders: user.map(PathBuf::from).into_iter().chain([fallback]).collect() }
     }
 
@@ -53,7 +53,7 @@ impl CachePlace {
 
     /// Makes a list of one folder.
     #[must_use]
-    pub fn at(folder: &Path) -> Self {
+    pub fn from_folder(folder: &Path) -> Self {
         Self { folders: vec![folder.into()] }
     }
 

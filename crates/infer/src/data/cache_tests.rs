@@ -59,7 +59,7 @@ impl Workshop {
     }
 
     fn place(&self) -> CachePlace {
-        CachePlace::at(&self.folder.path().join("cache"))
+        CachePlace::from_folder(&self.folder.path().join("cache"))
     }
 
     fn cached(&self) -> Vec<PathBuf> {
@@ -156,7 +156,7 @@ fn the_next_folder_is_used_where_the_first_cannot_be_written() {
     let place = CachePlace { folders: vec![blocked.join("cache"), shop.folder.path().join("cache")] };
     TokenStore::open(&sources, &Bytes::new(0, 257), &place).unwrap();
     assert_eq!(shop.cached().len(), 1);
-    let error = TokenStore::open(&sources, &Bytes::new(0, 257), &CachePlace::at(&blocked)).unwrap_err();
+    let error = TokenStore::open(&sources, &Bytes::new(0, 257), &CachePlace::from_folder(&blocked)).unwrap_err();
     assert!(error.to_string().starts_with(&format!("{}: tokenised data cannot be written: ", blocked.display())));
 }
 
@@ -169,7 +169,7 @@ fn what_was_passed_over_is_told_again_when_tokens_come_from_the_cache() {
         let config = TextOptions { paths: vec![path.display().to_string()], ..TextOptions::default() };
         let sources = Sources::find(&config, &Watch::default()).unwrap();
         let store = TokenStore::open(&sources, &Bytes::new(0, 257), &shop.place()).unwrap();
-        let expected = format!("1 row passed over: its text is null ({}:2)", path.display());
+        let expected = format!("1 row skipped: its text is null ({}:2)", path.display());
         assert_eq!(store.notes().line(), Some(expected));
     }
     assert_eq!(shop.cached().len(), 1);

@@ -82,7 +82,7 @@ pub(super) fn open_text<'a>(input: Input<'a>) -> Result<Box<dyn Read + 'a>, Data
     let mut reader = open(input)?;
     let mut start = Vec::with_capacity(4);
     (&mut reader).take(4).read_to_end(&mut start).map_err(|source| unreadable(input.path, source))?;
-    Ok(match Wide::of(&start) {
+    Ok(match Wide::detect(&start) {
         Some((wide, mark)) => Box::new(Narrow::new(io::Cursor::new(start.split_off(mark)).chain(reader), wide)),
         None => Box::new(io::Cursor::new(start).chain(reader)),
     })
@@ -93,7 +93,7 @@ fn peeled<'a>(input: Input<'a>, mut reader: Box<dyn Read + 'a>) -> Result<Box<dy
     let mut start = Vec::with_capacity(foreign::START_BYTES);
     let read = (&mut reader).take(foreign::START_BYTES as u64).read_to_end(&mut start);
     read.map_err(|source| unreadable(input.path, source))?;
-    if let Some(foreign::Foreign { kind, remedy }) = foreign::of(&start) {
+    if let Some(foreign::Foreign { kind, remedy }) = foreign::detect(&start) {
         return Err(DataError::Packed { path: input.path.into(), kind, remedy });
     }
     Ok(Box::new(io::Cursor::new(start).chain(reader)))

@@ -59,7 +59,7 @@ pub enum DataError {
         offset: u64,
     },
     /// The file is an archive or has an unsupported compression or format.
-    #[error("{}: is {kind}, which is not read; {remedy}", path.display())]
+    #[error("{}: is {kind}, which is not supported; {remedy}", path.display())]
     Packed {
         /// The file.
         path: PathBuf,
@@ -102,12 +102,6 @@ pub enum DataError {
         place: String,
         /// The files that were skipped, as ` (3 files skipped ...)`, or nothing.
         skipped: String,
-    },
-    /// A tokenizer without the tokens that a model with an encoder is trained by.
-    #[error("the tokenizer has no {missing}: it must be T5's")]
-    NoSpans {
-        /// The tokens that it lacks.
-        missing: &'static str,
     },
     /// The tokenizer refuses a document.
     #[error("{}: cannot be tokenised: {problem}", path.display())]

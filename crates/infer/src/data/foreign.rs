@@ -46,7 +46,7 @@ const KINDS: [(&[u8], &str, &str); 20] = [
 ];
 
 /// Returns the unsupported format of a file that begins with `start`, if it has one.
-pub(super) fn of(start: &[u8]) -> Option<Foreign> {
+pub(super) fn detect(start: &[u8]) -> Option<Foreign> {
     if start.get(257..262) == Some(b"ustar") {
         return Some(Foreign { kind: "a tar archive", remedy: UNPACK });
     }

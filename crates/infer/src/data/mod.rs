@@ -39,7 +39,7 @@ pub use error::DataError;
 pub use notes::Notes;
 pub use options::{DataFormat, TextOptions};
 pub use sources::{Piece, Sources};
-pub use spans::{SpanLengths, SpanPair, SpanRule, leave_out_spans, span_batches};
+pub use spans::{SpanLengths, SpanPair, SpanRule, SpanTokensError, leave_out_spans, span_batches};
 pub use spool::{STDIN, is_piped, is_stdin};
 pub use summary::ReadSummary;
 pub use watch::{ReadPhase, ReadProgress, Watch};

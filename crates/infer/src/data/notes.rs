@@ -117,14 +117,14 @@ pub(super) fn shown(path: &Path) -> String {
 /// Returns the words for `count` notes of a kind.
 fn words(note: Note, count: u64) -> String {
     let [one, many] = match note {
-        Note::NotUtf8 => ["file passed over: not UTF-8", "files passed over: not UTF-8"],
-        Note::Binary => ["file passed over: binary", "files passed over: binary"],
-        Note::Packed => ["file passed over: a format that is not read", "files passed over: formats that are not read"],
-        Note::Hidden => ["hidden file or folder passed over", "hidden files and folders passed over"],
-        Note::MadeByPrograms => ["folder passed over: made by programs", "folders passed over: made by programs"],
-        Note::Circle => ["linked folder passed over: leads back", "linked folders passed over: they lead back"],
-        Note::Dangling => ["link passed over: leads nowhere", "links passed over: they lead nowhere"],
-        Note::Special => ["pipe, socket or device passed over", "pipes, sockets and devices passed over"],
+        Note::NotUtf8 => ["file skipped: not UTF-8", "files skipped: not UTF-8"],
+        Note::Binary => ["file skipped: binary", "files skipped: binary"],
+        Note::Packed => ["file skipped: an unsupported format", "files skipped: unsupported formats"],
+        Note::Hidden => ["hidden file or folder skipped", "hidden files and folders skipped"],
+        Note::MadeByPrograms => ["folder skipped: made by programs", "folders skipped: made by programs"],
+        Note::Circle => ["linked folder skipped: leads back", "linked folders skipped: they lead back"],
+        Note::Dangling => ["link skipped: leads nowhere", "links skipped: they lead nowhere"],
+        Note::Special => ["pipe, socket or device skipped", "pipes, sockets and devices skipped"],
         Note::Empty => ["empty file", "empty files"],
         Note::Twice => ["file named more than once is read once", "files named more than once are read once"],
         Note::PlainText => [
@@ -132,9 +132,9 @@ fn words(note: Note, count: u64) -> String {
             "files of rows without the text field are read as plain text",
         ],
         Note::Nul => ["file with NUL characters in its text", "files with NUL characters in their text"],
-        Note::NullText => ["row passed over: its text is null", "rows passed over: their text is null"],
-        Note::MissingText => ["row passed over: has no text field", "rows passed over: they have no text field"],
-        Note::EmptyText => ["row passed over: its text is empty", "rows passed over: their text is empty"],
+        Note::NullText => ["row skipped: its text is null", "rows skipped: their text is null"],
+        Note::MissingText => ["row skipped: has no text field", "rows skipped: they have no text field"],
+        Note::EmptyText => ["row skipped: its text is empty", "rows skipped: their text is empty"],
         Note::Surrogate => ["row with a lone surrogate, now U+FFFD", "rows with lone surrogates, now U+FFFD"],
         Note::Trailing => ["gzip file with other bytes behind its end", "gzip files with other bytes behind their end"],
     };

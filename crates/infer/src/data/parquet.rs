@@ -139,7 +139,7 @@ fn check_codec(path: &Path, codec: Compression) -> Result<(), DataError> {
         _ => return Ok(()),
     };
     let remedy = "write it with zstd, snappy, gzip or lz4, such as by pyarrow.parquet.write_table(table, path, compression=\"zstd\")";
-    Err(wrong(path, format!("its text is compressed by {name}, which is not read; {remedy}")))
+    Err(wrong(path, format!("its text is compressed by {name}, which is not supported; {remedy}")))
 }
 
 /// Returns the index of the text column among the leaves of the schema.

@@ -63,7 +63,7 @@ struct Stamp {
 }
 
 impl Stamp {
-    fn of(path: &Path, spool: Option<&File>) -> Result<Self, DataError> {
+    fn new(path: &Path, spool: Option<&File>) -> Result<Self, DataError> {
         let metadata = spool.map_or_else(|| fs::metadata(path), File::metadata);
         let metadata = metadata.map_err(|source| decode::unreadable(path, source))?;
         Ok(Self { num_bytes: metadata.len(), modified: metadata.modified().ok() })
@@ -85,7 +85,7 @@ impl Sources {
     pub fn find(options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
         if options.paths.is_empty() {
             let here = std::env::current_dir().map_err(|source| decode::unreadable(Path::new("."), source))?;
-            return Self::of_checkout(&here, options, watch);
+            return Self::from_checkout(&here, options, watch);
         }
         if let Some(path) = options.paths.iter().find(|path| has_weight(path)) {
             let problem = "has a weight, which only training has a use for; leave out what follows the last =";
@@ -108,7 +108,7 @@ impl Sources {
     }
 
     /// Finds the sources and documents of the checkout that contains `start`.
-    pub fn of_checkout(start: &Path, options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
+    pub fn from_checkout(start: &Path, options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
         let nothing = |skipped| DataError::NoText { place: start.display().to_string(), skipped };
         let root = checkout::root(start).ok_or_else(|| nothing(" (not in a checkout)".into()))?;
         let mut search = Search::new(watch);
@@ -138,7 +138,7 @@ impl Sources {
     ) -> Result<Self, DataError> {
         let candidates = std::mem::take(&mut search.candidates);
         let size = |candidate: &Candidate| {
-            Stamp::of(&candidate.path, candidate.spool.as_deref()).map_or(0, |stamp| stamp.num_bytes)
+            Stamp::new(&candidate.path, candidate.spool.as_deref()).map_or(0, |stamp| stamp.num_bytes)
         };
         let total = candidates.iter().map(size).sum();
         let pass = Pass::new(watch, ReadPhase::Looking, candidates.len(), total);
@@ -240,7 +240,7 @@ impl Sources {
             if flow?.is_break() {
                 break;
             }
-            if Stamp::of(path, spool.as_deref())? != *stamp {
+            if Stamp::new(path, spool.as_deref())? != *stamp {
                 return Err(DataError::Changed { path: path.clone() });
             }
             pass.end_file(before, stamp.num_bytes);
@@ -287,7 +287,7 @@ fn look_at(
     let Candidate { path, spool, named } = candidate;
     let field = &options.text_field;
     let input = Input { path, spool: spool.as_deref(), field, pass, notes };
-    let mut stamp = Stamp::of(path, input.spool)?;
+    let mut stamp = Stamp::new(path, input.spool)?;
     let format = if stamp.num_bytes == 0 { Format::Text } else { format_of(input, options.format, *named)? };
     let mut hasher = Xxh3::new();
     if format == Format::Text {

@@ -7,12 +7,20 @@
 use moeworks_model::{ModelConfig, Tokenizer};
 use moeworks_tensor::{Purpose, Random};
 
-use super::{Batch, DataError, TokenStore};
+use super::{Batch, TokenStore};
 
 /// The share of tokens that is removed.
 const DENSITY: f64 = 0.15;
 /// The mean length of a span.
 const MEAN_SPAN: f64 = 3.0;
+
+/// The error of a tokenizer without the tokens of span corruption, which a model with an encoder is trained by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the tokenizer has no {missing}: it must be T5's")]
+pub struct SpanTokensError {
+    /// The tokens that it lacks.
+    pub missing: &'static str,
+}
 
 /// The token ids of span corruption.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,15 +46,15 @@ pub struct SpanLengths {
 
 impl SpanRule {
     /// Returns the rule for a model of `config`; `None` without an encoder. Fails if `tokenizer` lacks the tokens.
-    pub fn of(config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Option<Self>, DataError> {
+    pub fn from_config(config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Option<Self>, SpanTokensError> {
         let Some(encoder) = &config.variant.encoder else { return Ok(None) };
         let sentinels = tokenizer.sentinels().to_vec();
         if sentinels.is_empty() {
-            let missing = "<extra_id_0>, <extra_id_1>, ..., which stand for what is left out of a text";
-            return Err(DataError::NoSpans { missing });
+            let missing = "<extra_id_0>, <extra_id_1>, ..., which replace removed spans";
+            return Err(SpanTokensError { missing });
         }
         let missing = "token that ends a text, such as </s>";
-        let eos = tokenizer.eos_id().ok_or(DataError::NoSpans { missing })?;
+        let eos = tokenizer.eos_id().ok_or(SpanTokensError { missing })?;
         Ok(Some(Self { sentinels, eos, start: encoder.start_id }))
     }
 

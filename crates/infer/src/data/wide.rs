@@ -11,7 +11,7 @@ pub(super) struct Wide {
 
 impl Wide {
     /// Returns the encoding that the byte order mark at the start of a file tells, and the length of the mark.
-    pub(super) fn of(start: &[u8]) -> Option<(Self, usize)> {
+    pub(super) fn detect(start: &[u8]) -> Option<(Self, usize)> {
         let wide = |unit_bytes, is_big_endian| Some((Self { unit_bytes, is_big_endian }, unit_bytes));
         match start {
             [0xff, 0xfe, 0, 0, ..] => wide(4, false),

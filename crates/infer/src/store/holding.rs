@@ -29,7 +29,7 @@ impl Holding {
     ///
     /// # Errors
     /// Fails if it cannot be read.
-    pub fn of(path: &Path) -> io::Result<Self> {
+    pub fn new(path: &Path) -> io::Result<Self> {
         match fs::metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::Nothing),
             Ok(metadata) if !metadata.is_dir() => return Ok(Self::File),
@@ -89,7 +89,7 @@ mod tests {
                 fs::create_dir_all(file.parent().unwrap()).unwrap();
                 fs::write(file, "").unwrap();
             }
-            Holding::of(&path).unwrap()
+            Holding::new(&path).unwrap()
         };
         assert_eq!(make("missing", &[]), Holding::Nothing);
         assert_eq!(make("empty", &[".gitkeep"]), Holding::Nothing);
@@ -98,6 +98,6 @@ mod tests {
         assert_eq!(make("step", &["checkpoint.json", "config.json"]), Holding::Checkpoint);
         assert_eq!(make("model", &["config.json"]), Holding::Model);
         assert_eq!(make("notes", &["notes.txt"]), Holding::Others("notes.txt".to_owned()));
-        assert_eq!(Holding::of(&dir.path().join("notes/notes.txt")).unwrap(), Holding::File);
+        assert_eq!(Holding::new(&dir.path().join("notes/notes.txt")).unwrap(), Holding::File);
     }
 }

@@ -43,12 +43,13 @@ impl System {
             let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
             let path = Path::new(path.trim_start_matches('/'));
             if controllers.is_empty() {
-                limits = limits.and(self.along(Path::new("sys/fs/cgroup"), path, Self::of_version_2));
+                limits = limits.and(self.along(Path::new("sys/fs/cgroup"), path, Self::read_version_2));
                 // This is the mount point if both versions are in use.
-                limits = limits.and(self.along(Path::new("sys/fs/cgroup/unified"), path, Self::of_version_2));
+                limits = limits.and(self.along(Path::new("sys/fs/cgroup/unified"), path, Self::read_version_2));
             }
             for controller in controllers.split(',').filter(|name| ["memory", "cpu", "pids"].contains(name)) {
-                limits = limits.and(self.along(&Path::new("sys/fs/cgroup").join(controller), path, Self::of_version_1));
+                limits =
+                    limits.and(self.along(&Path::new("sys/fs/cgroup").join(controller), path, Self::read_version_1));
             }
         }
         limits
@@ -66,7 +67,7 @@ impl System {
     }
 
     /// Reads a group of version 2; "max" means no limit.
-    fn of_version_2(&self, group: &Path) -> ContainerLimits {
+    fn read_version_2(&self, group: &Path) -> ContainerLimits {
         let cores = || {
             let text = self.text(group.join("cpu.max"))?;
             let (quota, period) = text.split_once(' ')?;
@@ -80,7 +81,7 @@ impl System {
     }
 
     /// Reads a group of version 1; a quota of -1 means no limit.
-    fn of_version_1(&self, group: &Path) -> ContainerLimits {
+    fn read_version_1(&self, group: &Path) -> ContainerLimits {
         let cores = || {
             let quota = self.number(group.join("cpu.cfs_quota_us"))? as f64;
             let period = self.number(group.join("cpu.cfs_period_us")).filter(|period| *period > 0)? as f64;

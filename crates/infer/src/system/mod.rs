@@ -22,14 +22,14 @@ pub struct System {
 
 impl Default for System {
     fn default() -> Self {
-        Self::at(Path::new("/"))
+        Self::from_root(Path::new("/"))
     }
 }
 
 impl System {
     /// Makes a system whose `proc` and `sys` are in the folder `root`.
     #[must_use]
-    pub fn at(root: &Path) -> Self {
+    pub fn from_root(root: &Path) -> Self {
         Self { root: root.to_owned() }
     }
 
