@@ -86,9 +86,9 @@ fn the_rule_says_who_is_served() {
         dispatch.row_tokens().to_vec()
     };
     assert_eq!(kept(&|_| ()), [0, 1, 3]);
-    // Groups of three tokens, room for one each.
+    // Groups of three tokens with a capacity of one each.
     assert_eq!(kept(&|rule| rule.group_tokens = 3), [0, 4, 3]);
-    // A fixed number of rows of a group, whatever the factor says; one that cannot overflow drops nothing.
+    // A fixed number of rows per group overrides the factor; one that cannot overflow drops nothing.
     assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(1))), [0, 4, 3]);
     assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(2))), [0, 1, 4, 5, 3]);
     assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(3))), [0, 1, 2, 4, 5, 3]);
@@ -115,7 +115,8 @@ fn an_expert_that_computes_nothing_has_room_and_no_rows() {
     assert_eq!(all.zero_computation_choices().unwrap(), [0, none, 0, none, 0, none]);
     let tight = Dispatch::with_rule(&ctx, &routing, &rule(0.5));
     assert_eq!((tight.kept_per_expert(), tight.num_dropped()), (vec![1, 1, 1], 3));
-    // MoE++'s shares: with tau 0.5 a computing expert takes half of what a free one does, 6 tau / (2 tau + 1) = 1.5.
+    // MoE++'s shares: with tau 0.5 a computing expert takes half of a zero-computation expert's, 6 tau / (2 tau + 1)
+    // = 1.5.
     let shares = Dispatch::with_rule(&ctx, &routing, &DispatchRule { free_ratio: 0.5, ..rule(1.0) });
     assert_eq!((shares.capacity(), shares.kept_per_expert()), (2, vec![2, 1, 3]));
 }
@@ -149,7 +150,7 @@ fn figures_of_a_load() {
             [cv(none), expert_diversity(none), max_over_mean(none), load_entropy(none), e_max_violation(none)];
         assert_eq!(figures, [0.0, 0.0, 1.0, 0.0, 0.0]);
     }
-    // Sums over a long run may be as large as they can be.
+    // Sums over a long run may reach u64's maximum.
     assert_eq!((cv(&[u64::MAX; 2]), max_over_mean(&[u64::MAX, 0])), (0.0, 2.0));
     assert_eq!((share(1, 4), share(0, 0)), (0.25, 0.0));
 }
