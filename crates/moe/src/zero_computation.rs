@@ -34,6 +34,17 @@ pub(crate) struct ZeroComputationChoices<'a> {
     pub(crate) x: &'a Tensor,
 }
 
+/// A token's choice of a constant expert.
+#[derive(Clone, Copy)]
+struct ConstantChoice<'a> {
+    /// `[D]`: the token.
+    x: &'a [f32],
+    /// `[D]`: the gradient of the layer's output.
+    dy: &'a [f32],
+    /// The choice's weight.
+    weight: f32,
+}
+
 /// The gradients of the constant experts' weights.
 pub(crate) struct ZeroComputationGrads {
     constant: Vec<f32>,
@@ -96,7 +107,9 @@ impl ZeroComputationChoices<'_> {
                     dx.iter_mut().zip(dy).for_each(|(dx, dy)| *dx += weight * dy);
                     dot(dy, x)
                 }
-                Free::Constant(expert) => self.constant_backward(expert, (x, dy, weight), dx, &mut grads),
+                Free::Constant(expert) => {
+                    self.constant_backward(expert, ConstantChoice { x, dy, weight }, dx, &mut grads)
+                }
             };
         }
         grads
@@ -106,7 +119,7 @@ impl ZeroComputationChoices<'_> {
     fn constant_backward(
         &self,
         expert: usize,
-        (x, dy, weight): (&[f32], &[f32], f32),
+        ConstantChoice { x, dy, weight }: ConstantChoice<'_>,
         dx: &mut [f32],
         grads: &mut ZeroComputationGrads,
     ) -> f32 {

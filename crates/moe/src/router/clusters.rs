@@ -20,7 +20,8 @@ const STREAM: u64 = 0x636c_7573;
 #[must_use]
 pub fn clustered_hash(
     ctx: &Context,
-    (embedding, width): (&[f32], usize),
+    embedding: &[f32],
+    width: usize,
     num_experts: usize,
     top_k: usize,
     seed: u64,

@@ -94,19 +94,23 @@ pub(crate) fn backward(
         let rows = dlogits.chunks_mut(e).zip(clean.chunks(e));
         for (t, (dlogits, clean)) in (block * ROWS..).zip(rows) {
             let draw = draws.as_mut().and_then(Iterator::next);
-            backward_row(saved, ctx.isa(), (t, clean), dload, dlogits, draw);
+            let grads = TokenGrads { dlogits, draw };
+            backward_row(ctx.isa(), saved, t, clean, dload, grads);
         }
     });
 }
 
-fn backward_row(
-    saved: &RouterSaved,
-    isa: Isa,
-    (t, clean): (usize, &[f32]),
-    dload: &[f32],
-    dlogits: &mut [f32],
-    mut draw: Option<&mut [f32]>,
-) {
+/// The gradients of one token.
+struct TokenGrads<'a> {
+    /// `[E]`: the gradient of the logits before noise.
+    dlogits: &'a mut [f32],
+    /// `[E]`: the gradient of the pre-activations of learned deviations.
+    draw: Option<&'a mut [f32]>,
+}
+
+/// Adds the gradients of token `t`, whose logits before noise are `clean`.
+fn backward_row(isa: Isa, saved: &RouterSaved, t: usize, clean: &[f32], dload: &[f32], grads: TokenGrads<'_>) {
+    let TokenGrads { dlogits, mut draw } = grads;
     let (e, top_k) = (clean.len(), saved.top_k);
     let mut ranks = Ranks::new(e, top_k);
     ranks.read(saved, t);

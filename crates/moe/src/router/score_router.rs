@@ -104,6 +104,9 @@ struct Choice {
     sorted: Option<SortedChoices>,
 }
 
+/// A function that writes one token's expert ids from its scores.
+pub(super) type ChooseRow = dyn Fn(&[f32], &mut [u32]) + Sync;
+
 /// The logits of a pass and the state of their backward.
 struct Logits {
     input_noise: Option<InputNoise>,
@@ -368,13 +371,7 @@ impl ScoreRouter<'_> {
     }
 
     /// Returns `[T, width]`: the ids that `choose` writes for each row of `scores [T, E]`.
-    pub(super) fn rows(
-        &self,
-        ctx: &Context,
-        width: usize,
-        scores: &Tensor,
-        choose: &(dyn Fn(&[f32], &mut [u32]) + Sync),
-    ) -> Tensor {
+    pub(super) fn rows(&self, ctx: &Context, width: usize, scores: &Tensor, choose: &ChooseRow) -> Tensor {
         let e = scores.cols();
         let mut ids = ctx.empty(&[scores.rows(), width], DType::U32);
         let inputs = blocks::of_mut(ids.u32s_mut(), width).zip(blocks::of(scores.f32s(), e));

@@ -239,14 +239,14 @@ fn a_clustered_hash_sends_near_embeddings_to_one_expert_and_to_the_nearest_centr
         .flat_map(|id| corner(id).into_iter().zip(0..).map(move |(x, i)| x + random.normal(2 * id + i)))
         .collect();
     for seed in 0..5 {
-        let table = clustered_hash(&ctx, (&points, 2), 4, 1, seed);
+        let table = clustered_hash(&ctx, &points, 2, 4, 1, seed);
         assert!((0..100).all(|id| table[id] == table[id % 4]), "seed {seed}: {table:?}");
         assert!((1..4).all(|id| !table[..id].contains(&table[id])), "seed {seed}: {table:?}");
-        assert_eq!(table, clustered_hash(&Context::cpu(1), (&points, 2), 4, 1, seed), "any number of threads");
+        assert_eq!(table, clustered_hash(&Context::cpu(1), &points, 2, 4, 1, seed), "any number of threads");
     }
     // In the end every id is nearest to the mean of its own cluster, and its second expert is the next nearest.
     let scattered: Vec<f32> = (0..300).map(|i| random.normal(1000 + i)).collect();
-    let table = clustered_hash(&ctx, (&scattered, 3), 5, 2, 1);
+    let table = clustered_hash(&ctx, &scattered, 3, 5, 2, 1);
     let mut centres = [([0.0_f64; 3], 0.0); 5];
     for (row, point) in table.chunks(2).zip(scattered.chunks(3)) {
         let (sum, count) = &mut centres[row[0] as usize];
@@ -262,9 +262,9 @@ fn a_clustered_hash_sends_near_embeddings_to_one_expert_and_to_the_nearest_centr
         assert_eq!(row, &order[..2]);
     }
     // Fewer distinct points than clusters, and no points at all.
-    let table = clustered_hash(&ctx, (&[1.0, 1.0, 2.0], 1), 5, 3, 0);
+    let table = clustered_hash(&ctx, &[1.0, 1.0, 2.0], 1, 5, 3, 0);
     assert!(table[..3] == table[3..6] && table[6] != table[0], "{table:?}");
-    assert!(clustered_hash(&ctx, (&[], 4), 3, 2, 0).is_empty());
+    assert!(clustered_hash(&ctx, &[], 4, 3, 2, 0).is_empty());
 }
 
 #[test]

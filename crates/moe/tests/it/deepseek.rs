@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use moeworks_moe::{
     BalanceLoss, ConfigError, GroupScore, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput,
-    ScoreFunction, balance_loss_of_groups, communication_loss, e_max_violation, next_state,
+    ScoreFunction, communication_loss, e_max_violation, group_balance_loss, next_state,
 };
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -36,7 +36,7 @@ fn a_bias_moved_by_the_load_balances_the_experts() {
         let x: Vec<f32> = (0..(t * e) as u64).map(logit).collect();
         let x = Tensor::from_slice(ctx.pool(), &[t, e], &x);
         let stats = layer.forward(&ctx, &weights, &x, &RouterInput::default()).1.stats();
-        next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), 0.5);
+        next_state(&config, &mut weights.state, std::slice::from_ref(&stats), 0, 0.5);
         e_max_violation(&stats.tokens_per_expert)
     };
     assert!(violation(0) > 1.5);
@@ -109,9 +109,9 @@ fn the_losses_over_groups_are_those_of_their_equations() {
             }
         };
         let all: f64 = chosen.iter().sum();
-        check("devices", &balance_loss_of_groups(&[&stats], g, 0.5), chosen.map(|n| n * g as f64 / all));
+        check("devices", &group_balance_loss(&[&stats], g, 0.5), chosen.map(|n| n * g as f64 / all));
         let share = g as f64 / (top_groups * t) as f64;
-        check("communication", &communication_loss(&[&stats], (g, top_groups), 0.5), sent.map(|n| n * share));
+        check("communication", &communication_loss(&[&stats], g, top_groups, 0.5), sent.map(|n| n * share));
     }
 }
 
@@ -149,7 +149,7 @@ fn the_bias_rests_when_its_rate_has_fallen_to_0() {
     for (progress, expected) in
         [(0.0, [-1e-3, 1e-3, 0.0, 0.0]), (0.965, [-2e-3, 2e-3, 0.0, 0.0]), (0.97, [-2e-3, 2e-3, 0.0, 0.0])]
     {
-        next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), progress);
+        next_state(&config, &mut weights.state, std::slice::from_ref(&stats), 0, progress);
         assert_eq!(weights.state[0].tensor.f32s(), expected, "{progress}");
     }
 }

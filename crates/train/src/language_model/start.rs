@@ -132,8 +132,8 @@ impl LanguageModel {
             }
             Some(TableSource::Embeddings) => {
                 let embedding = embedding_of(ctx, &self.config.data.hash_embeddings, model.vocab_size)?;
-                let points = (embedding.f32s(), embedding.cols());
-                weights.set_hash_tables(&clustered_hash(ctx, points, num_experts, top_k, seed));
+                let (points, width) = (embedding.f32s(), embedding.cols());
+                weights.set_hash_tables(&clustered_hash(ctx, points, width, num_experts, top_k, seed));
             }
             None => {}
         }

@@ -304,7 +304,7 @@ fn relus_loss_holds_the_number_of_experts() {
         let (_, saved) = layer.forward(&ctx, &weights, &tensor(&ctx, &[t, e], &x), &RouterInput::default());
         let stats = saved.stats();
         active.push(stats.num_choices as f64 / t as f64);
-        moeworks_moe::next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), 0.5);
+        moeworks_moe::next_state(&config, &mut weights.state, std::slice::from_ref(&stats), 0, 0.5);
         let weight = f64::from(weights.state[0].tensor.f32s()[0]);
         // The L1 loss pulls the logits down, the rest of the loss pushes them up.
         shift += 0.02 * (0.5 - shift) - 0.02 * weight.min(5.0);

@@ -215,7 +215,7 @@ impl Task for Classifier {
         progress: f64,
     ) {
         for weights in std::iter::once(params.params).chain(params.copy) {
-            next_state(self.layer.config(), &mut weights.moe.state, (&figures.layers, 0), progress);
+            next_state(self.layer.config(), &mut weights.moe.state, &figures.layers, 0, progress);
         }
     }
 
