@@ -62,7 +62,7 @@ pub struct DispatchRule<'a> {
 impl DispatchRule<'_> {
     /// Creates the plain rule for `routing`: `capacity_factor`, one group, tokens in their order.
     #[must_use]
-    pub fn of(routing: &Routing, capacity_factor: f32) -> Self {
+    pub fn new(routing: &Routing, capacity_factor: f32) -> Self {
         let top_k = routing.top_k();
         Self {
             capacity_factor,
@@ -152,7 +152,7 @@ impl Dispatch {
     /// Dispatches `routing` with the capacity that `capacity_factor` gives: a counting sort, O(T K + E).
     #[must_use]
     pub fn new(ctx: &Context, routing: &Routing, capacity_factor: f32) -> Self {
-        Self::with_rule(ctx, routing, &DispatchRule::of(routing, capacity_factor))
+        Self::with_rule(ctx, routing, &DispatchRule::new(routing, capacity_factor))
     }
 
     /// Dispatches `routing` by `rule`.
@@ -180,7 +180,7 @@ impl Dispatch {
             let alone =
                 || Cow::Owned(overflow::within_capacity(capacity_ids, routing.top_k(), remaining, rule.priority));
             let is_within = rule.shared.map_or_else(alone, |shared| Cow::Borrowed(&shared.is_within));
-            let (masked, ruled) = Ruled::of(ctx, routing, &is_within, num_experts - rule.num_zero_computation);
+            let (masked, ruled) = Ruled::new(ctx, routing, &is_within, num_experts - rule.num_zero_computation);
             (sort_choices(ctx, &masked, weights, num_experts - rule.num_zero_computation, None), Some(ruled))
         };
         let is_fixed = rule.capacity_factor > 0.0 || rule.fixed.is_some();
@@ -282,7 +282,7 @@ impl Dispatch {
 impl Ruled {
     /// Returns the ids to sort and the counts of all choices. A choice is sorted if it is within the capacity and
     /// names one of the first `computing` experts.
-    fn of(ctx: &Context, routing: &Routing, is_within: &[bool], computing: usize) -> (Tensor, Self) {
+    fn new(ctx: &Context, routing: &Routing, is_within: &[bool], computing: usize) -> (Tensor, Self) {
         let (ids, num_experts) = (routing.tensors().0, routing.num_experts());
         let (mut counts, mut kept) = (vec![0; num_experts], vec![0; num_experts]);
         let mut masked = ctx.empty(ids.shape(), DType::U32);

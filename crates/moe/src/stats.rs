@@ -68,7 +68,7 @@ pub struct ZeroComputationShare {
 impl ZeroComputationShare {
     /// Reads the numbers of experts from `config`.
     #[must_use]
-    pub fn of(config: &MoeConfig) -> Self {
+    pub fn from_config(config: &MoeConfig) -> Self {
         let router = &config.router;
         let num_null = router.null_experts;
         Self {

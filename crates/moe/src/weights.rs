@@ -126,14 +126,14 @@ impl MoeWeights {
 
     /// Returns the number of elements in the matrices of one expert.
     pub(crate) fn expert_params(&self) -> usize {
-        let of_one = |tensor: &Tensor| tensor.shape()[1..].iter().product::<usize>();
-        of_one(&self.gate_up) + of_one(&self.down)
+        let per_expert = |tensor: &Tensor| tensor.shape()[1..].iter().product::<usize>();
+        per_expert(&self.gate_up) + per_expert(&self.down)
     }
 
     /// Returns the layer with the given experts only, in this order. Their weights are copied; everything else is
     /// shared.
     #[must_use]
-    pub fn of_experts(&self, ctx: &Context, experts: &[usize]) -> Self {
+    pub fn select_experts(&self, ctx: &Context, experts: &[usize]) -> Self {
         let select = |tensor: &Tensor| select_experts(ctx, tensor, experts);
         Self {
             gate_up: select(&self.gate_up),

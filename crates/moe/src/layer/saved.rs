@@ -63,7 +63,7 @@ impl MoeSaved {
     #[must_use]
     pub fn expert_ids(&self) -> Option<ExpertIds> {
         let Saved { routing, .. } = &*self.inner;
-        self.inner.takes_expert_ids.then(|| ExpertIds::of_routing(routing))
+        self.inner.takes_expert_ids.then(|| ExpertIds::from_routing(routing))
     }
 
     /// Returns `[T, E]`: each token's distribution over the experts, the softmax of its logits or its scores divided

@@ -55,7 +55,7 @@ pub(crate) fn smooth_load(ctx: &Context, saved: &RouterSaved, clean: &Tensor) ->
     let top_k = saved.top_k;
     let e = clean.cols();
     let mut partial = vec![0.0; clean.rows().div_ceil(ROWS) * e];
-    blocks::for_each(ctx, partial.chunks_mut(e).zip(blocks::of(clean.f32s(), e)), |block, (load, clean)| {
+    blocks::for_each(ctx, partial.chunks_mut(e).zip(blocks::split(clean.f32s(), e)), |block, (load, clean)| {
         let (mut thresholds, mut ranks) = (vec![0.0; clean.len()], Ranks::new(e, top_k));
         for (t, thresholds) in (block * ROWS..).zip(thresholds.chunks_mut(e)) {
             ranks.read(saved, t);
@@ -86,9 +86,9 @@ pub(crate) fn backward(
     draw: Option<&mut Tensor>,
 ) {
     let e = clean.cols();
-    let draws = draw.into_iter().flat_map(|draw| blocks::of_mut(draw.f32s_mut(), e)).map(Some);
+    let draws = draw.into_iter().flat_map(|draw| blocks::split_mut(draw.f32s_mut(), e)).map(Some);
     let draws = draws.chain(std::iter::repeat_with(|| None));
-    let rows = blocks::of_mut(dlogits.f32s_mut(), e).zip(blocks::of(clean.f32s(), e)).zip(draws);
+    let rows = blocks::split_mut(dlogits.f32s_mut(), e).zip(blocks::split(clean.f32s(), e)).zip(draws);
     blocks::for_each(ctx, rows, |block, ((dlogits, clean), draw)| {
         let mut draws = draw.map(|draw| draw.chunks_mut(e));
         let rows = dlogits.chunks_mut(e).zip(clean.chunks(e));
@@ -114,7 +114,7 @@ fn backward_row(isa: Isa, saved: &RouterSaved, t: usize, clean: &[f32], dload: &
     let (e, top_k) = (clean.len(), saved.top_k);
     let mut ranks = Ranks::new(e, top_k);
     ranks.read(saved, t);
-    let (Some(sigmas), Some(noise)) = (saved.noise.deviations(t * e, e), saved.noise.of(isa, t * e, e)) else {
+    let (Some(sigmas), Some(noise)) = (saved.noise.deviations(t * e, e), saved.noise.draw(isa, t * e, e)) else {
         return;
     };
     for (i, &sigma) in sigmas.iter().enumerate() {

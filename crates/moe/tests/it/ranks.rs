@@ -118,7 +118,7 @@ pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&Ex
         None => (MoeLayer::new(case.config.clone()).unwrap(), whole),
         Some(ranks) => {
             let layer = MoeLayer::over_ranks(case.config.clone(), ranks.layer(0)).unwrap();
-            (layer, whole.of_experts(&ctx, ranks.layer(0).held()))
+            (layer, whole.select_experts(&ctx, ranks.layer(0).held()))
         }
     };
     let input = RouterInput { has_gshard_loss: true, ..RouterInput::default() };

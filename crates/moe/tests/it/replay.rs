@@ -42,7 +42,7 @@ impl Layer {
         let (layer, weights) = match ranks.map(|ranks| ranks.layer(0)) {
             None => (MoeLayer::new(config.clone()).unwrap(), weights),
             Some(ranks) => {
-                let weights = weights.of_experts(&ctx, ranks.held());
+                let weights = weights.select_experts(&ctx, ranks.held());
                 (MoeLayer::over_ranks(config.clone(), ranks).unwrap(), weights)
             }
         };

@@ -78,7 +78,7 @@ fn the_rule_says_who_is_served() {
     let ctx = Context::cpu(2);
     let routing = Routing::new(&ctx, 2, 1, &[0, 0, 0, 1, 0, 0], &[1.0; 6]).unwrap();
     let kept = |change: &dyn Fn(&mut DispatchRule<'_>)| {
-        let mut rule = DispatchRule::of(&routing, 0.5);
+        let mut rule = DispatchRule::new(&routing, 0.5);
         change(&mut rule);
         let dispatch = Dispatch::with_rule(&ctx, &routing, &rule);
         assert_eq!(dispatch.tokens_per_expert(), [5, 1]);
@@ -97,7 +97,7 @@ fn the_rule_says_who_is_served() {
     let by_priority = Dispatch::with_rule(
         &ctx,
         &routing,
-        &DispatchRule { priority: Some(&priority), ..DispatchRule::of(&routing, 0.5) },
+        &DispatchRule { priority: Some(&priority), ..DispatchRule::new(&routing, 0.5) },
     );
     assert_eq!(by_priority.row_tokens(), [2, 4, 3]);
 }
@@ -108,7 +108,7 @@ fn an_expert_that_computes_nothing_has_room_and_no_rows() {
     // Experts 0 and 1 compute, 2 does not.
     let routing = Routing::new(&ctx, 3, 1, &[2, 0, 2, 1, 2, 0], &[1.0; 6]).unwrap();
     let rule =
-        |capacity_factor| DispatchRule { num_zero_computation: 1, ..DispatchRule::of(&routing, capacity_factor) };
+        |capacity_factor| DispatchRule { num_zero_computation: 1, ..DispatchRule::new(&routing, capacity_factor) };
     let all = Dispatch::with_rule(&ctx, &routing, &rule(0.0));
     assert_eq!((all.tokens_per_expert(), all.offsets(), all.num_dropped()), (&[2, 1, 3][..], &[0, 2, 3][..], 0));
     let none = NO_EXPERT;

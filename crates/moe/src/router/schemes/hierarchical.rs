@@ -273,7 +273,7 @@ impl SavedLogits for TreeScores {
     fn close(&self, ctx: &Context, ranking: &mut Tensor) {
         let (Some(last), e) = (self.levels.last(), ranking.cols()) else { return };
         let (width, size) = (last.parents.cols(), last.probs.cols());
-        let inputs = blocks::of_mut(ranking.f32s_mut(), e).zip(blocks::of(last.parents.u32s(), width));
+        let inputs = blocks::split_mut(ranking.f32s_mut(), e).zip(blocks::split(last.parents.u32s(), width));
         blocks::for_each(ctx, inputs, |_, (ranking, parents)| {
             for (ranking, parents) in ranking.chunks_mut(e).zip(parents.chunks(width)) {
                 let mut closed = 0;
@@ -348,8 +348,8 @@ impl Level {
         level.squares = sum_of_squares(ctx, &raw);
         level.probs = ctx.empty(raw.shape(), DType::F32);
         let width = raw.cols();
-        let outputs = blocks::of_mut(level.probs.f32s_mut(), width).zip(blocks::of_mut(level.lse.f32s_mut(), 1));
-        blocks::for_each(ctx, outputs.zip(blocks::of(raw.f32s(), width)), |_, ((probs, lse), raw)| {
+        let outputs = blocks::split_mut(level.probs.f32s_mut(), width).zip(blocks::split_mut(level.lse.f32s_mut(), 1));
+        blocks::for_each(ctx, outputs.zip(blocks::split(raw.f32s(), width)), |_, ((probs, lse), raw)| {
             let mut sums = [RowSums::default(); ROWS];
             let sums = &mut sums[..lse.len()];
             softmax_rows(ctx.isa(), raw, probs, sums);
@@ -378,7 +378,7 @@ impl Level {
         let (e, children, width) = (logits.cols(), raw.cols(), self.parents.cols());
         let (leaves, opened) = (tree.leaves(index), tree.opened(index));
         let mut next = ctx.empty(&[logits.rows(), opened], DType::U32);
-        let inputs = blocks::of_mut(logits.f32s_mut(), e).zip(blocks::of_mut(next.u32s_mut(), opened));
+        let inputs = blocks::split_mut(logits.f32s_mut(), e).zip(blocks::split_mut(next.u32s_mut(), opened));
         blocks::for_each(ctx, inputs, |block, (logits, next)| {
             let mut scores = Vec::with_capacity(width * children);
             let rows = logits.chunks_mut(e).zip(next.chunks_mut(opened));
@@ -411,7 +411,7 @@ impl Level {
         let (e, children, leaves) = (dlogits.cols(), self.probs.cols(), tree.leaves(index));
         let z = if index > 0 && self.is_choice() { z } else { 0.0 };
         let mut grads = ctx.empty(self.probs.shape(), DType::F32);
-        let inputs = blocks::of_mut(grads.f32s_mut(), children).zip(blocks::of(self.probs.f32s(), children));
+        let inputs = blocks::split_mut(grads.f32s_mut(), children).zip(blocks::split(self.probs.f32s(), children));
         blocks::for_each(ctx, inputs, |block, (grads, probs)| {
             for (row, (grads, probs)) in (block * ROWS..).zip(grads.chunks_mut(children).zip(probs.chunks(children))) {
                 let token = self.sorted.tokens.u32s()[row] as usize;
