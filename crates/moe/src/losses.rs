@@ -92,7 +92,7 @@ pub fn balance_loss_per_layer(layers: &[&LayerStats], scale: f32) -> BalanceLoss
         let num_experts = layer.num_experts() as f64;
         let per_choice = if layer.num_choices == 0 { 0.0 } else { num_experts / layer.num_choices as f64 };
         let loads: Vec<f64> = layer.tokens_per_expert.iter().map(|&n| f64::from(n) * per_choice).collect();
-        loss.add(layer, &layer.free.balanced(&loads), scale);
+        loss.add(layer, &layer.zero_computation.balanced(&loads), scale);
     }
     loss
 }

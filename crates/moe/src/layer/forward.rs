@@ -70,7 +70,7 @@ impl MoeLayer {
             router,
             routing,
             choice_sums,
-            free: ZeroComputationShare::from_config(&self.config),
+            zero_computation: ZeroComputationShare::from_config(&self.config),
             num_groups: self.config.router.num_groups,
             takes_expert_ids: self.config.router.takes_expert_ids(),
             num_rerouted,

@@ -419,7 +419,7 @@ impl ScoreRouter<'_> {
             capacity_factor: if is_unlimited { 0.0 } else { self.config.capacity_factor },
             top_k: self.top_k(),
             num_zero_computation: router.num_zero_computation(),
-            free_ratio: router.free_ratio,
+            zero_computation_ratio: router.zero_computation_ratio,
             group_tokens: self.input.capacity.map_or(router.local_group, |capacity| capacity.group_tokens),
             priority,
             fixed: self.input.capacity.map(|capacity| capacity.num_tokens),

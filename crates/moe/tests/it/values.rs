@@ -117,7 +117,7 @@ fn an_expert_that_computes_nothing_has_room_and_no_rows() {
     assert_eq!((tight.kept_per_expert(), tight.num_dropped()), (vec![1, 1, 1], 3));
     // MoE++'s shares: with tau 0.5 a computing expert takes half of a zero-computation expert's, 6 tau / (2 tau + 1)
     // = 1.5.
-    let shares = Dispatch::with_rule(&ctx, &routing, &DispatchRule { free_ratio: 0.5, ..rule(1.0) });
+    let shares = Dispatch::with_rule(&ctx, &routing, &DispatchRule { zero_computation_ratio: 0.5, ..rule(1.0) });
     assert_eq!((shares.capacity(), shares.kept_per_expert()), (2, vec![2, 1, 3]));
 }
 
@@ -174,7 +174,7 @@ fn merged_statistics_are_those_of_all_tokens() {
         importance: vec![0.5, 0.25],
         smooth_load: vec![1.0, 2.0],
         modalities: Vec::new(),
-        free: ZeroComputationShare::default(),
+        zero_computation: ZeroComputationShare::default(),
     };
     let mut total = LayerStats::empty(2);
     total.merge(&LayerStats::empty(2));

@@ -35,9 +35,9 @@ fn weights_and_gradients_are_those_of_the_experts_handed_in() {
         (scores.router.scores, scores.router.expert_bias) = (ScoreFunction::Sigmoid, true);
         (scores.router.num_groups, scores.router.top_groups, scores.router.routed_scale) = (3, 2, 1.5);
         check_given("sigmoid", &scores, 3, quiet());
-        let mut free = plain;
-        (free.router.copy_experts, free.router.constant_experts, free.router.null_experts) = (1, 1, 1);
-        check_given("experts without computation", &free, 3, quiet());
+        let mut mixed = plain;
+        (mixed.router.copy_experts, mixed.router.constant_experts, mixed.router.null_experts) = (1, 1, 1);
+        check_given("zero-computation experts", &mixed, 3, quiet());
     }
     let falling = RouterInput { progress: 0.1, ..noisy() };
     for (kind, k, input) in [
