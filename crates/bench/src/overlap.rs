@@ -95,13 +95,13 @@ impl Layer {
         let placement = Placement::sharded(config.num_experts, comm.size());
         let ranks = ExpertRanks::new(part(comm, link)?, group, placement, exchange)?;
         let ctx = Context::cpu((num_cores() / comm.size()).max(1));
-        let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).of_experts(&ctx, ranks.layer(0).held());
+        let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).select_experts(&ctx, ranks.layer(0).held());
         let mut grads = weights.clone();
         grads.tensors_mut().into_iter().for_each(|tensor| *tensor = ctx.zeros(tensor.shape(), DType::F32));
         let random = Random::new(SEED, Purpose::Test, comm.rank() as u64);
         let x: Vec<f32> = (0..TOKENS * config.width).map(|i| random.normal(i as u64)).collect();
         let x = Tensor::from_slice(ctx.pool(), &[TOKENS, config.width], &x);
-        let layer = MoeLayer::over_ranks(config, ranks.layer(0)).expect("a valid layer");
+        let layer = MoeLayer::expert_parallel(config, ranks.layer(0)).expect("a valid layer");
         Ok(Self { ctx, layer, ranks, meter, weights, grads, x })
     }
 

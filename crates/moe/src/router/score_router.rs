@@ -368,7 +368,13 @@ impl ScoreRouter<'_> {
     }
 
     /// Returns `[T, width]`: the ids that `choose` writes for each row of `scores [T, E]`.
-    pub(super) fn rows(&self, ctx: &Context, width: usize, scores: &Tensor, choose: &ChooseRow) -> Tensor {
+    pub(super) fn rows(
+        &self,
+        ctx: &Context,
+        width: usize,
+        scores: &Tensor,
+        choose: impl Fn(&[f32], &mut [u32]) + Sync,
+    ) -> Tensor {
         let e = scores.cols();
         let mut ids = ctx.empty(&[scores.rows(), width], DType::U32);
         let inputs = blocks::split_mut(ids.u32s_mut(), width).zip(blocks::split(scores.f32s(), e));

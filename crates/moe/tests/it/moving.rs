@@ -57,7 +57,7 @@ impl Work {
 
     /// Runs a step of the layer.
     fn step(&self, ranks: &ExpertRanks) -> Result<(), CommError> {
-        let layer = MoeLayer::over_ranks(self.config.clone(), ranks.layer(0)).expect("a layer");
+        let layer = MoeLayer::expert_parallel(self.config.clone(), ranks.layer(0)).expect("a layer");
         let weights = self.weights.select_experts(&self.ctx, ranks.layer(0).held());
         let (y, saved) = layer.forward(&self.ctx, &weights, &self.x, &RouterInput::default());
         let (_, task) = layer.backward(&self.ctx, &weights, &saved, &y, &LossGrad::default());

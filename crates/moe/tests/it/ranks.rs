@@ -117,7 +117,7 @@ pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&Ex
     let (layer, weights) = match ranks {
         None => (MoeLayer::new(case.config.clone()).unwrap(), whole),
         Some(ranks) => {
-            let layer = MoeLayer::over_ranks(case.config.clone(), ranks.layer(0)).unwrap();
+            let layer = MoeLayer::expert_parallel(case.config.clone(), ranks.layer(0)).unwrap();
             (layer, whole.select_experts(&ctx, ranks.layer(0).held()))
         }
     };

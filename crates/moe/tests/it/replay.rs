@@ -43,7 +43,7 @@ impl Layer {
             None => (MoeLayer::new(config.clone()).unwrap(), weights),
             Some(ranks) => {
                 let weights = weights.select_experts(&ctx, ranks.held());
-                (MoeLayer::over_ranks(config.clone(), ranks).unwrap(), weights)
+                (MoeLayer::expert_parallel(config.clone(), ranks).unwrap(), weights)
             }
         };
         let random = Random::new(6, Purpose::Test, rank as u64);

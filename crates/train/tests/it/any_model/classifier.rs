@@ -104,7 +104,7 @@ impl Classifier {
         table.freeze(&frozen).expect("names of weights");
         let layer = match ranks {
             None => MoeLayer::new(config),
-            Some(ranks) => MoeLayer::over_ranks(config, ranks.experts().layer(0)),
+            Some(ranks) => MoeLayer::expert_parallel(config, ranks.experts().layer(0)),
         };
         Self { layer: layer.expect("a layer"), table: Arc::new(table) }
     }
