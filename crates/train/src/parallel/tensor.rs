@@ -68,12 +68,12 @@ impl Ranks {
         self.tensor_part.get().map_or(&[], |part| &part.splits)
     }
 
-    /// Returns the account of the group of ranks with the same sequences since the last call.
+    /// Returns the communication totals of the tensor-parallel group since the last call.
     pub(crate) fn take_tensor_totals(&self) -> Totals {
         self.tensor.as_ref().map_or_else(Totals::default, |groups| groups.meter.take_totals())
     }
 
-    /// The ranks that hold the tensor of `spec` as this one does, and over which its gradient is summed.
+    /// Returns the ranks that hold the same part of `spec`, over which its gradient is summed.
     pub(super) fn holders(&self, spec: &WeightSpec) -> &dyn Communicator {
         if spec.role.is_of_experts() {
             return &*self.copies;
@@ -87,12 +87,13 @@ impl Ranks {
         }
     }
 
-    /// Whether this is the first of the ranks with the same sequences that have the tensor of `spec`, which is of no expert, as it does.
+    /// Returns whether this is the first rank of its tensor-parallel group that holds this part of `spec`, a non-expert
+    /// tensor.
     pub(super) fn is_first_holder(&self, spec: &WeightSpec) -> bool {
         self.tensor_ranks().is_none_or(|ranks| ranks.split().share(spec).ranks.start == ranks.split().rank())
     }
 
-    /// Whether this rank's slice of the tensor of `spec` is on no other rank.
+    /// Returns whether no other rank holds this rank's slice of `spec`.
     pub(super) fn is_only_slice(&self, spec: &WeightSpec) -> bool {
         let is_summed = || self.tensor_ranks().is_some_and(|ranks| ranks.split().share(spec).is_summed);
         spec.role.is_of_experts() || self.is_first_holder(spec) || is_summed()
