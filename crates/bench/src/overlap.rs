@@ -1,7 +1,8 @@
-//! The share of a layer's communication that runs under its computation, by the number of chunks, and of the all-reduce of gradients.
+//! The share of a layer's communication that runs under its computation, by the number of chunks, and of the
+//! all-reduce of gradients.
 //!
-//! In one piece nothing is hidden: a rank waits for all of its communication. Time in communication that is saved with chunks counts as
-//! hidden; waiting for slower ranks is told apart ([`Pass`]).
+//! In one piece nothing is hidden: a rank waits for all of its communication. Time in communication that is saved
+//! with chunks counts as hidden; waiting for slower ranks is told apart ([`Pass`]).
 
 use std::sync::Arc;
 
@@ -45,8 +46,8 @@ pub struct Overlap {
     pub gradient_sums: GradientSums,
 }
 
-/// Times passes of a layer and all-reduces of gradients, with messages as slow as over `link` where one is given. A call that all ranks
-/// make; rank 0 gets the times.
+/// Times passes of a layer and all-reduces of gradients, with messages as slow as over `link` where one is given. A
+/// call that all ranks make; rank 0 gets the times.
 ///
 /// # Errors
 /// [`CommError`], as all calls.

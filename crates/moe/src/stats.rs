@@ -28,8 +28,8 @@ pub struct LayerStats {
     pub z: f64,
     /// Mean over tokens and experts of the squared logit; 0 for a router without logits.
     pub mean_squared_logit: f64,
-    /// Mean over the sequences of the sequence-wise balance loss (DeepSeek-V3), without its coefficient: 1 when balanced;
-    /// 0 where it is not computed.
+    /// Mean over the sequences of the sequence-wise balance loss (DeepSeek-V3), without its coefficient: 1 when
+    /// balanced; 0 where it is not computed.
     pub sequence_loss: f64,
     /// Mean over the router's local groups of GShard's balance loss: `1/E^2` when balanced.
     pub gshard_loss: f64,

@@ -1,7 +1,7 @@
 //! A writer of TensorBoard event files.
 //!
-//! An event file is a sequence of records, each framed by its length and two checksums (the TFRecord format: length as
-//! u64, masked CRC-32C of the length, data, masked CRC-32C of the data; all little-endian). The data is a protocol
+//! An event file is a sequence of records, each framed by its length and two checksums (the TFRecord format: length
+//! as u64, masked CRC-32C of the length, data, masked CRC-32C of the data; all little-endian). The data is a protocol
 //! buffer message `Event`. TensorBoard needs only a few of its fields, so the messages are encoded by hand, without a
 //! code generator. Field numbers: tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto and
 //! tensor.proto.

@@ -5,7 +5,8 @@
 pub enum Decay {
     /// Half a cosine down to the minimum at the last step (Loshchilov & Hutter, 1608.03983, without restarts).
     Cosine,
-    /// Warm-up, stable, decay (MiniCPM, 2404.06395): constant, then linear to the minimum over the last `decay_steps`.
+    /// Warm-up, stable, decay (MiniCPM, 2404.06395): constant, then linear to the minimum over the last
+    /// `decay_steps`.
     Wsd {
         /// Steps of the final decay.
         decay_steps: u64,

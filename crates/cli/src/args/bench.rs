@@ -27,7 +27,8 @@ pub(crate) struct BenchArgs {
 pub(crate) enum BenchKind {
     /// Time the kernels, an MoE layer and a training step, and print each one's share of this machine's peaks
     Kernels(CasesArgs),
-    /// Time whole MoE layers of four published shapes with 1 to 4,096 tokens, forward alone and with backward (two minutes)
+    /// Time whole MoE layers of four published shapes with 1 to 4,096 tokens, forward alone and with backward (two
+    /// minutes)
     Layers(CasesArgs),
     /// Compare the time of each routing scheme with the forward pass of a layer of 64 experts
     Routing(CasesArgs),
@@ -82,8 +83,7 @@ pub(crate) struct DecodeArgs {
     #[arg(long, value_name = "N", conflicts_with = "model", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) layers: Option<u16>,
     /// Router setting, such as kind=forced or forced_load=zipf for a skewed load (repeatable); with --model, only
-    /// settings that
-    /// leave the weights unchanged
+    /// settings that leave the weights unchanged
     #[arg(long, value_name = "SETTING=VALUE", conflicts_with = "endless")]
     pub(crate) router: Vec<String>,
     /// Number of texts generated together; several numbers are measured in turn (default: 1, on a GPU 1, 8 and 64)
@@ -155,8 +155,7 @@ const WHOLE: [&str; 4] = ["decode", "overlap", "comm", "moe"];
 const SWITCHES: [&str; 9] = ["--json", "--endless", "--force", "-q", "--quiet", "-v", "--verbose", "-h", "--help"];
 
 /// Moves the kind of `bench` directly after the word `bench`. Options may then precede the kind, a case may share one
-/// argument
-/// with its kind (`bench "layers T 512"`), and the kind may be left out (`bench "attention forward"`).
+/// argument with its kind (`bench "layers T 512"`), and the kind may be left out (`bench "attention forward"`).
 pub(super) fn kind_first(args: Vec<OsString>) -> Vec<OsString> {
     let is_option = |arg: &OsString| arg.as_encoded_bytes().starts_with(b"-");
     let Some(bench) = (1..args.len()).find(|&i| !is_option(&args[i])).filter(|&i| args[i] == "bench") else {

@@ -5,8 +5,7 @@ use clap::{Command, CommandFactory as _};
 use super::Cli;
 
 /// The groups of commands in `moeworks --help`, in the order in which a new user needs them. Other commands are
-/// listed under
-/// `Other`.
+/// listed under `Other`.
 const GROUPS: [(&str, &[&str]); 6] = [
     ("Train", &["train", "study", "report"]),
     ("Run", &["chat", "generate", "serve"]),

@@ -73,8 +73,7 @@ pub(crate) struct InspectArgs {
 #[command(next_help_heading = "Sharding")]
 pub(crate) struct ShardingArgs {
     /// List the weights: shape, division among ranks, the part of each rank, bytes per rank, and whether they are
-    /// trained. For
-    /// a run, the settings default to its own
+    /// trained. For a run, the settings default to its own
     #[arg(long)]
     pub(crate) sharding: bool,
     /// Number of groups of ranks; each group has all experts
@@ -87,8 +86,7 @@ pub(crate) struct ShardingArgs {
     #[arg(long, value_name = "N", requires = "sharding")]
     pub(crate) tp: Option<usize>,
     /// Ranks that hold each expert, as in parallel.placement: sharded, everywhere, or a file (default: that of the
-    /// run; sharded
-    /// with another --ep or --tp)
+    /// run; sharded with another --ep or --tp)
     #[arg(long, value_name = "FILE", requires = "sharding")]
     pub(crate) placement: Option<String>,
     /// Rule as in parallel.sharding, such as "model.layers.0.self_attn.*=replicated" (repeatable)

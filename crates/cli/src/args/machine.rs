@@ -34,8 +34,7 @@ impl From<CheckWeights> for WeightsToCheck {
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
     /// Weights to check for NaN and infinity: all, none, or auto (all, but without the experts of a model larger than
-    /// half of
-    /// the memory)
+    /// half of the memory)
     #[arg(long, value_name = "WHICH", value_enum, default_value_t)]
     pub(crate) check_weights: CheckWeights,
 }

@@ -33,8 +33,7 @@ fn read(args: &[OsString]) -> Result<Cli, Error> {
 }
 
 /// Lists other readings of `args`: for each option with several values, its last value as the command's first word,
-/// as in
-/// `evaluate --data a.txt b.txt MODEL`.
+/// as in `evaluate --data a.txt b.txt MODEL`.
 fn last_values_first(commands: &Command, args: &[OsString]) -> Vec<Vec<OsString>> {
     let named = |arg: &OsString| arg.to_str().and_then(|name| commands.find_subcommand(name));
     let Some((place, command)) = (1..args.len()).find_map(|i| Some((i, named(&args[i])?))) else { return Vec::new() };

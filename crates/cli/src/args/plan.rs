@@ -34,8 +34,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) topology: Option<PathBuf>,
     /// Print how a cluster scales from 8 to 2,048 ranks (or --ranks) with the same tokens on each; without
-    /// --topology, --config
-    /// and --preset, for a built-in cluster and model
+    /// --topology, --config and --preset, for a built-in cluster and model
     #[arg(long)]
     pub(crate) simulate: bool,
     /// Print JSON

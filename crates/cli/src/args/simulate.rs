@@ -34,8 +34,7 @@ pub(crate) struct SimulateArgs {
     )]
     pub(crate) times: Vec<f64>,
     /// Times of a stage's dispatches and combines in each direction; shows them as separate actions, overlapped where
-    /// the
-    /// schedule has pairs
+    /// the schedule has pairs
     #[arg(long, help_heading = "Times and memory", value_name = "D,C", value_delimiter = ',')]
     pub(crate) all_to_all: Option<Vec<f64>>,
     /// Number of MoE layers of a stage, among which --all-to-all is divided

@@ -34,24 +34,22 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
     /// Text files, folders, globs, .jsonl, .json, .csv or .parquet files, plain or compressed with gzip or zstd; -
-    /// reads
-    /// standard input. Weights, as in books=0.3 web=0.7, set the proportions in which training draws from the sources
+    /// reads standard input. Weights, as in books=0.3 web=0.7, set the proportions in which training draws from the
+    /// sources
     #[arg(long, value_name = "PATH[=WEIGHT]", num_args = 1..)]
     pub(crate) data: Vec<String>,
     /// Number of optimizer steps (same as --set train.steps=N)
     #[arg(long, value_name = "N")]
     pub(crate) steps: Option<u64>,
     /// Number of ranks that divide the experts among themselves: threads of this process, or the processes of
-    /// `mpirun` (same
-    /// as --set parallel.ep=N)
+    /// `mpirun` (same as --set parallel.ep=N)
     #[arg(long, value_name = "N")]
     pub(crate) ep: Option<u64>,
     /// Number of groups of ranks; each group has all experts (same as --set parallel.dp=N)
     #[arg(long, value_name = "N")]
     pub(crate) dp: Option<u64>,
     /// Number of ranks that divide attention, dense layers and vocabulary among themselves and process the same
-    /// sequences
-    /// (same as --set parallel.tp=N)
+    /// sequences (same as --set parallel.tp=N)
     #[arg(long, value_name = "N")]
     pub(crate) tp: Option<u64>,
     /// Device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set
@@ -74,8 +72,7 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["resume", "preset"])]
     pub(crate) from: Option<PathBuf>,
     /// Continue a stopped run: its folder, or `auto` for the newest; a run without a checkpoint starts again. Its
-    /// settings are
-    /// kept except for those given by --set and other options
+    /// settings are kept except for those given by --set and other options
     #[arg(long, value_name = "RUN", conflicts_with_all = ["preset", "config", "out", "force"])]
     pub(crate) resume: Option<String>,
     /// Print the effective configuration with comments and exit

@@ -28,8 +28,8 @@ impl StepStats<'_> {
     }
 }
 
-/// Updates the router state of MoE layer `index` after a whole step, at `progress`, 0 to 1, of the run. `layers` are the
-/// statistics of all MoE layers.
+/// Updates the router state of MoE layer `index` after a whole step, at `progress`, 0 to 1, of the run. `layers` are
+/// the statistics of all MoE layers.
 ///
 /// An expert's bias moves by `b += gamma sign(mean load - load)` (2408.15664, algorithm 1), with the loads of its
 /// layer before any choice is dropped. Schemes update their own state.

@@ -69,8 +69,8 @@ fn small() -> (ModelConfig, TrainConfig, usize) {
     (model, long_run(), 8192)
 }
 
-/// Muennighoff et al., "OLMoE", 2409.02060: softmax before the choice, weights not normalised, norms over the whole query
-/// and key projections, balance 0.01 and z-loss 0.001.
+/// Muennighoff et al., "OLMoE", 2409.02060: softmax before the choice, weights not normalised, norms over the whole
+/// query and key projections, balance 0.01 and z-loss 0.001.
 fn olmoe_like() -> (ModelConfig, TrainConfig, usize) {
     let model = ModelConfig {
         width: 512,
@@ -92,8 +92,8 @@ fn olmoe_like() -> (ModelConfig, TrainConfig, usize) {
     (model, train, 8192)
 }
 
-/// Fedus, Zoph & Shazeer, "Switch Transformers", 2101.03961: the probability itself is the weight, jitter 1e-2, balance
-/// 0.01 and no z-loss.
+/// Fedus, Zoph & Shazeer, "Switch Transformers", 2101.03961: the probability itself is the weight, jitter 1e-2,
+/// balance 0.01 and no z-loss.
 fn switch_like() -> (ModelConfig, TrainConfig, usize) {
     let model = ModelConfig {
         width: 384,

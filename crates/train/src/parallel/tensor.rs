@@ -87,8 +87,8 @@ impl Ranks {
         }
     }
 
-    /// Returns whether this is the first rank of its tensor-parallel group that holds this part of `spec`, a non-expert
-    /// tensor.
+    /// Returns whether this is the first rank of its tensor-parallel group that holds this part of `spec`, a
+    /// non-expert tensor.
     pub(super) fn is_first_holder(&self, spec: &WeightSpec) -> bool {
         self.tensor_ranks().is_none_or(|ranks| ranks.split().share(spec).ranks.start == ranks.split().rank())
     }

@@ -263,8 +263,7 @@ fn path(frame: &Frame, points: &[Point]) -> String {
 }
 
 /// Smooths noisy points: a median of neighbours, so that a rare peak leaves no bump, then a weighted mean in which
-/// nearer
-/// ones weigh more. Uses the points on both sides, so that the line does not lag behind.
+/// nearer ones weigh more. Uses the points on both sides, so that the line does not lag behind.
 fn smooth(points: &[Point]) -> Vec<Point> {
     let reach = (points.len() / 40).max(2);
     let around = |points: &[Point], centre: usize, reach: usize| -> Vec<(usize, f64)> {

@@ -1,10 +1,8 @@
 //! Reduction of a run's records to a size that a page can show.
 //!
 //! Records are read one at a time into buckets of equally many steps. When all buckets are full, neighbours are
-//! merged and
-//! each bucket covers twice as many steps from then on. Memory and page stay small for a run of any length, and a
-//! short
-//! run keeps every step.
+//! merged and each bucket covers twice as many steps from then on. Memory and page stay small for a run of any
+//! length, and a short run keeps every step.
 
 use std::path::Path;
 
@@ -56,8 +54,7 @@ pub(super) struct LayerLoad {
 
 impl RunData {
     /// Reads `metrics.jsonl`. Returns `None` if it has no record. Records whose number of layers or experts differs
-    /// from the
-    /// first one's are skipped: they belong to another model.
+    /// from the first one's are skipped: they belong to another model.
     pub(super) fn read(path: &Path) -> Result<Option<Self>, MetricsError> {
         let mut data: Option<Self> = None;
         for record in read_records(path)? {

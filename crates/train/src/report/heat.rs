@@ -1,8 +1,7 @@
 //! Heat maps of expert load: one for each layer, steps from left to right, experts from top to bottom.
 //!
 //! The cells are pixels of a PNG inside the SVG, which takes a hundredth of the bytes of rectangles. The even share
-//! is
-//! transparent, more is warm and less is cold, so that one picture serves light and dark backgrounds.
+//! is transparent, more is warm and less is cold, so that one picture serves light and dark backgrounds.
 
 use std::fmt::Write as _;
 

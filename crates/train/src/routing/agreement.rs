@@ -1,10 +1,8 @@
 //! The share of choices that are unchanged since the previous checkpoint.
 //!
 //! At each planned checkpoint the same validation tokens go through the model. The experts that each MoE layer
-//! chooses for
-//! them are stored in the checkpoint. The agreement of two such samples is OLMoE's router saturation (Muennighoff et
-//! al.,
-//! arXiv:2409.02060, section 4.1), with the previous checkpoint in place of the last one.
+//! chooses for them are stored in the checkpoint. The agreement of two such samples is OLMoE's router saturation
+//! (Muennighoff et al., arXiv:2409.02060, section 4.1), with the previous checkpoint in place of the last one.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -50,8 +48,7 @@ impl RoutingSample {
     }
 
     /// Builds the sample of all ranks, each of which has a contiguous part of the tokens or none. `join` concatenates
-    /// the given
-    /// values over the ranks in order.
+    /// the given values over the ranks in order.
     pub(crate) fn joined<E>(
         &self,
         layers: impl IntoIterator<Item = usize>,
@@ -74,8 +71,7 @@ impl RoutingSample {
     }
 
     /// Returns the share (0 to 1) of this sample's choices in layer `layer` that `previous` has for the same token,
-    /// in any order.
-    /// Returns `None` if the samples have different tokens or there is no choice.
+    /// in any order. Returns `None` if the samples have different tokens or there is no choice.
     #[must_use]
     pub fn agreement(&self, layer: usize, previous: &Self) -> Option<f64> {
         let (now, before) = (self.layers.get(&layer)?, previous.layers.get(&layer)?);
@@ -89,8 +85,7 @@ impl RoutingSample {
     }
 
     /// Writes the sample to the checkpoint folder `dir`: `token_ids` `[T]` and `layers.N.expert_ids` `[T, K]`, with
-    /// 2^32 - 1 for
-    /// the choices that a token does not have.
+    /// 2^32 - 1 for the choices that a token does not have.
     pub(crate) fn save(&self, dir: &Path) -> io::Result<()> {
         let mut tensors = vec![(TOKENS.to_owned(), vec![self.token_ids.len()], to_bytes(&self.token_ids))];
         for (layer, choices) in &self.layers {

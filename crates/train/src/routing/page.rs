@@ -1,8 +1,8 @@
 //! The HTML page of a routed text: markup, style and script in one file that loads nothing else.
 //!
 //! The text is part of the HTML, coloured by each token's first choice in the first MoE layer, so that it can be read
-//! without
-//! the script. The script changes the colours when the reader chooses another layer. Its data is embedded as JSON.
+//! without the script. The script changes the colours when the reader chooses another layer. Its data is embedded as
+//! JSON.
 
 use std::fmt::Write as _;
 
@@ -200,8 +200,7 @@ fn data(text: &RoutedText) -> Value {
 }
 
 /// Lists two numbers for each slot of each token: its expert (-1 for an empty slot), and its weight in thousandths
-/// (-1 minus
-/// that weight for a dropped choice).
+/// (-1 minus that weight for a dropped choice).
 fn flat_choices(layer: &RoutedLayer, slots: usize) -> Vec<i64> {
     let slot = |choices: &[super::Choice], slot: usize| match choices.get(slot) {
         None => [-1, 0],

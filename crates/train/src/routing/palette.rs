@@ -1,11 +1,10 @@
 //! Colours of experts: light ones for dark letters on a light page, dark ones for light letters on a dark page.
 //!
 //! Hues are chosen in OKLCH (B. Ottosson, "A perceptual color space for image processing", 2020), where equal steps
-//! look
-//! equally large. Up to [`FEW`] experts are spread evenly over the circle of hues, alternating between two levels of
-//! lightness. More experts are dealt out to three levels of lightness. Each level spreads its experts evenly over the
-//! circle, in
-//! strides that give consecutive experts distant hues. Chroma is lowered where sRGB cannot show it.
+//! look equally large. Up to [`FEW`] experts are spread evenly over the circle of hues, alternating between two
+//! levels of lightness. More experts are dealt out to three levels of lightness. Each level spreads its experts
+//! evenly over the circle, in strides that give consecutive experts distant hues. Chroma is lowered where sRGB cannot
+//! show it.
 
 /// The most experts that share one circle of hues.
 const FEW: usize = 12;

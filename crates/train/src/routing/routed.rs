@@ -110,8 +110,7 @@ impl RoutedLayer {
     }
 
     /// Finds for each expert the `max` tokens whose count exceeds the expected one the most. Expected is the token's
-    /// number of
-    /// occurrences times the expert's share of all choices. Ties go to the lower id.
+    /// number of occurrences times the expert's share of all choices. Ties go to the lower id.
     #[must_use]
     pub fn top_tokens(&self, token_ids: &[u32], num_experts: usize, max: usize) -> Vec<Vec<TokenCount>> {
         let mut occurrences: BTreeMap<u32, u64> = BTreeMap::new();

@@ -1,19 +1,14 @@
 //! Specialisation: the mutual information of a token's id and its expert.
 //!
 //! The plain estimate of mutual information is biased upwards: a token seen only once seems to decide its expert. So
-//! the mean
-//! that the same counts would give by chance is subtracted. Let n_te be the number of tokens with id t at expert e,
-//! a_t its sum
-//! over experts, b_e its sum over ids, and N the number of tokens.
+//! the mean that the same counts would give by chance is subtracted. Let n_te be the number of tokens with id t at
+//! expert e, a_t its sum over experts, b_e its sum over ids, and N the number of tokens.
 //!
 //! `I = sum_te n_te / N ln(N n_te / (a_t b_e))`, and `E[I]` is its mean over all assignments of the N experts to the
-//! N tokens
-//! with the same a_t and b_e (n_te is then hypergeometric): Vinh, Epps & Bailey, "Information theoretic measures for
-//! clusterings comparison", JMLR 11 (2010), equation 24a. `I - E[I]` is in nats. Divided by `H(expert) - E[I]` it is
-//! their
-//! adjusted mutual information with the entropy of the experts as its upper bound: 0 for a routing that ignores the
-//! id, 1
-//! for one that depends on nothing else. Both can be slightly negative by chance.
+//! N tokens with the same a_t and b_e (n_te is then hypergeometric): Vinh, Epps & Bailey, "Information theoretic
+//! measures for clusterings comparison", JMLR 11 (2010), equation 24a. `I - E[I]` is in nats. Divided by `H(expert) -
+//! E[I]` it is their adjusted mutual information with the entropy of the experts as its upper bound: 0 for a routing
+//! that ignores the id, 1 for one that depends on nothing else. Both can be slightly negative by chance.
 
 use std::collections::BTreeMap;
 
@@ -27,8 +22,7 @@ pub struct Specialization {
 }
 
 /// Computes the specialisation of `(token id, expert)` pairs, one for each token: its first choice. The order of the
-/// pairs
-/// does not matter. Returns `None` where it is undefined: only one expert is used, or no token id occurs twice.
+/// pairs does not matter. Returns `None` where it is undefined: only one expert is used, or no token id occurs twice.
 #[must_use]
 pub fn specialization(mut pairs: Vec<(u32, u32)>) -> Option<Specialization> {
     pairs.sort_unstable();
@@ -67,8 +61,7 @@ fn term(n: u64, (a, b): (u64, u64), total: u64) -> f64 {
 }
 
 /// Computes the mean of [`term`] for a hypergeometric n. The sum starts at the likeliest n and goes in both
-/// directions until
-/// the probabilities are negligible.
+/// directions until the probabilities are negligible.
 fn expected_term((a, b): (u64, u64), total: u64, ln_factorials: &[f64]) -> f64 {
     let (low, high) = ((a + b).saturating_sub(total), a.min(b));
     let mode = (((a + 1) as f64 * (b + 1) as f64 / (total + 2) as f64) as u64).clamp(low, high);

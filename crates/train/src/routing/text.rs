@@ -55,8 +55,7 @@ fn sign(c: char) -> char {
 }
 
 /// Replaces a character that cannot be shown: a control character by its picture, a direction mark by a dot.
-/// Newlines, tabs
-/// and blanks are unchanged.
+/// Newlines, tabs and blanks are unchanged.
 pub(super) fn visible(c: char) -> char {
     match c {
         '\n' | '\t' => c,

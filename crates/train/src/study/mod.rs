@@ -1,6 +1,5 @@
 //! A routing study: the same small model trained with each routing scheme on the same text and with the same number
-//! of
-//! floating-point operations, and a dense model of the same active size.
+//! of floating-point operations, and a dense model of the same active size.
 //!
 //! Every run is an ordinary one, in a folder of its own, with the same seed, the same order of the text and the same
 //! validation tokens, so that differences are caused by the routing. A study that was stopped continues where it was.
@@ -94,8 +93,8 @@ impl Finding {
     }
 
     /// Returns the difference of the validation loss to that of `other`: its mean over the seeds and half its range.
-    /// Runs with the
-    /// same seed read the same text in the same order, so that the differences vary less than the losses.
+    /// Runs with the same seed read the same text in the same order, so that the differences vary less than the
+    /// losses.
     #[must_use]
     pub fn above(&self, other: &Self) -> (f64, f64) {
         let pairs = self.val_losses.iter().zip(&other.val_losses);
@@ -117,14 +116,12 @@ fn flops_unit(flops: f64) -> (f64, &'static str) {
 }
 
 /// The settings of the base model that differ from the defaults. The model is small enough that a run takes a minute
-/// and that
-/// a dense model soon stops improving, where experts make a difference (`bench/history/routing.md` lists what was
-/// tried).
+/// and that a dense model soon stops improving, where experts make a difference (`bench/history/routing.md` lists
+/// what was tried).
 ///
 /// A token's weights sum to K, not to 1, so that the sum of K experts is as large as the output of a dense layer of K
-/// times
-/// their width. With a sum of 1, or with weights initialised at a deviation of 0.02, the MoE lost its lead over the
-/// dense model (`bench/history/routing.md`).
+/// times their width. With a sum of 1, or with weights initialised at a deviation of 0.02, the MoE lost its lead over
+/// the dense model (`bench/history/routing.md`).
 pub const BASE: [&str; 19] = [
     "model.width=64",
     "model.num_layers=2",
@@ -166,8 +163,7 @@ impl Study {
     ///
     /// # Errors
     /// If `only` names an unknown variant or one whose configuration is invalid with this base. With an empty `only`,
-    /// such a
-    /// variant is skipped with a warning.
+    /// such a variant is skipped with a warning.
     pub fn variants(&self) -> Result<Vec<Variant>, TrainError> {
         let possible = variants::variants(&self.base, &self.run_dir(DENSE, self.base.train.seed));
         if let Some(name) = self.only.iter().find(|name| possible.iter().all(|(known, _)| known != *name)) {
@@ -200,8 +196,7 @@ impl Study {
     }
 
     /// Trains the runs that are not finished and reads the results. `on_event` gets the name of each run and its
-    /// events; `watch`
-    /// reports progress while data is read. Returns `None` if a stop was requested.
+    /// events; `watch` reports progress while data is read. Returns `None` if a stop was requested.
     pub fn run(
         &self,
         requests: &Requests,

@@ -119,10 +119,9 @@ pub(super) const DENSE: &str = "dense";
 pub(super) type Possible = (&'static str, Result<Variant, ConfigError>);
 
 /// Lists all variants: the dense model, the base, one expert per token of K times the width, a shared expert, more
-/// and
-/// finer experts, and every other scheme. All have the floating-point operations of `base` over its steps and the
-/// active
-/// layer size of `base`. `embeddings` is the model whose embeddings a clustered hash uses, unless the base names one.
+/// and finer experts, and every other scheme. All have the floating-point operations of `base` over its steps and the
+/// active layer size of `base`. `embeddings` is the model whose embeddings a clustered hash uses, unless the base
+/// names one.
 pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
     let model = &base.model;
     let (k, f, shared) = (model.top_k, model.expert_width, model.shared_width);
@@ -182,8 +181,7 @@ pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
 }
 
 /// Builds the base with another kind of router and the settings `more`. Where the kind takes only one expert per
-/// token, the
-/// experts are wider instead.
+/// token, the experts are wider instead.
 fn of_kind(base: &RunConfig, name: &'static str, kind: &str, more: &[&str]) -> Result<Variant, ConfigError> {
     let settings: Vec<String> =
         [&[&*format!("model.router.kind={kind}")], more].concat().into_iter().map(str::to_owned).collect();

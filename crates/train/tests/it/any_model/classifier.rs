@@ -1,4 +1,5 @@
-//! A model that is no decoder: it tells the class of a point by a linear layer, an MoE layer and another linear layer.
+//! A model that is no decoder: it tells the class of a point by a linear layer, an MoE layer and another linear
+//! layer.
 //!
 //! Shape letters: N points, P numbers of a point, D width, C classes.
 
@@ -122,7 +123,8 @@ impl Classifier {
         Points { x, classes: which.map(|point| (cluster(point) % NUM_CLASSES) as u32).collect() }
     }
 
-    /// The results of the layers for points: the input `[N, D]` of the MoE layer, its output with that, and what backward needs.
+    /// The results of the layers for points: the input `[N, D]` of the MoE layer, its output with that, and what
+    /// backward needs.
     fn hidden(
         &self,
         ctx: &Context,
