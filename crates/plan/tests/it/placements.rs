@@ -165,7 +165,8 @@ proptest! {
 }
 
 /// The costs of rows of `row_bytes` bytes and experts of `expert` bytes there and back. Links carry a byte per second
-/// inside a node and a tenth of it between nodes.
+/// inside a node, and a tenth of it with a
+/// latency of half a second between nodes.
 fn costs(algorithm: Algorithm, row_bytes: f64, expert: f64, row_compute_s: f64) -> MoveCosts {
     let link = |latency_s, bytes_per_s| Link { latency_s, bytes_per_s };
     let links = Links { node: link(0.0, 1.0), cluster: link(0.5, 0.1) };
