@@ -1,4 +1,4 @@
-//! `moeworks serve`: answers over HTTP.
+//! `moeworks serve`: answers requests over HTTP.
 
 use std::io;
 use std::net::TcpListener;
@@ -20,16 +20,16 @@ use crate::failure::Failure;
 use crate::host::Call;
 use crate::model::open;
 
-/// Blocks of keys and values at least: fewer serve nobody.
+/// The smallest number of blocks of keys and values.
 const MIN_BLOCKS: usize = 4;
-/// Blocks that can be numbered.
+/// The largest number of blocks that can be numbered.
 const MAX_BLOCKS: usize = u32::MAX as usize;
-/// The most seconds of `--shutdown-timeout`.
+/// The largest value of `--shutdown-timeout` in seconds.
 const MAX_SECONDS: f64 = 86_400.0;
 
 pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let options = server_options(args)?;
-    // An address that is taken is said before the model is loaded.
+    // The address is bound first, so that one in use is reported before the model is loaded.
     let listener = bind(args)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints that requests are taken, and where.
+/// Prints the address at which requests are accepted.
 fn say_ready(listener: &TcpListener, served: &ServedModel, limits: &Limits) -> Result<(), Failure> {
     let address = listener.local_addr()?;
     let Limits { num_blocks, block_len, .. } = *limits;
@@ -99,7 +99,7 @@ fn server_options(args: &ServeArgs) -> Result<ServerOptions, Failure> {
     })
 }
 
-/// Reads the keys of the options and of their file. A key is never shown.
+/// Reads the keys from the options and from the file. A key is never printed.
 fn keys(args: &AccessArgs) -> Result<ApiKeys, Failure> {
     let mut keys = args.api_key.clone();
     if let Some(path) = &args.api_key_file {
@@ -120,7 +120,7 @@ fn keys(args: &AccessArgs) -> Result<ApiKeys, Failure> {
     Ok(ApiKeys::new(keys))
 }
 
-/// The names that requests may use: those given, or that of the folder or file.
+/// Returns the names that requests may use: the given ones, or the name of the folder or file.
 fn names(args: &ServeArgs) -> Result<Vec<String>, Failure> {
     if let Some(name) = args.served_model_name.iter().find(|name| name.is_empty() || name.contains(char::is_control)) {
         return Err(Failure::input(format!("--served-model-name {name:?}: must be printable text, and not empty")));
@@ -146,7 +146,7 @@ fn template(args: &ServeArgs, source: &Source, model: &Model) -> Result<Option<C
     Ok(source.chat_template(&model.tokenizer)?)
 }
 
-/// Decides how many blocks of keys and values there are, and the other bounds.
+/// Determines the number of blocks of keys and values and the other limits.
 fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
     let LoadArgs { max_running, max_waiting, turn_tokens, block_len, .. } = *args;
     if block_len == 0 || block_len > 4096 {
@@ -161,8 +161,7 @@ fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
         block_len,
         turn_tokens,
         max_running,
-        // Whoever is told to wait is bounded by the server; the scheduler sees also those that will run in the next
-        // turn.
+        // The server limits the waiting requests. The scheduler also counts those that will start in the next step.
         max_waiting: max_running.saturating_add(max_waiting),
         has_prefix_cache: !args.no_prefix_cache,
         ..Limits::default()
@@ -171,10 +170,10 @@ fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
     Ok(limits)
 }
 
-/// Returns the blocks that fit in the memory for keys and values, or that as many answers as run at a time need.
+/// Returns the number of blocks that fit in the memory for keys and values, or that `--max-running` answers need.
 fn num_blocks(args: &LoadArgs, model: &Model) -> Result<usize, Failure> {
     let config = model.decoder.config();
-    // Keys and values are in single precision at most.
+    // Keys and values are stored as f32 at most.
     let block_bytes = PagedKvCache::bytes_per_token(config, DType::F32).max(1).saturating_mul(args.block_len);
     let Some(gigabytes) = args.kv_memory else {
         let needed = config.max_seq_len.div_ceil(args.block_len).saturating_mul(args.max_running);
