@@ -1,4 +1,4 @@
-//! What a user of the program sees, and the shape of the workspace.
+//! Tests of the program as users run it, and of the structure of the workspace.
 
 mod bad_input;
 mod bench;

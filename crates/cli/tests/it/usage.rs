@@ -1,4 +1,4 @@
-//! What a user types and reads: usage lines, help, errors, notes and escape codes.
+//! The command-line interface: usage lines, help, errors, notes and escape codes.
 
 use std::process::Command;
 
@@ -105,7 +105,7 @@ fn shells_get_scripts_that_know_commands_options_and_values() {
         for part in ["evaluate", "max-tokens", "deepseek-like", "overlap"] {
             assert!(script.contains(part), "{part} for {shell}");
         }
-        // Where the shell is there, it reads the script.
+        // If the shell is installed, it parses the script.
         let file = work.file(shell, &script);
         if let Ok(read) = Command::new(shell).args(["-n", &file]).output() {
             assert!(read.status.success(), "{shell}: {}", String::from_utf8_lossy(&read.stderr));
