@@ -17,6 +17,7 @@ mod output;
 
 mod account;
 mod args;
+mod balance;
 mod bench;
 mod chat;
 mod completions;

@@ -11,7 +11,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
     ("Run", &["chat", "generate", "serve"]),
     ("Inspect", &["inspect", "evaluate", "routing"]),
     ("Make", &["convert", "upcycle"]),
-    ("Plan", &["estimate", "plan", "simulate"]),
+    ("Plan", &["estimate", "plan", "simulate", "balance"]),
     ("Measure", &["bench", "doctor"]),
 ];
 

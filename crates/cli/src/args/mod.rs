@@ -1,6 +1,7 @@
 //! The command line as typed: raw values, which the commands resolve. Each file has the options of a group of
 //! commands.
 
+mod balance;
 mod bench;
 mod convert;
 mod errors;
@@ -19,6 +20,7 @@ use clap_complete::Shell;
 
 use crate::version;
 
+pub(crate) use balance::{BalanceArgs, Policy};
 pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
@@ -71,6 +73,8 @@ pub(crate) enum Command {
     Estimate(EstimateArgs),
     /// Propose layouts of a model on several ranks, with the cost of each
     Plan(PlanArgs),
+    /// Place experts on ranks by the load that a run recorded
+    Balance(BalanceArgs),
     /// Simulate a pipeline schedule with given times: what each rank does when, and the memory it uses
     Simulate(SimulateArgs),
     /// Write a page that shows the experts of each token of a text

@@ -1,6 +1,7 @@
 //! Tests of the program as users run it, and of the structure of the workspace.
 
 mod bad_input;
+mod balance;
 mod bench;
 mod bench_comm;
 mod chat;
