@@ -43,7 +43,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if args.ranks.is_some_and(|ranks| !(1..=MAX_RANKS).contains(&ranks)) {
         return Err(Failure::input(format!("--ranks must be from 1 to {MAX_RANKS}")));
     }
-    if args.simulate { simulate(args) } else { proposals(args) }
+    if args.scaling { scaling(args) } else { proposals(args) }
 }
 
 fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
@@ -100,11 +100,11 @@ fn find(shape: &ModelShape, workload: Workload, topology: &Topology) -> (Vec<Est
     all.find(|(found, _)| found.first().is_some_and(|best| best.fits)).unwrap_or_else(|| with(MAX_ZERO))
 }
 
-fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
+fn scaling(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if let Some(ranks) = args.ranks.filter(|&ranks| ranks < LEAST_SIMULATED_RANKS) {
         return Err(Failure::input(format!(
-            "--simulate --ranks {ranks}: the table begins at {LEAST_SIMULATED_RANKS} ranks; give at least as many, or leave \
-             --simulate out for layouts on {ranks}"
+            "--scaling --ranks {ranks}: the table begins at {LEAST_SIMULATED_RANKS} ranks; give at least as many, or leave \
+             --scaling out for layouts on {ranks}"
         )));
     }
     let is_own_model = args.config.config.is_some() || args.config.preset.is_some() || !args.config.settings.is_empty();

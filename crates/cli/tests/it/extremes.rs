@@ -50,7 +50,7 @@ const COMMANDS: [(&str, &[&str]); 10] = [
     ("study", &["--data", "text.txt", "--only", "dense", "--set", "train.steps=1"]),
     ("upcycle", &["dense", "made", "--force"]),
     ("convert", &["run", "made", "--force"]),
-    ("plan", &["--simulate", "--ranks", "8"]),
+    ("plan", &["--scaling", "--ranks", "8"]),
 ];
 
 /// The options for which a large value is valid and takes as long as it says.

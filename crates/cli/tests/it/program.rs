@@ -96,7 +96,7 @@ impl Workplace {
 
     /// Builds the command that trains the tiny model on the text for `steps` steps into the folder `out`, with the
     /// arguments
-/// `more`.
+    /// `more`.
     pub(crate) fn train_command(&self, out: &str, steps: u64, more: &[&str]) -> Command {
         let steps = format!("train.steps={steps}");
         let mut args = vec!["train", "--data", "text.txt", "--out", out, "--set", &steps];

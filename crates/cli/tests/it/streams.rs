@@ -13,7 +13,7 @@ const PRINTING: [&str; 14] = [
     "inspect run",
     "inspect run --json",
     "estimate --preset tiny --json",
-    "plan --simulate --ranks 8",
+    "plan --scaling --ranks 8",
     "convert run model --force",
     "routing run --data text.txt --max-tokens 20",
     "report run",

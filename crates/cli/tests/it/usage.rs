@@ -40,7 +40,7 @@ fn an_error_stands_alone_and_says_what_would_be_right() {
         (vec!["generate", "run", "--prompt", &long], vec!["64 tokens", "context is 64", "at most 63"]),
         (vec!["generate", "run", "--stop", ""], vec!["--stop is empty"]),
         (vec!["generate", "run", "--prompt-file", "nowhere.txt"], vec!["--prompt-file nowhere.txt"]),
-        (vec!["plan", "--simulate", "--ranks", "3"], vec!["--ranks 3", "8 ranks", "--simulate"]),
+        (vec!["plan", "--scaling", "--ranks", "3"], vec!["--ranks 3", "8 ranks", "--scaling"]),
         (vec!["generate", "run", "--max-tokens", "-2"], vec!["'-2'", "-1 for as many as fit"]),
         (vec!["trian"], vec!["'trian'", "'train'"]),
     ] {
