@@ -1,4 +1,4 @@
-//! Times of communication: each collective by size, beside a copy in memory and the MPI library's own call, and the
+//! Times of communication: each collective by size, next to a memory copy and the MPI library's own call, and the
 //! links between ranks.
 
 use std::time::Instant;
@@ -7,28 +7,28 @@ use moeworks_comm::mpi::{EqualPieces, RawMpi};
 use moeworks_comm::{CommError, Communicator, Reduce};
 use moeworks_plan::Link;
 
-/// A collective that is timed.
+/// The collectives that are timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collective {
-    /// Nothing moves.
+    /// A barrier, which moves no data.
     Barrier,
-    /// No collective: ranks in pairs send the bytes to and fro, and half of that counts. A rank without another does
-    /// nothing.
+    /// A pair of messages, not a collective: ranks in pairs send the bytes to each other and back, and half of that
+    /// time counts. A rank without a partner does nothing.
     Message,
-    /// Everybody gets the bytes of rank 0.
+    /// Every rank gets the bytes of rank 0.
     Broadcast,
-    /// Everybody gets a share of the bytes from each.
+    /// Every rank gets a share of the bytes from each rank.
     AllGather,
-    /// Everybody sends a share of its bytes to each.
+    /// Every rank sends a share of its bytes to each rank.
     AllToAll,
-    /// The sum of the bytes as f32, a share to each.
+    /// Every rank gets a share of the sum of the bytes as f32.
     ReduceScatter,
-    /// The sum of the bytes as f32, all of it to each.
+    /// Every rank gets the whole sum of the bytes as f32.
     AllReduce,
 }
 
 impl Collective {
-    /// All, in the order of a table.
+    /// All collectives, in the order of a table.
     pub const ALL: [Self; 7] = [
         Self::Barrier,
         Self::Message,
@@ -39,7 +39,7 @@ impl Collective {
         Self::AllReduce,
     ];
 
-    /// Returns how many collectives one run makes.
+    /// Returns the number of collectives in one run.
     fn per_run(self) -> f64 {
         if self == Self::Message { 2.0 } else { 1.0 }
     }
@@ -50,21 +50,21 @@ impl Collective {
 pub struct Timing {
     /// The collective.
     pub collective: Collective,
-    /// Bytes that each rank holds, before or after.
+    /// The bytes that each rank holds before or after the collective.
     pub bytes: usize,
-    /// The median of many.
+    /// The median of many runs, in seconds.
     pub seconds: f64,
-    /// The MPI library's own call, where ranks are processes.
+    /// The time of the MPI library's own call, if ranks are processes.
     pub raw_seconds: Option<f64>,
-    /// All ranks copying as many bytes in their memory at the same time.
+    /// The time in which all ranks copy as many bytes in memory at once.
     pub copy_seconds: f64,
 }
 
-/// Seconds to spend on each case.
+/// The measurement time of each case, in seconds.
 const CASE_SECONDS: f64 = 0.3;
 
-/// An implementation that is compared. They take turns on the same memory, so that what else the machine does, and
-/// where the memory lies, meets all of them.
+/// The implementations that are compared. They run in turns on the same memory, so that other load of the machine and
+/// the placement of the memory affect all of them alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Implementation {
     Ours,
@@ -79,15 +79,15 @@ struct Case<'a> {
     collective: Collective,
     send: Vec<f32>,
     recv: Vec<f32>,
-    /// For each rank its numbers of `send`.
+    /// The number of elements of `send` for each rank.
     shares: Vec<usize>,
-    /// The shares in the form that the MPI library takes: counts of numbers to add up, or of bytes to send.
+    /// The shares in the form that the MPI library takes: the number of elements to sum, or of bytes to send.
     pieces: EqualPieces,
-    /// The ranks that send to each other in [`Collective::Message`].
+    /// The pairs of ranks in [`Collective::Message`].
     pairs: Vec<(usize, usize)>,
 }
 
-/// Times a collective with `bytes` bytes (rounded up to whole shares) on all ranks: a call that all of them make.
+/// Times a collective with `bytes` bytes, rounded up to whole shares. All ranks must call it.
 ///
 /// # Errors
 /// [`CommError`], as all calls.
@@ -175,7 +175,7 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Each pair's first rank sends, and gets it back.
+/// Sends data from each pair's first rank to its partner and back.
 fn to_and_fro<T: bytemuck::Pod>(
     comm: &dyn Communicator,
     data: &mut [T],
@@ -194,7 +194,7 @@ fn to_and_fro<T: bytemuck::Pod>(
     Ok(())
 }
 
-/// Sends between pairs by the MPI library's own calls.
+/// Sends data within pairs by the MPI library's own calls.
 fn raw_to_and_fro(raw: &RawMpi, data: &mut [u8], (rank, pairs): (usize, &[(usize, usize)])) {
     for &(a, b) in pairs {
         if rank == a {
@@ -207,8 +207,8 @@ fn raw_to_and_fro(raw: &RawMpi, data: &mut [u8], (rank, pairs): (usize, &[(usize
     }
 }
 
-/// For each of `num_ways` ways the median of many batches, each as long as on the slowest rank. `run` is told which
-/// one.
+/// Returns for each of `num_ways` implementations the median of many batches, each with the time of the slowest rank.
+/// `run` gets the index of the implementation.
 fn medians(
     comm: &dyn Communicator,
     num_ways: usize,
@@ -227,8 +227,7 @@ fn medians(
         one_batch(way, 2)?;
         slowest = slowest.max(one_batch(way, 3)?);
     }
-    // All ranks do the same number of runs: a batch is long beside the barrier before it, and there are enough of
-    // them.
+    // All ranks make the same number of runs per batch, large enough that the barrier before it does not matter.
     let mut agreed = [slowest];
     comm.all_reduce(&mut agreed, Reduce::Max)?;
     let num_runs = (300e-6 / agreed[0]).clamp(1.0, 1000.0) as usize;
@@ -237,7 +236,7 @@ fn medians(
     let mut times = vec![0.0; num_batches * num_ways];
     for batch in 0..num_batches {
         for turn in 0..num_ways {
-            // To and fro: what comes first leaves the memory in the caches of what comes next.
+            // The order alternates, because an implementation leaves data in the caches for the next one.
             let way = if batch % 2 == 0 { turn } else { num_ways - 1 - turn };
             times[way * num_batches + batch] = one_batch(way, num_runs)?;
         }
@@ -251,19 +250,20 @@ fn median(times: &mut [f64]) -> f64 {
     times[times.len() / 2]
 }
 
-/// The two kinds of links.
+/// The two kinds of links between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Links {
-    /// Between ranks of a node; `None` where each stands alone.
+    /// The link between ranks of a node; `None` if each node has one rank.
     pub node: Option<Link>,
-    /// Between nodes, while all ranks of a node send; `None` where there is one node.
+    /// The link between nodes while all ranks of a node send; `None` if there is one node.
     pub cluster: Option<Link>,
 }
 
-/// Bytes of a message that is long beside the latency.
+/// The size of a message whose time exceeds the latency by far, in bytes.
 const LONG: usize = 4 << 20;
 
-/// Measures the links: ranks in pairs send to and fro, all pairs at the same time. A call that all ranks make.
+/// Measures the links: ranks in pairs send messages to each other and back, all pairs at the same time. All ranks
+/// must call it.
 ///
 /// # Errors
 /// [`CommError`], as all calls.

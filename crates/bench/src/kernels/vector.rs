@@ -1,5 +1,5 @@
 //! Operations other than matrix products: attention, the output layer with its loss, norms, rotations, embeddings,
-//! conversions and the optimizer, of sizes that no cache holds where memory binds them.
+//! conversions and the optimizer. Operations limited by memory have sizes that no cache holds.
 
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
@@ -14,15 +14,15 @@ use moeworks_ops::linear::Write;
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::{RopeTable, Rotation, rope};
 
-/// Elements of a tensor that is gone through as a whole: 128 MiB in f32.
+/// The number of elements of a tensor that is processed as a whole: 128 MiB in f32.
 const LEN: usize = 32 << 20;
 
-/// Rows of norms, rotations and embeddings, and how wide they are.
+/// The number of rows of norms, rotations and embeddings, and their width.
 const ROWS: (usize, usize) = (16_384, 1024);
 
 const HEAD_DIM: usize = 64;
 
-/// Name, sequences, their (queries, keys), (heads, heads of keys), width of a head.
+/// The name, the number of sequences, (queries, keys) of each, (heads, key-value heads) and the width of a head.
 type AttentionCase = (&'static str, usize, (usize, usize), (usize, usize), usize);
 
 const ATTENTION_CASES: [AttentionCase; 6] = [
@@ -34,7 +34,7 @@ const ATTENTION_CASES: [AttentionCase; 6] = [
     ("of a step 8 x 4096 heads 8/8 x 64", 8, (1, 4096), (8, 8), 64),
 ];
 
-/// Tokens, width, classes.
+/// The number of tokens, the width and the number of classes.
 const HEAD_CASES: [(usize, usize, usize); 2] = [(4096, 256, 256), (1024, 512, 32_000)];
 
 pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
@@ -48,7 +48,7 @@ pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
     whole(timing, dtype);
 }
 
-/// Random numbers, of which 8,191 come again and again.
+/// Random numbers that repeat after 8,191 elements.
 fn normal(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     let random = Random::new(1, Purpose::Test, 0);
     let values: Vec<f32> = (0..8191).map(|i| random.normal(i)).collect();
@@ -56,7 +56,8 @@ fn normal(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     cast(ctx, &Tensor::from_slice(ctx.pool(), shape, &repeated), dtype)
 }
 
-/// Causal; counted are the pairs that the mask leaves, and that backward takes five products where forward takes two.
+/// Times causal attention. Only the pairs that the mask leaves are counted; forward takes two products per pair and
+/// backward five.
 fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
     let (name, batch, (seq_len, kv_len), (num_heads, num_kv_heads), head_dim) = case;
     let [forward, backward] = ["forward", "backward"].map(|pass| format!("attention {pass} {name}, {dtype:?}"));
@@ -92,7 +93,7 @@ fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
     });
 }
 
-/// The output layer with cross entropy.
+/// Times the output layer with cross-entropy.
 fn heads(timing: &mut Timing<'_>, dtype: DType, (tokens, width, classes): (usize, usize, usize)) {
     let [forward, backward] = ["forward", "backward"]
         .map(|pass| format!("output layer and loss {pass} {tokens} x {width}, {classes} classes, {dtype:?}"));
@@ -150,7 +151,7 @@ fn rows(timing: &mut Timing<'_>, dtype: DType) {
     }
 }
 
-/// What goes through whole tensors of f32, or of f32 with something in `dtype` beside it.
+/// Times operations on whole tensors of f32, or of f32 together with a tensor of `dtype`.
 fn whole(timing: &mut Timing<'_>, dtype: DType) {
     let names = ["add", "sum of squares", "scale", "cast f32 to", "cast to f32 of", "adamw"];
     let name = |what: &str| format!("{what} {}M, {dtype:?}", LEN >> 20);
@@ -173,7 +174,7 @@ fn whole(timing: &mut Timing<'_>, dtype: DType) {
     }
     let (mut m, mut v) = (ctx.zeros(&[LEN], DType::F32), ctx.zeros(&[LEN], DType::F32));
     let step = AdamWStep { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
-    // Beside weights in f32 a copy in bf16 is written for the products.
+    // For f32 weights a bf16 copy is written for the products.
     timing.case(name("adamw"), f(16, if is_bf16 { 12 + size } else { 12 }), || {
         let compute = is_bf16.then_some(&mut other);
         adamw(ctx, &step, AdamWTensors { param: &mut y, grad: &x, m: &mut m, v: &mut v, compute });

@@ -1,4 +1,4 @@
-//! The trainer with a model that is no decoder.
+//! Tests of the trainer with a model that is not a decoder.
 
 mod classifier;
 
@@ -32,7 +32,7 @@ fn settings(steps: u64) -> TrainerSettings {
     }
 }
 
-/// A run in a folder of its own.
+/// Starts a run in a new folder.
 fn start(run_dir: &Path, steps: u64, frozen: &[&str], ranks: Option<Arc<Ranks>>) -> Trainer<Classifier> {
     let task = Classifier::new(ranks.as_deref(), frozen);
     let folder = RunFolder::from(run_dir.to_owned());
@@ -46,7 +46,7 @@ fn resume(run_dir: &Path, steps: u64, ranks: Option<Arc<Ranks>>) -> Trainer<Clas
     Trainer::resume(task, ResumeOptions { run_dir, settings, ctx: Context::cpu(1), ranks }).expect("the run goes on")
 }
 
-/// Runs until all steps are done, or step `last` is.
+/// Trains until all steps, or step `last`, are done.
 fn run_until(trainer: &mut Trainer<Classifier>, last: u64) -> Outcome {
     let requests = Requests::default();
     let stop = Arc::clone(&requests.stop);
@@ -58,7 +58,7 @@ fn run_until(trainer: &mut Trainer<Classifier>, last: u64) -> Outcome {
     trainer.run(&requests, on_event).expect("trained")
 }
 
-/// Does `work` on each rank of a layout, dp x ep.
+/// Runs `work` on each rank of a layout dp x ep.
 fn on_ranks(layout: (usize, usize), zero: u8, work: impl Fn(Arc<Ranks>) + Sync) {
     let layout = Layout::new(layout.0, layout.1, 1);
     let result = try_run_ranks(&RankOptions::new(layout.num_ranks()), |comm: &dyn Communicator| {
@@ -78,13 +78,13 @@ fn metric(record: &Record, name: &str) -> Option<f64> {
     record.metrics.iter().find(|metric| metric.name == name).map(|metric| metric.value)
 }
 
-/// The bytes of the files of the newest checkpoint that make the next steps.
+/// Reads the files of the newest checkpoint that determine the next steps.
 fn checkpoint(trainer: &Trainer<Classifier>) -> [Vec<u8>; 2] {
     let dir = trainer.last_checkpoint().expect("a checkpoint");
     ["model.safetensors", "optimizer.safetensors"].map(|name| fs::read(dir.join(name)).expect("a file"))
 }
 
-/// The figures of a step without those of its time.
+/// Removes the timings from the record of a step.
 fn without_times(record: Record) -> Record {
     let Record { step, tokens, loss, balance_loss, grad_norm, lr, val_loss, metrics, layers, .. } = record;
     Record { step, tokens, loss, balance_loss, grad_norm, lr, val_loss, metrics, layers, ..Record::default() }
@@ -211,7 +211,7 @@ fn what_a_task_does_not_support_on_ranks_is_refused() {
     );
 }
 
-/// The loss that the gradient is of, and the routing that it holds for.
+/// Computes the loss, its gradients, and the routing at which they hold.
 fn pass(task: &mut Classifier, ctx: &Context, weights: &Weights, grads: &mut Weights) -> (f64, PassFigures) {
     let model = ModelView { ctx, ranks: None, params: weights };
     let batch = Microbatch { step: 3, index: 0, num: 1, progress: 0.5 };
@@ -241,7 +241,7 @@ fn the_gradient_of_the_classifier_is_that_of_differences() {
                 result
             };
             let ((up, at_up), (down, at_down)) = (moved(5e-3), moved(-5e-3));
-            // Where a choice of experts changes there is no derivative.
+            // The loss is not differentiable where the choice of experts changes.
             if routing(&at_up) != routing(&figures) || routing(&at_down) != routing(&figures) {
                 continue;
             }
