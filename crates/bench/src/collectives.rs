@@ -84,7 +84,14 @@ struct Case<'a> {
     /// The shares in the form that the MPI library takes: the number of elements to sum, or of bytes to send.
     pieces: EqualPieces,
     /// The pairs of ranks in [`Collective::Message`].
-    pairs: Vec<(usize, usize)>,
+    pairs: Vec<RankPair>,
+}
+
+/// Two ranks that send messages to each other.
+#[derive(Clone, Copy)]
+struct RankPair {
+    first: usize,
+    second: usize,
 }
 
 /// Times a collective with `bytes` bytes, rounded up to whole shares. All ranks must call it.
@@ -97,7 +104,7 @@ pub fn time(
     collective: Collective,
     bytes: usize,
 ) -> Result<Timing, CommError> {
-    let mut case = Case::new((comm, raw), collective, bytes);
+    let mut case = Case::new(comm, raw, collective, bytes);
     let ways: &[Implementation] = if raw.is_some() {
         &[Implementation::Ours, Implementation::Copy, Implementation::Raw]
     } else {
@@ -115,7 +122,7 @@ pub fn time(
 }
 
 impl<'a> Case<'a> {
-    fn new((comm, raw): (&'a dyn Communicator, Option<&'a RawMpi>), collective: Collective, bytes: usize) -> Self {
+    fn new(comm: &'a dyn Communicator, raw: Option<&'a RawMpi>, collective: Collective, bytes: usize) -> Self {
         let size = comm.size();
         let share = bytes.div_ceil(4 * size);
         let data = vec![1.0_f32; share * size];
@@ -128,7 +135,7 @@ impl<'a> Case<'a> {
             recv: data,
             shares: vec![share; size],
             pieces: EqualPieces::new(size, piece),
-            pairs: (1..size).step_by(2).map(|rank| (rank - 1, rank)).collect(),
+            pairs: (1..size).step_by(2).map(|rank| RankPair { first: rank - 1, second: rank }).collect(),
         }
     }
 
@@ -149,7 +156,7 @@ impl<'a> Case<'a> {
         let (send, recv) = (&self.send, &mut self.recv);
         match self.collective {
             Collective::Barrier => comm.barrier(),
-            Collective::Message => to_and_fro(comm, recv, &self.pairs),
+            Collective::Message => ping_pong(comm, recv, &self.pairs),
             Collective::Broadcast => comm.broadcast(recv, 0),
             Collective::AllGather => comm.all_gather(&send[..share], recv),
             Collective::AllToAll => comm.all_to_all(send, recv),
@@ -165,7 +172,7 @@ impl<'a> Case<'a> {
         let received: &mut [u8] = bytemuck::cast_slice_mut(&mut self.recv);
         match self.collective {
             Collective::Barrier => raw.barrier(),
-            Collective::Message => raw_to_and_fro(raw, received, (self.comm.rank(), &self.pairs)),
+            Collective::Message => raw_ping_pong(raw, received, self.comm.rank(), &self.pairs),
             Collective::Broadcast => raw.broadcast(received, 0),
             Collective::AllGather => raw.all_gather(&sent[..4 * share], received, size),
             Collective::AllToAll => raw.all_to_all(sent, received, &self.pieces),
@@ -176,33 +183,29 @@ impl<'a> Case<'a> {
 }
 
 /// Sends data from each pair's first rank to its partner and back.
-fn to_and_fro<T: bytemuck::Pod>(
-    comm: &dyn Communicator,
-    data: &mut [T],
-    pairs: &[(usize, usize)],
-) -> Result<(), CommError> {
+fn ping_pong<T: bytemuck::Pod>(comm: &dyn Communicator, data: &mut [T], pairs: &[RankPair]) -> Result<(), CommError> {
     let rank = comm.rank();
-    for &(a, b) in pairs {
-        if rank == a {
-            comm.send(data, b, 0)?;
-            comm.receive(data, b, 0)?;
-        } else if rank == b {
-            comm.receive(data, a, 0)?;
-            comm.send(data, a, 0)?;
+    for &RankPair { first, second } in pairs {
+        if rank == first {
+            comm.send(data, second, 0)?;
+            comm.receive(data, second, 0)?;
+        } else if rank == second {
+            comm.receive(data, first, 0)?;
+            comm.send(data, first, 0)?;
         }
     }
     Ok(())
 }
 
 /// Sends data within pairs by the MPI library's own calls.
-fn raw_to_and_fro(raw: &RawMpi, data: &mut [u8], (rank, pairs): (usize, &[(usize, usize)])) {
-    for &(a, b) in pairs {
-        if rank == a {
-            raw.send(data, b);
-            raw.receive(data, b);
-        } else if rank == b {
-            raw.receive(data, a);
-            raw.send(data, a);
+fn raw_ping_pong(raw: &RawMpi, data: &mut [u8], rank: usize, pairs: &[RankPair]) {
+    for &RankPair { first, second } in pairs {
+        if rank == first {
+            raw.send(data, second);
+            raw.receive(data, second);
+        } else if rank == second {
+            raw.receive(data, first);
+            raw.send(data, first);
         }
     }
 }
@@ -271,12 +274,13 @@ pub fn links(comm: &dyn Communicator) -> Result<Links, CommError> {
     let nodes = comm.nodes();
     let ranks_of = |node: usize| (0..comm.size()).filter(|&rank| nodes[rank] == node).collect::<Vec<_>>();
     let (first, second) = (ranks_of(0), ranks_of(1));
-    let in_node: Vec<(usize, usize)> = first.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect();
-    let between: Vec<(usize, usize)> = first.into_iter().zip(second).collect();
+    let pair = |(first, second)| RankPair { first, second };
+    let in_node: Vec<RankPair> = first.chunks_exact(2).map(|ranks| pair((ranks[0], ranks[1]))).collect();
+    let between: Vec<RankPair> = first.into_iter().zip(second).map(pair).collect();
     Ok(Links { node: link(comm, &in_node)?, cluster: link(comm, &between)? })
 }
 
-fn link(comm: &dyn Communicator, pairs: &[(usize, usize)]) -> Result<Option<Link>, CommError> {
+fn link(comm: &dyn Communicator, pairs: &[RankPair]) -> Result<Option<Link>, CommError> {
     if pairs.is_empty() {
         return Ok(None);
     }
@@ -285,7 +289,7 @@ fn link(comm: &dyn Communicator, pairs: &[(usize, usize)]) -> Result<Option<Link
     Ok(Some(Link { latency_s, bytes_per_s: LONG as f64 / (long - latency_s).max(1e-9) }))
 }
 
-fn half_round_trip(comm: &dyn Communicator, pairs: &[(usize, usize)], bytes: usize) -> Result<f64, CommError> {
+fn half_round_trip(comm: &dyn Communicator, pairs: &[RankPair], bytes: usize) -> Result<f64, CommError> {
     let mut data = vec![0_u8; bytes];
-    Ok(medians(comm, 1, &mut |_| to_and_fro(comm, &mut data, pairs))?[0] / 2.0)
+    Ok(medians(comm, 1, &mut |_| ping_pong(comm, &mut data, pairs))?[0] / 2.0)
 }

@@ -11,9 +11,22 @@ use moeworks_ops::gemm_plan::GemmProblem;
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::{Activation, Context};
 
-/// A linear layer to time: tokens, outputs, inputs.
-const LINEAR_CASES: [(usize, usize, usize); 6] =
-    [(2048, 2048, 2048), (64, 2048, 2048), (4096, 256, 256), (4096, 1024, 256), (4096, 256, 512), (1, 2048, 2048)];
+/// A linear layer to time: the number of tokens, of outputs and of inputs.
+#[derive(Clone, Copy)]
+struct LinearCase {
+    t: usize,
+    o: usize,
+    i: usize,
+}
+
+const LINEAR_CASES: [LinearCase; 6] = [
+    LinearCase { t: 2048, o: 2048, i: 2048 },
+    LinearCase { t: 64, o: 2048, i: 2048 },
+    LinearCase { t: 4096, o: 256, i: 256 },
+    LinearCase { t: 4096, o: 1024, i: 256 },
+    LinearCase { t: 4096, o: 256, i: 512 },
+    LinearCase { t: 1, o: 2048, i: 2048 },
+];
 
 /// An MoE layer's experts to time.
 #[derive(Clone, Copy)]
@@ -36,8 +49,8 @@ const EXPERTS_CASES: [ExpertsCase; 3] = [
 const COLD_MATRICES: usize = 16;
 
 pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
-    for sizes in LINEAR_CASES {
-        linears(timing, dtype, sizes);
+    for case in LINEAR_CASES {
+        linears(timing, dtype, case);
     }
     for case in EXPERTS_CASES {
         experts(timing, dtype, case);
@@ -54,7 +67,8 @@ fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     tensor
 }
 
-fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usize)) {
+fn linears(timing: &mut Timing<'_>, dtype: DType, case: LinearCase) {
+    let LinearCase { t, o, i } = case;
     let names = ["x w^T  ", "dy w   ", "dy^T x "].map(|what| format!("{what} {t} x {o} x {i}, {dtype:?}"));
     if !timing.wants_any(&names) {
         return;

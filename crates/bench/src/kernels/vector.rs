@@ -22,27 +22,44 @@ const ROWS: (usize, usize) = (16_384, 1024);
 
 const HEAD_DIM: usize = 64;
 
-/// The name, the number of sequences, (queries, keys) of each, (heads, key-value heads) and the width of a head.
-type AttentionCase = (&'static str, usize, (usize, usize), (usize, usize), usize);
+/// A causal attention to time.
+#[derive(Clone, Copy)]
+struct AttentionCase {
+    /// True for one query per sequence, as in a decoding step; else there are as many queries as keys.
+    is_step: bool,
+    batch: usize,
+    kv_len: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+}
 
 const ATTENTION_CASES: [AttentionCase; 6] = [
-    ("16 x 256 heads 4/4 x 64", 16, (256, 256), (4, 4), 64),
-    ("16 x 256 heads 4/2 x 64", 16, (256, 256), (4, 2), 64),
-    ("4 x 1024 heads 16/16 x 64", 4, (1024, 1024), (16, 16), 64),
-    ("1 x 4096 heads 8/2 x 128", 1, (4096, 4096), (8, 2), 128),
-    ("of a step 1 x 8192 heads 16/4 x 128", 1, (1, 8192), (16, 4), 128),
-    ("of a step 8 x 4096 heads 8/8 x 64", 8, (1, 4096), (8, 8), 64),
+    AttentionCase { is_step: false, batch: 16, kv_len: 256, num_heads: 4, num_kv_heads: 4, head_dim: 64 },
+    AttentionCase { is_step: false, batch: 16, kv_len: 256, num_heads: 4, num_kv_heads: 2, head_dim: 64 },
+    AttentionCase { is_step: false, batch: 4, kv_len: 1024, num_heads: 16, num_kv_heads: 16, head_dim: 64 },
+    AttentionCase { is_step: false, batch: 1, kv_len: 4096, num_heads: 8, num_kv_heads: 2, head_dim: 128 },
+    AttentionCase { is_step: true, batch: 1, kv_len: 8192, num_heads: 16, num_kv_heads: 4, head_dim: 128 },
+    AttentionCase { is_step: true, batch: 8, kv_len: 4096, num_heads: 8, num_kv_heads: 8, head_dim: 64 },
 ];
 
-/// The number of tokens, the width and the number of classes.
-const HEAD_CASES: [(usize, usize, usize); 2] = [(4096, 256, 256), (1024, 512, 32_000)];
+/// An output layer to time.
+#[derive(Clone, Copy)]
+struct HeadCase {
+    tokens: usize,
+    width: usize,
+    classes: usize,
+}
+
+const HEAD_CASES: [HeadCase; 2] =
+    [HeadCase { tokens: 4096, width: 256, classes: 256 }, HeadCase { tokens: 1024, width: 512, classes: 32_000 }];
 
 pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
     for case in ATTENTION_CASES {
         attentions(timing, dtype, case);
     }
-    for sizes in HEAD_CASES {
-        heads(timing, dtype, sizes);
+    for case in HEAD_CASES {
+        heads(timing, dtype, case);
     }
     rows(timing, dtype);
     whole(timing, dtype);
@@ -59,7 +76,10 @@ fn normal(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
 /// Times causal attention. Only the pairs that the mask leaves are counted; forward takes two products per pair and
 /// backward five.
 fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
-    let (name, batch, (seq_len, kv_len), (num_heads, num_kv_heads), head_dim) = case;
+    let AttentionCase { is_step, batch, kv_len, num_heads, num_kv_heads, head_dim } = case;
+    let seq_len = if is_step { 1 } else { kv_len };
+    let of_step = if is_step { "of a step " } else { "" };
+    let name = format!("{of_step}{batch} x {kv_len} heads {num_heads}/{num_kv_heads} x {head_dim}");
     let [forward, backward] = ["forward", "backward"].map(|pass| format!("attention {pass} {name}, {dtype:?}"));
     if !timing.wants_any(&[&forward, &backward]) {
         return;
@@ -94,7 +114,8 @@ fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
 }
 
 /// Times the output layer with cross-entropy.
-fn heads(timing: &mut Timing<'_>, dtype: DType, (tokens, width, classes): (usize, usize, usize)) {
+fn heads(timing: &mut Timing<'_>, dtype: DType, case: HeadCase) {
+    let HeadCase { tokens, width, classes } = case;
     let [forward, backward] = ["forward", "backward"]
         .map(|pass| format!("output layer and loss {pass} {tokens} x {width}, {classes} classes, {dtype:?}"));
     if !timing.wants_any(&[&forward, &backward]) {

@@ -58,9 +58,8 @@ fn run_until(trainer: &mut Trainer<Classifier>, last: u64) -> Outcome {
     trainer.run(&requests, on_event).expect("trained")
 }
 
-/// Runs `work` on each rank of a layout dp x ep.
-fn on_ranks(layout: (usize, usize), zero: u8, work: impl Fn(Arc<Ranks>) + Sync) {
-    let layout = Layout::new(layout.0, layout.1, 1);
+/// Runs `work` on each rank of a layout.
+fn on_ranks(layout: Layout, zero: u8, work: impl Fn(Arc<Ranks>) + Sync) {
     let result = try_run_ranks(&RankOptions::new(layout.num_ranks()), |comm: &dyn Communicator| {
         let placement = Placement::sharded(4, layout.ep);
         let ranks = Ranks::new(comm, layout, placement, Exchange::plain(Wire::F32))?.with_zero(zero);
@@ -118,9 +117,8 @@ fn a_classifier_on_ranks_makes_the_steps_of_one_rank() {
     let folder = tempfile::tempdir().expect("a folder");
     run_until(&mut start(&folder.path().join("one"), 6, &[], None), 0);
     let one = records(&folder.path().join("one"));
-    for (index, (layout, zero)) in
-        [((2, 1), 0), ((2, 1), 1), ((2, 1), 2), ((1, 2), 0), ((2, 2), 2)].into_iter().enumerate()
-    {
+    for (index, (dp, ep, zero)) in [(2, 1, 0), (2, 1, 1), (2, 1, 2), (1, 2, 0), (2, 2, 2)].into_iter().enumerate() {
+        let layout = Layout::new(dp, ep, 1);
         let run_dir = folder.path().join(index.to_string());
         on_ranks(layout, zero, |ranks| _ = run_until(&mut start(&run_dir, 6, &[], Some(ranks)), 0));
         for (many, one) in records(&run_dir).iter().zip(&one) {
@@ -165,7 +163,7 @@ fn a_run_of_two_ranks_goes_on_as_one() {
     let folder = tempfile::tempdir().expect("a folder");
     let [one_dir, ranks_dir] = ["one", "ranks"].map(|name| folder.path().join(name));
     run_until(&mut start(&one_dir, 8, &[], None), 0);
-    on_ranks((1, 2), 1, |ranks| _ = run_until(&mut start(&ranks_dir, 8, &[], Some(ranks)), 4));
+    on_ranks(Layout::new(1, 2, 1), 1, |ranks| _ = run_until(&mut start(&ranks_dir, 8, &[], Some(ranks)), 4));
     run_until(&mut resume(&ranks_dir, 8, None), 0);
     let [one, ranks] = [one_dir, ranks_dir].map(|dir| records(&dir).pop().expect("a record"));
     assert_eq!((ranks.step, one.step), (8, 8));

@@ -42,12 +42,13 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// Trains on `num_ranks` ranks. `on_step` gets the rank and the step that it has finished, while the other ranks
+    /// Trains on `num_ranks` ranks that wait for each other for `timeout_s` seconds. `on_step` gets the rank and the step that it has finished, while the other ranks
     /// continue.
     fn train(
         &self,
         name: &str,
-        (num_ranks, timeout_s): (usize, u64),
+        num_ranks: usize,
+        timeout_s: u64,
         on_step: impl Fn(usize, u64) + Sync,
     ) -> Result<(), TrainError> {
         let mut config = self.config.clone();
@@ -76,7 +77,7 @@ fn losses(run_dir: &Path) -> Vec<(u64, f64)> {
 fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
     let place = Place::new();
     let start = Instant::now();
-    let failed = place.train("run", (3, 25), |rank, step| assert!((rank, step) != (2, 5), "out of paper"));
+    let failed = place.train("run", 3, 25, |rank, step| assert!((rank, step) != (2, 5), "out of paper"));
     let said = failed.expect_err("a run that lost a rank has failed").to_string();
     assert!(said.starts_with("rank 2 died: panicked:") && said.contains("out of paper"), "{said}");
     assert!(start.elapsed() < Duration::from_secs(30), "the others ended after {:?}", start.elapsed());
@@ -95,7 +96,7 @@ fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
     let mut resumed = LanguageModel::resume(resume).expect("resumed");
     assert_eq!(resumed.progress().step, 4);
     resumed.run(&Requests::default(), &mut |_| ()).expect("trained");
-    place.train("whole", (1, 25), |_, _| ()).expect("trained");
+    place.train("whole", 1, 25, |_, _| ()).expect("trained");
     let (run, whole) = (losses(&run_dir), losses(&place.run_dir("whole")));
     assert_eq!(run.len() as u64, STEPS, "every step once");
     for ((step, loss), (expected_step, expected)) in run.into_iter().zip(whole) {
@@ -108,7 +109,7 @@ fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
 fn a_rank_that_hangs_in_a_step_is_named_by_the_others() {
     let place = Place::new();
     // A thread cannot be ended from outside; this one returns long after the others have given up.
-    let failed = place.train("run", (3, 2), |rank, step| {
+    let failed = place.train("run", 3, 2, |rank, step| {
         if (rank, step) == (1, 3) {
             std::thread::sleep(Duration::from_secs(5));
         }
