@@ -14,11 +14,16 @@ use moeworks_infer::open::{Model, Source};
 use crate::args::GenerateArgs;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
+use crate::generate_many::{self, Files};
+use crate::host::Call;
 use crate::model::{open, with_options};
 use crate::sampling::{Sampling, warn_of_unused};
 use crate::terminal::shown;
 
-pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
+pub(crate) fn run(args: &GenerateArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
+    if let (Some(data), Some(out)) = (&args.batch.data, &args.batch.out) {
+        return generate_many::run(args, &Files { data, out }, call);
+    }
     let text = prompt_text(args)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;

@@ -16,8 +16,8 @@ use crate::interrupts::{Interrupts, Receiving};
 use crate::log::Log;
 use crate::output::{self, OutputGone};
 use crate::{
-    balance, bench, chat, completions, convert, doctor, estimate, evaluate, generate, inspect, plan, ranks, routing,
-    serve, simulate, study, train,
+    balance, bench, chat, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan, ranks,
+    routing, serve, simulate, study, train,
 };
 
 /// The exit code for invalid arguments.
@@ -138,9 +138,10 @@ impl Call<'_> {
     fn carry_out(&self, command: Command) -> Result<ExitCode, Failure> {
         match command {
             Command::Train(args) => train::run(args, self),
-            Command::Generate(args) => generate::run(&args),
+            Command::Generate(args) => generate::run(&args, self),
             Command::Chat(args) => chat::run(&args, self),
             Command::Serve(args) => serve::run(&args, self),
+            Command::Gateway(args) => gateway::run(&args, self),
             Command::Evaluate(args) => evaluate::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Estimate(args) => estimate::run(&args),

@@ -1,10 +1,8 @@
 //! `moeworks serve`: answers requests over HTTP.
 
-use std::io;
 use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use moeworks_infer::chat::ChatTemplate;
 use moeworks_infer::open::{Model, Source};
@@ -18,19 +16,18 @@ use crate::args::{AccessArgs, LoadArgs, ServeArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::host::Call;
+use crate::listening::{Address, bind, check_metrics_prefix, seconds};
 use crate::model::open;
 
 /// The smallest number of blocks of keys and values.
 const MIN_BLOCKS: usize = 4;
 /// The largest number of blocks that can be numbered.
 const MAX_BLOCKS: usize = u32::MAX as usize;
-/// The largest value of `--shutdown-timeout` in seconds.
-const MAX_SECONDS: f64 = 86_400.0;
 
 pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let options = server_options(args)?;
     // The address is bound first, so that one in use is reported before the model is loaded.
-    let listener = bind(args)?;
+    let listener = listen(args)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     let model = Arc::new(open(&source, &args.compute)?);
@@ -38,7 +35,7 @@ pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     let engine = Engine::new(&model, limits)?;
     let served = ServedModel {
         names: names(args)?,
-        template: template(args, &source, &model)?,
+        template: template(args.chat_template.as_deref(), &source, &model)?,
         model: Arc::clone(&model),
         defaults,
         sandbox: call.sandbox()?,
@@ -62,15 +59,10 @@ fn say_ready(listener: &TcpListener, served: &ServedModel, limits: &Limits) -> R
     Ok(())
 }
 
-fn bind(args: &ServeArgs) -> Result<TcpListener, Failure> {
+/// Listens at the address, and warns where everybody can send requests.
+fn listen(args: &ServeArgs) -> Result<TcpListener, Failure> {
     let ServeArgs { host, port, access, .. } = args;
-    let listener = TcpListener::bind((host.as_str(), *port)).map_err(|error| {
-        let advice = match error.kind() {
-            io::ErrorKind::AddrInUse => "; choose another --port, or 0 for any",
-            _ => "",
-        };
-        Failure::input(format!("--host {host} --port {port}: {error}{advice}"))
-    })?;
+    let listener = bind(&Address { host, port: *port })?;
     let is_open = !listener.local_addr()?.ip().is_loopback();
     if is_open && access.api_key.is_empty() && access.api_key_file.is_none() {
         tracing::warn!("other machines can send requests, and no key is asked for (--api-key-file)");
@@ -80,21 +72,14 @@ fn bind(args: &ServeArgs) -> Result<TcpListener, Failure> {
 
 fn server_options(args: &ServeArgs) -> Result<ServerOptions, Failure> {
     let LoadArgs { max_running, max_waiting, shutdown_timeout, ref metrics_prefix, .. } = args.load;
-    if !(0.0..=MAX_SECONDS).contains(&shutdown_timeout) {
-        let message = format!("--shutdown-timeout {shutdown_timeout}: must be from 0 to {MAX_SECONDS} seconds");
-        return Err(Failure::input(message));
-    }
-    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
-    if !metrics_prefix.chars().all(is_name) || metrics_prefix.starts_with(|c: char| c.is_ascii_digit()) {
-        return Err(Failure::input(format!("--metrics-prefix {metrics_prefix:?}: must be letters, digits, _ and :")));
-    }
+    check_metrics_prefix(metrics_prefix)?;
     Ok(ServerOptions {
         keys: keys(&args.access)?,
         allowed_hosts: args.access.allowed_host.clone(),
         max_running,
         max_waiting,
         metrics_prefix: metrics_prefix.clone(),
-        shutdown_timeout: Duration::from_secs_f64(shutdown_timeout),
+        shutdown_timeout: seconds("--shutdown-timeout", shutdown_timeout)?,
         ..ServerOptions::default()
     })
 }
@@ -131,7 +116,7 @@ fn names(args: &ServeArgs) -> Result<Vec<String>, Failure> {
     Ok(vec![name_of(&args.model)])
 }
 
-fn name_of(path: &Path) -> String {
+pub(crate) fn name_of(path: &Path) -> String {
     let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let is_gguf = whole.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
     let name = if is_gguf { whole.file_stem() } else { whole.file_name() };
@@ -139,15 +124,16 @@ fn name_of(path: &Path) -> String {
     name.replace(char::is_control, "_")
 }
 
-fn template(args: &ServeArgs, source: &Source, model: &Model) -> Result<Option<ChatTemplate>, Failure> {
-    if let Some(path) = &args.chat_template {
-        return Ok(Some(ChatTemplate::from_file(path, &model.tokenizer)?));
+/// The chat template: that of a file, or the model's own.
+pub(crate) fn template(file: Option<&Path>, source: &Source, model: &Model) -> Result<Option<ChatTemplate>, Failure> {
+    match file {
+        Some(path) => Ok(Some(ChatTemplate::from_file(path, &model.tokenizer)?)),
+        None => Ok(source.chat_template(&model.tokenizer)?),
     }
-    Ok(source.chat_template(&model.tokenizer)?)
 }
 
 /// Determines the number of blocks of keys and values and the other limits.
-fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
+pub(crate) fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
     let LoadArgs { max_running, max_waiting, turn_tokens, block_len, .. } = *args;
     if block_len == 0 || block_len > 4096 {
         return Err(Failure::input(format!("--block-len {block_len}: must be from 1 to 4096")));

@@ -8,7 +8,7 @@ use super::Cli;
 /// listed under `Other`.
 const GROUPS: [(&str, &[&str]); 6] = [
     ("Train", &["train", "study", "report"]),
-    ("Run", &["chat", "generate", "serve"]),
+    ("Run", &["chat", "generate", "serve", "gateway"]),
     ("Inspect", &["inspect", "evaluate", "routing"]),
     ("Make", &["convert", "upcycle"]),
     ("Plan", &["estimate", "plan", "simulate", "balance"]),

@@ -5,6 +5,7 @@ mod balance;
 mod bench;
 mod convert;
 mod errors;
+mod gateway;
 mod generate;
 mod help;
 mod inspect;
@@ -24,6 +25,7 @@ pub(crate) use balance::{BalanceArgs, Policy};
 pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
+pub(crate) use gateway::GatewayArgs;
 pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};
 pub(crate) use help::command;
 pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs, ShardingArgs};
@@ -65,6 +67,8 @@ pub(crate) enum Command {
     Chat(ChatArgs),
     /// Serve a model over HTTP with OpenAI's API, for many requests at a time
     Serve(ServeArgs),
+    /// Spread requests over several servers of the same model
+    Gateway(GatewayArgs),
     /// Measure how well a model predicts a text: loss, perplexity, bits per byte, expert load
     Evaluate(EvaluateArgs),
     /// Show a model's parameters, memory and expert load

@@ -13,14 +13,18 @@ use crate::program::{Workplace, assert_success, stdout};
 
 /// A server process, which is killed at the end of the test.
 pub(crate) struct Server {
-    child: Child,
+    pub(crate) child: Child,
     pub(crate) address: String,
 }
 
 impl Server {
     /// Starts `serve` and waits until it reports that it is ready.
     pub(crate) fn start(work: &Workplace, args: &[&str]) -> Self {
-        let mut command = work.command(&[&["serve", "run", "--port", "0"][..], args].concat());
+        Self::of(work.command(&[&["serve", "run", "--port", "0"][..], args].concat()))
+    }
+
+    /// Starts a command that listens, and waits until it says where.
+    pub(crate) fn of(mut command: Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().expect("the program starts");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("standard output")).read_line(&mut line).expect("a line");
@@ -30,7 +34,12 @@ impl Server {
     }
 
     /// Sends a request and leaves the connection open.
-    fn send(&self, path: &str, body: &Value) -> TcpStream {
+    pub(crate) fn send(&self, path: &str, body: &Value) -> TcpStream {
+        self.send_as("", path, body)
+    }
+
+    /// Sends a request with a value of `Authorization`.
+    fn send_as(&self, key: &str, path: &str, body: &Value) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).expect("connected");
         stream.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
         let (body, json) = (body.to_string(), "Content-Type: application/json\r\nConnection: close");
@@ -39,19 +48,24 @@ impl Server {
         let body = if body == "null" { "" } else { &body };
         write!(
             stream,
-            "{method} {path} HTTP/1.1\r\nHost: localhost\r\n{json}\r\nContent-Length: {}\r\n\r\n{body}",
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\n{json}\r\nAuthorization: {key}\r\nContent-Length: {}\r\n\r\n{body}",
             len.min(body.len())
         )
         .expect("sent");
         stream
     }
 
-    fn post(&self, path: &str, body: &Value) -> Value {
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Value {
         let body = read(self.send(path, body));
         serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}"))
     }
 
-    fn get(&self, path: &str) -> String {
+    pub(crate) fn post_as(&self, key: &str, path: &str, body: &Value) -> Value {
+        let body = read(self.send_as(key, path, body));
+        serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}"))
+    }
+
+    pub(crate) fn get(&self, path: &str) -> String {
         read(self.send(path, &Value::Null))
     }
 
@@ -71,7 +85,7 @@ impl Server {
         }
     }
 
-    fn signal(&self, name: &str) {
+    pub(crate) fn signal(&self, name: &str) {
         let status = Command::new("kill").args(["-s", name, &self.child.id().to_string()]).status();
         assert!(status.expect("kill runs").success());
     }
@@ -85,7 +99,7 @@ impl Drop for Server {
 }
 
 /// Reads an answer to the end of the connection and returns its body.
-fn read(mut stream: TcpStream) -> String {
+pub(crate) fn read(mut stream: TcpStream) -> String {
     let mut bytes = Vec::new();
     let _ = stream.read_to_end(&mut bytes);
     let text = String::from_utf8(bytes).expect("UTF-8");
