@@ -85,10 +85,10 @@ fn a_bad_line_is_one_error_with_its_number_and_nothing_is_written() {
         ("{\"prompt\": \"x\", \"temperature\": -1}", "temperature = -1"),
         ("{\"prompt\": \"x\", \"max_tokens\": 100000}", "give at most 255"),
         ("{\"prompt\": [100000]}", "100000"),
-        ("{\"prompt\": \"\"}", "no tokens"),
+        ("{\"prompt\": \"\", \"add_special_tokens\": false}", "no tokens"),
         ("{\"id\": [], \"prompt\": \"x\"}", "id"),
         ("{\"messages\": []}", "messages"),
-        ("{\"max_tokens\": 3}", "messages is missing"),
+        ("{\"max_tokens\": 3}", "prompt or messages is missing"),
         ("prompt", "is not JSON"),
         ("[1]", "must be a JSON object"),
     ];

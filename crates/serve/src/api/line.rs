@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::completion::missing;
 use super::fields::Fields;
 use super::json::parse_object;
 use super::{ApiError, ChatPrompt, Prompt, PromptOptions, Sampling};
@@ -43,11 +44,17 @@ impl Line {
         let sampling = Sampling::take(&mut fields)?;
         let prompt = match fields.take("prompt") {
             Some(value) => LinePrompt::Text(Prompt::one(&value)?, PromptOptions::take(&mut fields)?),
-            None => LinePrompt::Chat(ChatPrompt::take(&mut fields)?),
+            None => LinePrompt::Chat(ChatPrompt::take(&mut fields).map_err(of_both)?),
         };
         fields.finish()?;
         Ok(Self { id, prompt, sampling })
     }
+}
+
+/// Names both fields where one of them has to be there.
+fn of_both(error: ApiError) -> ApiError {
+    let is_missing = error == missing("messages");
+    if is_missing { ApiError { message: "prompt or messages is missing".to_owned(), ..error } } else { error }
 }
 
 fn is_id(value: &Value) -> bool {

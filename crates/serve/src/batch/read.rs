@@ -70,7 +70,7 @@ struct Place<'a> {
 /// The message of an error in the words of a file.
 fn in_a_file(error: ApiError) -> String {
     match error.message.strip_prefix("the body: ") {
-        Some(message) => message.to_owned(),
+        Some(message) => message.replace(" at line 1 column", " at column"),
         None => error.message,
     }
 }
