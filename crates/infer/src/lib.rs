@@ -34,10 +34,12 @@
 
 pub mod chat;
 pub mod compute;
+pub mod constraint;
 pub mod data;
 mod error;
 pub mod evaluation;
 pub mod generation;
+pub mod json;
 pub mod open;
 pub mod store;
 pub mod system;

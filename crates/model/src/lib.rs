@@ -58,7 +58,7 @@ pub use stage::{
     GradTarget, LayerDone, RoutingHook, Stage, StageBackward, StageForward, StageOutputGrads, StagePart, StageSaved,
 };
 pub use tensor_ranks::TensorRanks;
-pub use tokenizer::{Tokenizer, TokenizerError};
+pub use tokenizer::{TokenBytes, TokenTable, Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,

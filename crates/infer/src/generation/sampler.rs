@@ -7,6 +7,7 @@ use moeworks_tensor::{Purpose, Random, Tensor};
 
 use super::LogitRules;
 use super::penalties::{History, Penalties};
+use crate::constraint::{Constraint, ConstraintError};
 
 /// The options by which tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -39,6 +40,10 @@ pub struct Sampler {
     /// The tokens so far, if penalties count them.
     history: Option<History>,
     rules: LogitRules,
+    /// The form that the text is held to.
+    constraint: Option<Constraint>,
+    /// Says why the text cannot keep to its form, once it cannot.
+    failure: Option<ConstraintError>,
     random: Random,
     num_drawn: u64,
     /// The tokens drawn in the current sequence.
@@ -62,13 +67,40 @@ impl Sampler {
         let filters = Filters { temperature, top_k, top_p, min_p };
         let history = (!penalties.are_none()).then(|| History::new(penalties));
         let random = Random::new(seed, Purpose::Sampling, 0);
-        Ok(Self { filters, history, rules: LogitRules::default(), random, num_drawn: 0, sequence_len: 0 })
+        Ok(Self {
+            filters,
+            history,
+            rules: LogitRules::default(),
+            constraint: None,
+            failure: None,
+            random,
+            num_drawn: 0,
+            sequence_len: 0,
+        })
     }
 
     /// Adds rules for single tokens.
     #[must_use]
     pub fn with_rules(self, rules: LogitRules) -> Self {
         Self { rules, ..self }
+    }
+
+    /// Draws only what keeps to a form. The sampler is for one sequence then.
+    #[must_use]
+    pub fn with_constraint(self, constraint: Constraint) -> Self {
+        Self { constraint: Some(constraint), ..self }
+    }
+
+    /// Returns whether the sequence has its form and can do nothing but end.
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        self.constraint.as_ref().is_some_and(Constraint::is_complete)
+    }
+
+    /// The reason why the sequence cannot keep to its form, once it cannot: the token that was drawn last is none then.
+    #[must_use]
+    pub fn failure(&self) -> Option<&ConstraintError> {
+        self.failure.as_ref()
     }
 
     /// Begins a sequence with `prompt`, whose tokens the repetition penalty counts. The random numbers continue.
@@ -82,7 +114,7 @@ impl Sampler {
     /// Returns whether a token depends on those before it, so that it cannot be drawn before the host knows them.
     #[must_use]
     pub fn counts_tokens(&self) -> bool {
-        self.history.is_some() || !self.rules.are_none()
+        self.history.is_some() || !self.rules.are_none() || self.constraint.is_some()
     }
 
     /// Draws the next token of the sequence. `logits` (f32) has one entry for each token of the vocabulary, at least
@@ -98,9 +130,15 @@ impl Sampler {
         }
         self.rules.apply(changed.f32s_mut(), self.sequence_len);
         self.sequence_len += 1;
+        if let Some(constraint) = &mut self.constraint {
+            self.failure = constraint.apply(changed.f32s_mut(), &self.rules.end_ids).err();
+        }
         let drawn = self.sample_each(ctx, &changed, 1).wait()[0];
         if let Some(history) = &mut self.history {
             history.push(drawn.id);
+        }
+        if let (Some(constraint), None) = (&mut self.constraint, &self.failure) {
+            self.failure = constraint.push(drawn.id).err();
         }
         drawn
     }

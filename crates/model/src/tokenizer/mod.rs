@@ -15,6 +15,7 @@ mod older;
 mod oniguruma;
 mod pattern;
 mod special;
+mod token_table;
 mod train;
 
 use std::path::{Path, PathBuf};
@@ -29,6 +30,7 @@ use crate::instead::instead_of_tokenizer;
 
 pub(crate) use ends::is_known_end;
 pub(crate) use special::{NamedToken, template};
+pub use token_table::{TokenBytes, TokenTable};
 
 /// The special token that begins and ends texts in tokenizers trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
