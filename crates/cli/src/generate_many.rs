@@ -96,6 +96,7 @@ fn load(args: &GenerateArgs) -> LoadArgs {
         kv_memory: args.batch.kv_memory,
         block_len: BLOCK_LEN,
         no_prefix_cache: false,
+        request_timeout: 0.0,
         shutdown_timeout: 0.0,
         metrics_prefix: String::new(),
     }

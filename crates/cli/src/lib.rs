@@ -36,6 +36,7 @@ mod inspect;
 mod interrupts;
 mod listening;
 mod log;
+mod log_lines;
 mod model;
 mod page;
 mod plan;

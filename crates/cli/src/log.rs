@@ -11,6 +11,8 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Registry};
 
 use crate::args::TalkArgs;
+use crate::log_lines::Lines;
+pub(crate) use crate::log_lines::set_json;
 use crate::{environment, output, terminal};
 
 /// The filter of the subscriber that this library installed; `None` inside if it found another subscriber.
@@ -37,6 +39,7 @@ impl Log {
 impl Drop for Log {
     fn drop(&mut self) {
         set(EnvFilter::new("off"));
+        set_json(false);
     }
 }
 
@@ -53,9 +56,9 @@ fn set(filter: EnvFilter) {
 fn install(filter: EnvFilter) -> Option<Handle<EnvFilter, Registry>> {
     let (filter, handle) = reload::Layer::new(filter);
     let lines = tracing_subscriber::fmt::layer()
+        .event_format(Lines::default())
         .with_writer(|| output::LogWriter)
-        .with_ansi(terminal::stderr_takes_escapes())
-        .without_time();
+        .with_ansi(terminal::stderr_takes_escapes());
     let installed = tracing_subscriber::registry().with(filter).with(lines).try_init();
     installed.is_ok().then_some(handle)
 }

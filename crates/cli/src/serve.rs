@@ -8,15 +8,15 @@ use moeworks_infer::chat::ChatTemplate;
 use moeworks_infer::open::{Model, Source};
 use moeworks_infer::system::System;
 use moeworks_model::PagedKvCache;
-use moeworks_serve::server::{ApiKeys, ServedModel, ServerOptions, StopSignal};
+use moeworks_serve::server::{ApiKeys, Loading, ServedModel, ServerOptions, StopSignal};
 use moeworks_serve::{Engine, Limits, server};
-use moeworks_tensor::DType;
 
-use crate::args::{AccessArgs, LoadArgs, ServeArgs};
+use crate::args::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::host::Call;
 use crate::listening::{Address, bind, check_metrics_prefix, seconds};
+use crate::log;
 use crate::model::open;
 
 /// The smallest number of blocks of keys and values.
@@ -26,8 +26,10 @@ const MAX_BLOCKS: usize = u32::MAX as usize;
 
 pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let options = server_options(args)?;
+    log::set_json(args.log_format == LogFormat::Json);
     // The address is bound first, so that one in use is reported before the model is loaded.
     let listener = listen(args)?;
+    let loading = Loading::begin(&listener)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     let model = Arc::new(open(&source, &args.compute)?);
@@ -42,6 +44,7 @@ pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure
         max_sequence_tokens: limits.max_sequence_tokens().saturating_add(1),
     };
     let options = ServerOptions { num_blocks: limits.num_blocks, ..options };
+    drop(loading);
     say_ready(&listener, &served, &limits)?;
     let stop = StopSignal::default();
     let _receiving = call.interrupts().give_to_server(&stop);
@@ -71,8 +74,9 @@ fn listen(args: &ServeArgs) -> Result<TcpListener, Failure> {
 }
 
 fn server_options(args: &ServeArgs) -> Result<ServerOptions, Failure> {
-    let LoadArgs { max_running, max_waiting, shutdown_timeout, ref metrics_prefix, .. } = args.load;
+    let LoadArgs { max_running, max_waiting, shutdown_timeout, request_timeout, ref metrics_prefix, .. } = args.load;
     check_metrics_prefix(metrics_prefix)?;
+    let request_timeout = seconds("--request-timeout", request_timeout)?;
     Ok(ServerOptions {
         keys: keys(&args.access)?,
         allowed_hosts: args.access.allowed_host.clone(),
@@ -80,6 +84,7 @@ fn server_options(args: &ServeArgs) -> Result<ServerOptions, Failure> {
         max_waiting,
         metrics_prefix: metrics_prefix.clone(),
         shutdown_timeout: seconds("--shutdown-timeout", shutdown_timeout)?,
+        request_timeout: Some(request_timeout).filter(|time| !time.is_zero()),
         ..ServerOptions::default()
     })
 }
@@ -159,8 +164,9 @@ pub(crate) fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> 
 /// Returns the number of blocks that fit in the memory for keys and values, or that `--max-running` answers need.
 fn num_blocks(args: &LoadArgs, model: &Model) -> Result<usize, Failure> {
     let config = model.decoder.config();
-    // Keys and values are stored as f32 at most.
-    let block_bytes = PagedKvCache::bytes_per_token(config, DType::F32).max(1).saturating_mul(args.block_len);
+    // Keys and values have the type of activations.
+    let dtype = model.weights.compute_dtype().of_activations();
+    let block_bytes = PagedKvCache::bytes_per_token(config, dtype).max(1).saturating_mul(args.block_len);
     let Some(gigabytes) = args.kv_memory else {
         let needed = config.max_seq_len.div_ceil(args.block_len).saturating_mul(args.max_running);
         let quarter = System::default().usable_memory_bytes().map_or(usize::MAX, |bytes| (bytes / 4) as usize);

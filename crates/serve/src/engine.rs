@@ -1,16 +1,22 @@
 //! The engine: carries out the scheduler's turns with a model.
 
+mod outputs;
+mod prompt_logprobs;
+
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use moeworks_infer::InferError;
-use moeworks_infer::generation::{AnswerText, End, Sampler};
+use moeworks_infer::generation::{AnswerText, End, Sampler, TokenLogprobs};
 use moeworks_infer::open::Model;
 use moeworks_model::{Decoder, PagedKvCache, SequencePart, WantedLogits};
 use moeworks_moe::MoeSaved;
 use moeworks_ops::elementwise::copy_rows;
 use moeworks_tensor::{DType, Tensor};
 
+pub use self::outputs::{Output, PromptOutput, WantedLogprobs};
+use self::prompt_logprobs::PromptLogprobs;
 use crate::experts::{ExpertLoad, Experts, RoutedExperts, Slots};
 use crate::scheduler::{Counts, Limits, LimitsError, NewSequence, Refused, Scheduler, SequenceId, Turn, TurnPart};
 
@@ -29,26 +35,14 @@ pub struct Request {
     pub stop_ids: Vec<u32>,
     /// Lower ones are served first.
     pub priority: i32,
+    /// Whether special tokens are part of the text, as those that say where a call of a tool begins.
+    pub shows_special: bool,
     /// Requests of different salts share no keys and values.
     pub salt: Vec<u8>,
     /// The position from which on the experts of its tokens are wanted; none where they are not.
     pub experts_from: Option<usize>,
-}
-
-/// A token that a turn adds to an answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Output {
-    /// The request's sequence.
-    pub sequence: SequenceId,
-    /// The token.
-    pub token: u32,
-    /// The text that is certain with it; a character of several tokens comes with its last one.
-    pub text: String,
-    /// Says why the answer is complete, if it is.
-    pub end: Option<End>,
-    /// The experts, where they are wanted, of tokens that were passed since the last output: with the first token those of the prompt, then
-    /// those of the token before. The last token of an answer is not passed.
-    pub experts: Option<RoutedExperts>,
+    /// The log-probabilities that come with the tokens, if any.
+    pub logprobs: Option<WantedLogprobs>,
 }
 
 /// A failure of the engine.
@@ -63,6 +57,12 @@ pub enum EngineError {
     /// The model fails.
     #[error(transparent)]
     Model(#[from] InferError),
+    /// A single answer cannot go on.
+    #[error("{why}")]
+    Answer {
+        /// The reason.
+        why: String,
+    },
 }
 
 /// An answer under way.
@@ -74,6 +74,11 @@ struct Answering<'a> {
     num_left: usize,
     /// The position from which on experts are to be told.
     experts_from: Option<usize>,
+    logprobs: Option<WantedLogprobs>,
+    /// The log-probabilities of the prompt's tokens as far as they are known, where they are wanted.
+    of_prompt: Option<PromptLogprobs>,
+    /// Whether it has no token yet.
+    is_new: bool,
 }
 
 /// A model that answers many requests at once.
@@ -117,6 +122,12 @@ impl<'a> Engine<'a> {
         self.scheduler.counts()
     }
 
+    /// Bytes that keys and values take; 0 before the first turn.
+    #[must_use]
+    pub fn num_cache_bytes(&self) -> usize {
+        self.cache.num_bytes()
+    }
+
     /// Whether a request is waiting or running.
     #[must_use]
     pub fn has_requests(&self) -> bool {
@@ -128,15 +139,24 @@ impl<'a> Engine<'a> {
     /// # Errors
     /// If it does not fit, or too many wait.
     pub fn add(&mut self, request: Request) -> Result<SequenceId, EngineError> {
-        let Request { prompt, max_new_tokens, mut sampler, stops, stop_ids, priority, salt, experts_from } = request;
+        let Request { prompt, max_new_tokens, mut sampler, stops, stop_ids, priority, .. } = request;
+        let Request { shows_special, salt, experts_from, logprobs, .. } = request;
         let len = prompt.len().saturating_add(max_new_tokens);
         self.model.decoder.check_len(len).map_err(InferError::from)?;
         self.model.decoder.check_prompt(&prompt).map_err(InferError::from)?;
         sampler.begin(&prompt);
-        let text = AnswerText::new(self.model, &prompt, &stops);
-        let new = NewSequence { prompt, max_new_tokens, priority, salt, adapter: None, uses_prefix_cache: true };
+        let new_text = if shows_special { AnswerText::with_special } else { AnswerText::new };
+        let text = new_text(self.model, &prompt, &stops);
+        let wanted = logprobs.filter(|wanted| wanted.of_prompt);
+        let of_prompt = wanted.map(|wanted| PromptLogprobs::new(&prompt, wanted.num_top));
+        // Keys and values of others bring no logits.
+        let uses_prefix_cache = of_prompt.is_none();
+        let new = NewSequence { prompt, max_new_tokens, priority, salt, adapter: None, uses_prefix_cache };
         let id = self.scheduler.add(new)?;
-        self.answers.insert(id, Answering { sampler, text, stop_ids, num_left: max_new_tokens, experts_from });
+        let num_left = max_new_tokens;
+        let answering =
+            Answering { sampler, text, stop_ids, num_left, experts_from, logprobs, of_prompt, is_new: true };
+        self.answers.insert(id, answering);
         Ok(id)
     }
 
@@ -155,21 +175,39 @@ impl<'a> Engine<'a> {
         if turn.is_empty() {
             return Ok(Vec::new());
         }
-        let logits = self.pass(&turn)?;
-        let mut outputs = Vec::new();
-        for (row, part) in turn.parts.iter().filter(|part| part.draws).enumerate() {
-            outputs.extend(self.draw(&logits, row, part)?);
+        let wanted: Vec<WantedLogits> = turn.parts.iter().map(|part| self.wanted_logits(part)).collect();
+        let logits = self.pass(&turn, &wanted)?;
+        let (mut outputs, mut row) = (Vec::new(), 0);
+        for (part, wanted) in turn.parts.iter().zip(wanted) {
+            let num_rows = match wanted {
+                WantedLogits::None => 0,
+                WantedLogits::Last => 1,
+                WantedLogits::All => part.tokens.len(),
+            };
+            outputs.extend(self.take_rows(&logits, row..row + num_rows, part)?);
+            row += num_rows;
         }
-        let drawn: Vec<_> = outputs.iter().map(|output| (output.sequence, output.token)).collect();
+        let is_drawn = |output: &&Output| output.failure.is_none();
+        let drawn: Vec<_> = outputs.iter().filter(is_drawn).map(|output| (output.sequence, output.token)).collect();
         self.scheduler.complete(&turn, &drawn);
-        for output in outputs.iter().filter(|output| output.end.is_some()) {
+        for output in outputs.iter().filter(|output| output.is_last()) {
             self.cancel(output.sequence);
         }
         Ok(outputs)
     }
 
-    /// The logits behind each part that draws, a row each.
-    fn pass(&mut self, turn: &Turn) -> Result<Tensor, EngineError> {
+    /// The tokens of a part whose logits are needed.
+    fn wanted_logits(&self, part: &TurnPart) -> WantedLogits {
+        let of_prompt = self.answers.get(&part.sequence).and_then(|answer| answer.of_prompt.as_ref());
+        match of_prompt {
+            Some(of_prompt) if of_prompt.needs(part) => WantedLogits::All,
+            _ if part.draws => WantedLogits::Last,
+            _ => WantedLogits::None,
+        }
+    }
+
+    /// Computes the logits of each part that are wanted, a row each.
+    fn pass(&mut self, turn: &Turn, wanted: &[WantedLogits]) -> Result<Tensor, EngineError> {
         let Model { ctx, decoder, weights, .. } = self.model;
         let block_len = self.cache.block_len();
         for copy in &turn.copies {
@@ -178,7 +216,8 @@ impl<'a> Engine<'a> {
                 experts.record().copy_block(copy.from, copy.to, block_len);
             }
         }
-        let parts: Vec<SequencePart<'_>> = turn.parts.iter().map(sequence_part).collect();
+        let parts = turn.parts.iter().zip(wanted).map(|(part, &logits)| sequence_part(part, logits));
+        let parts: Vec<SequencePart<'_>> = parts.collect();
         let is_late = ctx.gpu().is_some();
         let mut pass = self.experts.as_mut().map(|experts| experts.begin(slots(decoder, &parts, block_len), is_late));
         let mut tell = |layer: usize, saved: &MoeSaved| {
@@ -194,30 +233,34 @@ impl<'a> Engine<'a> {
         Ok(logits)
     }
 
-    /// Draws the next token of a sequence from a row of logits; none if its request is gone.
-    fn draw(&mut self, logits: &Tensor, row: usize, part: &TurnPart) -> Result<Option<Output>, EngineError> {
-        let (ctx, id) = (&self.model.ctx, part.sequence);
-        let experts = self.experts_of(part);
-        let Some(answer) = self.answers.get_mut(&id) else { return Ok(None) };
-        let mut own = ctx.empty_there(&[1, logits.cols()], DType::F32);
-        copy_rows(ctx, (logits, row), (&mut own, 0), 1);
-        let drawn = answer.sampler.sample(ctx, &own);
-        if drawn.has_nan {
-            return Err(self.model.not_a_number().into());
+    /// Takes in the logits of a part: the log-probabilities of its prompt, and the next token if it draws one. A result that is no number
+    /// fails this request alone.
+    fn take_rows(
+        &mut self,
+        logits: &Tensor,
+        rows: Range<usize>,
+        part: &TurnPart,
+    ) -> Result<Option<Output>, EngineError> {
+        let experts = part.draws.then(|| self.experts_of(part)).flatten();
+        let num_cached = self.scheduler.num_cached(part.sequence);
+        let Some(answer) = self.answers.get_mut(&part.sequence) else { return Ok(None) };
+        if let Some(of_prompt) = answer.of_prompt.as_mut().filter(|of_prompt| of_prompt.needs(part)) {
+            let width = logits.cols();
+            let of_part = &logits.f32s()[rows.start * width..rows.end * width];
+            if !of_prompt.add(part, of_part.chunks_exact(width)) {
+                return Ok(Some(Output::not_a_number(part.sequence)));
+            }
         }
-        answer.num_left -= 1;
-        let is_stop = answer.stop_ids.contains(&drawn.id);
-        let mut text = if is_stop { String::new() } else { answer.text.push(drawn.id)? };
-        let end = match (is_stop, answer.text.is_stopped(), answer.num_left) {
-            (true, ..) => Some(End::StopToken),
-            (false, true, _) => Some(End::StopText),
-            (false, false, 0) => Some(End::Limit),
-            _ => None,
-        };
-        if end.is_some() {
-            text += &answer.text.finish()?;
+        if !part.draws {
+            return Ok(None);
         }
-        Ok(Some(Output { sequence: id, token: drawn.id, text, end, experts }))
+        let mut output = answer.draw(self.model, logits, rows.end - 1, part.sequence)?;
+        output.experts = experts;
+        if std::mem::take(&mut answer.is_new) {
+            let logprobs = answer.of_prompt.take().map(PromptLogprobs::into_found).unwrap_or_default();
+            output.prompt = Some(Box::new(PromptOutput { num_cached, logprobs }));
+        }
+        Ok(Some(output))
     }
 
     /// The experts of a sequence's tokens up to the end of a part that were not told yet, if they are wanted.
@@ -227,6 +270,44 @@ impl<'a> Engine<'a> {
         let positions = *from..end.max(*from);
         *from = positions.end;
         Some(self.experts.as_mut()?.record().read(&part.blocks, positions, self.cache.block_len()))
+    }
+}
+
+impl Answering<'_> {
+    /// Draws the next token from a row of logits.
+    fn draw(
+        &mut self,
+        model: &Model,
+        logits: &Tensor,
+        row: usize,
+        sequence: SequenceId,
+    ) -> Result<Output, EngineError> {
+        let ctx = &model.ctx;
+        let mut own = ctx.empty_there(&[1, logits.cols()], DType::F32);
+        copy_rows(ctx, (logits, row), (&mut own, 0), 1);
+        let drawn = self.sampler.sample(ctx, &own);
+        if drawn.has_nan {
+            return Ok(Output::not_a_number(sequence));
+        }
+        if let Some(failure) = self.sampler.failure() {
+            return Ok(Output::failed(sequence, failure));
+        }
+        let logprobs = self.logprobs.map(|wanted| TokenLogprobs::from_logits(own.f32s(), drawn.id, wanted.num_top));
+        self.num_left -= 1;
+        let is_stop = self.stop_ids.contains(&drawn.id);
+        let mut text = if is_stop { String::new() } else { self.text.push(drawn.id)? };
+        let end = match (is_stop, self.text.is_stopped(), self.num_left) {
+            (true, ..) => Some(End::StopToken),
+            (false, true, _) => Some(End::StopText),
+            // A form that is complete ends the answer as a token does.
+            (false, false, _) if self.sampler.is_complete() => Some(End::StopToken),
+            (false, false, 0) => Some(End::Limit),
+            _ => None,
+        };
+        if end.is_some() {
+            text += &self.text.finish()?;
+        }
+        Ok(Output { token: drawn.id, text, end, logprobs, ..Output::empty(sequence) })
     }
 }
 
@@ -240,8 +321,7 @@ fn slots(decoder: &Decoder, parts: &[SequencePart<'_>], block_len: usize) -> Slo
 }
 
 /// A part of a turn as the model takes it.
-fn sequence_part(part: &TurnPart) -> SequencePart<'_> {
-    let logits = if part.draws { WantedLogits::Last } else { WantedLogits::None };
+fn sequence_part(part: &TurnPart, logits: WantedLogits) -> SequencePart<'_> {
     SequencePart {
         ids: &part.tokens,
         start: part.start,

@@ -14,7 +14,7 @@ mod scheduler;
 pub mod server;
 
 pub use blocks::{BlockId, BlockPool};
-pub use engine::{Engine, EngineError, Output, Request};
+pub use engine::{Engine, EngineError, Output, PromptOutput, Request, WantedLogprobs};
 pub use experts::{ExpertLoad, LayerLoad, RoutedExperts};
 pub use hash::BlockHash;
 pub use scheduler::{

@@ -32,7 +32,7 @@ pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs, Sha
 pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs};
 pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
-pub(crate) use serve::{AccessArgs, LoadArgs, ServeArgs};
+pub(crate) use serve::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
 pub(crate) use simulate::SimulateArgs;
 pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::ComputeArgs;
 
@@ -27,12 +27,23 @@ pub(crate) struct ServeArgs {
     /// Jinja chat template to use instead of the model's own
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
+    /// The lines on standard error: text, or json with an object a line; with --verbose there is one for each request
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t)]
+    pub(crate) log_format: LogFormat,
     #[command(flatten)]
     pub(crate) access: AccessArgs,
     #[command(flatten)]
     pub(crate) load: LoadArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
+}
+
+/// The form of the lines on standard error.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    #[default]
+    Text,
+    Json,
 }
 
 /// Options for who may send requests.
@@ -77,6 +88,9 @@ pub(crate) struct LoadArgs {
     /// Seconds that running answers get to finish after SIGTERM or Ctrl-C; a second signal ends the program at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
     pub(crate) shutdown_timeout: f64,
+    /// Seconds that an answer takes at most, waiting included; 0 for no limit
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    pub(crate) request_timeout: f64,
     /// Prefix of the names of metrics, such as `vllm:` for dashboards made for vLLM
     #[arg(long, value_name = "TEXT", default_value = "moeworks_")]
     pub(crate) metrics_prefix: String,

@@ -271,6 +271,7 @@ fn options_that_cannot_be_are_refused_with_what_would_be_right() {
     refused(&work, &["serve", "run", "--port", "0", "--api-key-file", "empty.txt"], &["empty.txt", "one a line"]);
     refused(&work, &["serve", "run", "--port", "0", "--api-key", "a b"], &["key", "blanks"]);
     refused(&work, &["serve", "run", "--port", "0", "--shutdown-timeout", "nan"], &["--shutdown-timeout", "86400"]);
+    refused(&work, &["serve", "run", "--port", "0", "--request-timeout=-1"], &["--request-timeout"]);
     refused(&work, &["serve", "run", "--port", "0", "--metrics-prefix", "a b"], &["--metrics-prefix", "letters"]);
     refused(&work, &["serve", "nowhere", "--port", "0"], &["nowhere"]);
     assert_success(&work.train("run", 2, &[]));
@@ -279,4 +280,31 @@ fn options_that_cannot_be_are_refused_with_what_would_be_right() {
     {
         refused(&work, &["serve", "run", "--port", "0", &format!("{option}={value}")], &[option, value]);
     }
+}
+
+#[test]
+fn each_request_is_a_line_of_json_in_the_log() {
+    let work = with_model();
+    let mut command = work.command(&["serve", "run", "--port", "0", "--log-format", "json", "--verbose"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("standard output")).read_line(&mut line).expect("a line");
+    let address = line.split("http://").nth(1).and_then(|rest| rest.split(' ').next()).expect("an address").to_owned();
+    let stderr = child.stderr.take().expect("standard error");
+    let server = Server { child, address };
+    let id = server.post("/v1/completions", &json!({"prompt": "Line\n", "max_tokens": 2}))["id"].clone();
+    server.get("/health");
+    server.signal("TERM");
+    let lines = BufReader::new(stderr).lines().map_while(Result::ok);
+    let lines: Vec<Value> =
+        lines.map(|line| serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"))).collect();
+    let about =
+        |message: &str, key: &str| lines.iter().find(|line| line["message"] == message).map(|line| line[key].clone());
+    assert_eq!((about("begun", "id"), about("answered", "id")), (Some(id.clone()), Some(id)));
+    assert_eq!(
+        (about("answered", "completion_tokens"), about("request", "status")),
+        (Some(json!(2)), Some(json!(200)))
+    );
+    assert_eq!(about("begun", "request"), about("request", "request"));
+    assert!(lines.iter().all(|line| line["time"].is_number() && line["level"] == "info"), "{lines:?}");
 }

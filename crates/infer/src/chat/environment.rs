@@ -28,7 +28,7 @@ pub(super) fn render(
     context.extend([
         ("messages", Value::from(Serde(messages))),
         ("add_generation_prompt", options.add_generation_prompt.into()),
-        ("tools", ().into()),
+        ("tools", options.tools.as_ref().map_or_else(|| ().into(), |tools| Value::from(Serde(tools)))),
         ("documents", ().into()),
     ]);
     let source = without_generation_tags(&with_plain_line_ends(source));

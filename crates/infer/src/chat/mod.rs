@@ -1,7 +1,7 @@
 //! Chat templates: conversations rendered as text by a model's own template, within bounds.
 //!
 //! A template is a Jinja program that comes with a model of any origin. It gets what `transformers` gives it
-//! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools` and `documents` (both none), the names of
+//! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools`, `documents` (none), the names of
 //! special tokens, `raise_exception`, `strftime_now` (in UTC), and the methods of Python's strings, lists and dicts;
 //! blocks are trimmed in the same way. It can open no file and no other template. It ends after [`MAX_STEPS`] steps,
 //! and its text is at most [`MAX_BYTES`] long. Its variables are not bounded: a [`Sandbox`] renders templates in a
@@ -16,6 +16,7 @@ mod conversation;
 mod environment;
 mod python;
 mod sandbox;
+mod tool_calls;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,6 +28,9 @@ use serde_json::{Map, Value};
 pub use channels::final_message;
 pub use conversation::{Conversation, ConversationOptions, Cut, Turn, TurnError, TurnEvent};
 pub use sandbox::{Sandbox, SandboxError, serve};
+pub use tool_calls::{ToolCall, ToolEvent, ToolFormat, ToolParser};
+
+use crate::json::Json;
 
 /// The most steps of a template. One for 2,000 messages takes some hundred thousand.
 pub const MAX_STEPS: u64 = 5_000_000;
@@ -40,20 +44,26 @@ const MAX_FILE_BYTES: u64 = 4 << 20;
 /// A message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// `system`, `user` or `assistant`.
+    /// `system`, `user`, `assistant` or `tool`.
     pub role: String,
     /// The text.
     pub content: String,
     /// The name of the speaker, for templates that show it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
+    /// The calls of tools that an answer had, as templates expect them: arguments are objects.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_calls: Option<Json>,
+    /// The call that the message of a tool answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
 }
 
 impl Message {
     /// Makes a message.
     #[must_use]
     pub fn new(role: &str, content: impl Into<String>) -> Self {
-        Self { role: role.to_owned(), content: content.into(), name: None }
+        Self { role: role.to_owned(), content: content.into(), name: None, tool_calls: None, tool_call_id: None }
     }
 }
 
@@ -65,11 +75,14 @@ pub struct RenderOptions {
     /// Further variables of the template, such as `enable_thinking`. They cannot replace those that it always gets.
     #[serde(default)]
     pub variables: Map<String, Value>,
+    /// The tools that the model may call, as OpenAI's API describes them; none for none.
+    #[serde(default)]
+    pub tools: Option<Json>,
 }
 
 impl Default for RenderOptions {
     fn default() -> Self {
-        Self { add_generation_prompt: true, variables: Map::new() }
+        Self { add_generation_prompt: true, variables: Map::new(), tools: None }
     }
 }
 

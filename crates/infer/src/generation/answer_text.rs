@@ -25,6 +25,13 @@ impl<'a> AnswerText<'a> {
         Self { stream, stops: StopTexts::new(stops), text: String::new() }
     }
 
+    /// Shows special tokens as they are spelled, as those that say where a call of a tool begins.
+    #[must_use]
+    pub fn with_special(model: &'a Model, prompt: &[u32], stops: &[String]) -> Self {
+        let stream = TextStream::with_special(&model.tokenizer).after(prompt);
+        Self { stream, stops: StopTexts::new(stops), text: String::new() }
+    }
+
     /// Adds a token and returns the text that is now certain; it may be empty.
     ///
     /// # Errors

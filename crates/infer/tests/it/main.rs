@@ -3,6 +3,7 @@
 mod answers;
 mod chat;
 mod common;
+mod constraint;
 mod data_files;
 mod evaluation;
 mod generation;
@@ -13,3 +14,4 @@ mod sandbox;
 #[path = "../../../model/tests/it/small_model.rs"]
 mod small_model;
 mod streams;
+mod tool_calls;

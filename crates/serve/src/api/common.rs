@@ -3,35 +3,26 @@
 use serde_json::Value;
 
 use super::fields::Fields;
+use super::form::{FormRequest, Ordered};
 use super::{ApiError, ErrorKind, ExpertsFrom, Sampling};
 
 /// Answers to a prompt at most.
 pub const MAX_CHOICES: usize = 128;
 
+/// Likely tokens that are named beside each token, at most.
+pub(super) const MAX_LOGPROBS: i64 = 20;
+
 /// Bytes of a short text, such as the name of a model or of a user, at most.
 const MAX_NAME: usize = 1024;
 
-/// Fields that are accepted and change no answer: notes of the client for itself, or for a service that keeps accounts.
-const IGNORED: [&str; 7] =
-    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"];
+/// Fields that are accepted and change no answer: notes of the client for itself, or for a service that keeps
+/// accounts.
+const IGNORED: [&str; 6] = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"];
 
 /// Fields that would change an answer and are not supported yet. They may be there if they ask for nothing.
-const UNSUPPORTED: [&str; 25] = [
-    "top_logprobs",
+const UNSUPPORTED: [&str; 12] = [
     "prompt_logprobs",
-    "regex",
-    "grammar",
-    "ebnf",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-    "structured_outputs",
-    "json_schema",
     "include_stop_str_in_output",
-    "echo",
     "bad_words",
     "allowed_token_ids",
     "truncate_prompt_tokens",
@@ -53,26 +44,30 @@ pub struct Common {
     pub num_choices: usize,
     /// Says how tokens are drawn, and where an answer ends.
     pub sampling: Sampling,
-    /// Whether the answer comes piece by piece.
+    /// Says whether the answer comes piece by piece.
     pub is_stream: bool,
-    /// Whether a stream ends with the number of tokens.
+    /// Says whether a stream ends with the number of tokens.
     pub includes_usage: bool,
-    /// Whether each piece of a stream has the number of tokens so far.
+    /// Says whether each piece of a stream has the number of tokens so far.
     pub has_continuous_usage: bool,
     /// Lower ones are served first.
     pub priority: i32,
     /// Requests of different salts share no keys and values.
     pub cache_salt: Option<String>,
-    /// Whether the keys and values of other requests may be used.
+    /// Says whether the keys and values of other requests may be used.
     pub uses_prefix_cache: bool,
-    /// Whether the answer has the ids of its tokens.
+    /// Says whether the answer has the ids of its tokens.
     pub returns_token_ids: bool,
     /// The first token whose experts the answer has; none for none.
     pub routed_experts: Option<ExpertsFrom>,
+    /// The form that answers are held to, if any.
+    pub form: Option<FormRequest>,
+    /// The likeliest tokens whose log-probabilities come beside that of each token; none for no log-probabilities.
+    pub num_logprobs: Option<usize>,
 }
 
 impl Common {
-    pub(super) fn take(fields: &mut Fields) -> Result<Self, ApiError> {
+    pub(super) fn take(fields: &mut Fields, ordered: &Ordered<'_>) -> Result<Self, ApiError> {
         fields.ignore(&IGNORED);
         refuse_unsupported(fields)?;
         let most = MAX_CHOICES as i64;
@@ -95,6 +90,8 @@ impl Common {
             uses_prefix_cache: fields.bool("cache_prompt")?.unwrap_or(true),
             returns_token_ids: fields.bool("return_token_ids")?.unwrap_or(false),
             routed_experts: ExpertsFrom::take(fields)?,
+            form: FormRequest::take(fields, ordered)?,
+            num_logprobs: None,
         })
     }
 }
@@ -102,22 +99,11 @@ impl Common {
 /// Refuses what the server cannot do.
 fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse(&UNSUPPORTED)?;
-    // 0 asks for the log-probability of each token.
-    if let Some(value) = fields.take("logprobs").filter(|value| *value != Value::Bool(false)) {
-        return Err(fields.unsupported("logprobs", &value));
-    }
     if fields.bool("skip_special_tokens")? == Some(false) {
         return Err(fields.unsupported("skip_special_tokens", &Value::Bool(false)));
     }
     if let Some(value) = fields.take("spaces_between_special_tokens").filter(|value| !value.is_boolean()) {
         return Err(fields.wrong("spaces_between_special_tokens", &value, "true or false"));
-    }
-    if let Some(mut format) = fields.object("response_format")? {
-        let kind = format.take("type").unwrap_or_default();
-        if kind != "text" {
-            return Err(format.unsupported("type", &kind));
-        }
-        format.finish()?;
     }
     Ok(())
 }

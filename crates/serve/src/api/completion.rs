@@ -2,7 +2,9 @@
 
 use serde_json::Value;
 
-use super::fields::Fields;
+use super::common::MAX_LOGPROBS;
+use super::fields::{Fields, integer};
+use super::form::Ordered;
 use super::json::parse_object;
 use super::sampling::{no_token, token_id};
 use super::{ApiError, Common, ErrorKind};
@@ -25,9 +27,9 @@ pub enum Prompt {
 /// Says how the text of a prompt becomes tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptOptions {
-    /// Whether the tokens that belong before a text are added.
+    /// Says whether the tokens that belong before a text are added.
     pub adds_special_tokens: bool,
-    /// Whether a special token that the text spells becomes this token.
+    /// Says whether a special token that the text spells becomes this token.
     pub reads_special_tokens: bool,
 }
 
@@ -47,8 +49,10 @@ pub struct CompletionRequest {
     pub prompts: Vec<Prompt>,
     /// Says how their texts become tokens.
     pub options: PromptOptions,
-    /// Tokens of an answer at most.
+    /// Tokens of an answer at most; 0 for the prompt alone.
     pub max_tokens: usize,
+    /// Says whether the prompt stands before the answer.
+    pub echoes: bool,
     /// The fields that chats have, too.
     pub common: Common,
 }
@@ -59,16 +63,17 @@ impl CompletionRequest {
     /// # Errors
     /// Names the first field that is wrong, not known or not supported.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::new(parse_object(body)?);
-        if let Some(value) = fields.take("suffix") {
-            return Err(fields.unsupported("suffix", &value));
-        }
-        let common = Common::take(&mut fields)?;
+        let (mut fields, ordered) = (Fields::new(parse_object(body)?), Ordered::new(body));
+        fields.refuse(&["suffix"])?;
+        let mut common = Common::take(&mut fields, &ordered)?;
+        common.num_logprobs = logprobs(&mut fields)?;
+        let echoes = fields.bool("echo")?.unwrap_or(false);
         let options = PromptOptions::take(&mut fields)?;
         let prompt = fields.take("prompt").ok_or_else(|| missing("prompt"))?;
         let prompts = prompts(prompt)?;
         fields.finish()?;
-        Ok(Self { prompts, options, max_tokens: common.sampling.max_tokens.unwrap_or(DEFAULT_TOKENS), common })
+        let max_tokens = common.sampling.max_tokens.unwrap_or(DEFAULT_TOKENS);
+        Ok(Self { prompts, options, max_tokens, echoes, common })
     }
 }
 
@@ -85,6 +90,19 @@ impl Prompt {
             Some(&id) => Err(no_token("prompt", id, vocab_size)),
             None => Ok(()),
         }
+    }
+}
+
+/// Takes the number of likely tokens that are named beside each token. 0 asks for the log-probability of the token
+/// alone.
+fn logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
+    fields.refuse(&["top_logprobs"])?;
+    match fields.take("logprobs") {
+        None | Some(Value::Bool(false)) => Ok(None),
+        Some(value) => match integer(&value).filter(|count| (0..=MAX_LOGPROBS).contains(count)) {
+            Some(count) => Ok(Some(count as usize)),
+            None => Err(fields.wrong("logprobs", &value, &format!("a whole number from 0 to {MAX_LOGPROBS}"))),
+        },
     }
 }
 

@@ -23,7 +23,7 @@ pub enum ErrorKind {
     NoRoute,
     /// The path does not take the method.
     WrongMethod,
-    /// The body did not come in time.
+    /// The body did not come in time, or the answer took too long.
     Timeout,
     /// The body is too large.
     LargeBody,
@@ -33,8 +33,10 @@ pub enum ErrorKind {
     QueueFull,
     /// The server is at fault.
     Internal,
-    /// The server ends, or has not begun.
+    /// The server ends.
     Unavailable,
+    /// The model is loaded.
+    Loading,
 }
 
 impl ErrorKind {
@@ -52,7 +54,7 @@ impl ErrorKind {
             Self::MediaType => 415,
             Self::QueueFull => 429,
             Self::Internal => 500,
-            Self::Unavailable => 503,
+            Self::Unavailable | Self::Loading => 503,
         }
     }
 
@@ -64,7 +66,7 @@ impl ErrorKind {
             Self::NoModel | Self::NoRoute => "not_found_error",
             Self::QueueFull => "rate_limit_error",
             Self::Internal => "server_error",
-            Self::Unavailable => "service_unavailable_error",
+            Self::Unavailable | Self::Loading => "service_unavailable_error",
             _ => "invalid_request_error",
         }
     }
@@ -87,6 +89,7 @@ impl ErrorKind {
             Self::QueueFull => "queue_full",
             Self::Internal => "internal_error",
             Self::Unavailable => "unavailable",
+            Self::Loading => "loading",
         }
     }
 }

@@ -19,7 +19,7 @@ pub(crate) struct Fields {
 pub(crate) struct Range {
     /// The least and the most.
     pub(crate) bounds: RangeInclusive<f64>,
-    /// Whether the least itself is refused.
+    /// Says whether the least itself is refused.
     pub(crate) is_open: bool,
 }
 
@@ -66,7 +66,21 @@ impl Fields {
 
     /// Takes a value.
     pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
+        self.record(name);
+        self.remove(name)
+    }
+
+    fn remove(&mut self, name: &str) -> Option<Value> {
         self.fields.remove(name).filter(|value| !value.is_null())
+    }
+
+    /// Notes that a field of the request itself is known, for a test.
+    fn record(&self, name: &str) {
+        #[cfg(test)]
+        if self.place.is_empty() {
+            RECORDED.with_borrow_mut(|names| names.push(name.to_owned()));
+        }
+        let _ = name;
     }
 
     /// Returns the error of a field.
@@ -123,6 +137,7 @@ impl Fields {
     /// Accepts fields that change nothing here, whatever they hold.
     pub(crate) fn ignore(&mut self, names: &[&str]) {
         for name in names {
+            self.record(name);
             self.fields.remove(*name);
         }
     }
@@ -130,7 +145,7 @@ impl Fields {
     /// Refuses fields that the server cannot do, unless they ask for nothing: false, 0, an empty list or text.
     pub(crate) fn refuse(&mut self, names: &[&str]) -> Result<(), ApiError> {
         for name in names {
-            if let Some(value) = self.take(name).filter(|value| !asks_for_nothing(value)) {
+            if let Some(value) = self.remove(name).filter(|value| !asks_for_nothing(value)) {
                 return Err(self.unsupported(name, &value));
             }
         }
@@ -167,6 +182,20 @@ pub(crate) fn integer(value: &Value) -> Option<i64> {
     const MOST: f64 = (1_u64 << 53) as f64;
     let of_float = || value.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < MOST).map(|x| x as i64);
     value.as_i64().or_else(of_float)
+}
+
+#[cfg(test)]
+thread_local! {
+    /// The fields that were looked for.
+    static RECORDED: std::cell::RefCell<Vec<String>> = const { std::cell::RefCell::new(Vec::new()) };
+}
+
+/// The fields of requests that `read` looks for.
+#[cfg(test)]
+pub(super) fn recorded(read: impl Fn()) -> Vec<String> {
+    RECORDED.take();
+    read();
+    RECORDED.take()
 }
 
 fn asks_for_nothing(value: &Value) -> bool {

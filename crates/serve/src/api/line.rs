@@ -4,8 +4,9 @@ use serde_json::Value;
 
 use super::completion::missing;
 use super::fields::Fields;
+use super::form::Ordered;
 use super::json::parse_object;
-use super::{ApiError, ChatPrompt, Prompt, PromptOptions, Sampling};
+use super::{ApiError, ChatPrompt, ErrorKind, Prompt, PromptOptions, Sampling};
 
 /// Bytes of an id at most.
 const MAX_ID: usize = 1024;
@@ -36,7 +37,7 @@ impl Line {
     /// # Errors
     /// Names the first field that is wrong or not known.
     pub fn parse(line: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::new(parse_object(line)?);
+        let (mut fields, ordered) = (Fields::new(parse_object(line)?), Ordered::new(line));
         let id = fields.take("id");
         if let Some(wrong) = id.as_ref().filter(|id| !is_id(id)) {
             return Err(ApiError::field("id", wrong, &format!("a text of at most {MAX_ID} bytes or a whole number")));
@@ -44,10 +45,21 @@ impl Line {
         let sampling = Sampling::take(&mut fields)?;
         let prompt = match fields.take("prompt") {
             Some(value) => LinePrompt::Text(Prompt::one(&value)?, PromptOptions::take(&mut fields)?),
-            None => LinePrompt::Chat(ChatPrompt::take(&mut fields).map_err(of_both)?),
+            None => LinePrompt::Chat(conversation(&mut fields, &ordered)?),
         };
         fields.finish()?;
         Ok(Self { id, prompt, sampling })
+    }
+}
+
+/// Takes a conversation. No answer is held to a form here.
+fn conversation(fields: &mut Fields, ordered: &Ordered<'_>) -> Result<ChatPrompt, ApiError> {
+    let prompt = ChatPrompt::take(fields, ordered).map_err(of_both)?;
+    match prompt.tools.form() {
+        Some(_) => {
+            Err(ApiError::new(ErrorKind::Unsupported, "tool_choice: must be none or auto in a file").of("tool_choice"))
+        }
+        None => Ok(prompt),
     }
 }
 

@@ -5,26 +5,17 @@ use serde_json::Value;
 
 use super::completion::missing;
 use super::fields::Fields;
-use super::{ApiError, ErrorKind};
+use super::{ApiError, ErrorKind, tools};
 
 /// Messages of a conversation at most.
 const MAX_MESSAGES: usize = 2048;
 /// Bytes of a name at most.
 const MAX_NAME: usize = 256;
-/// The roles that speak in a conversation without tools.
-const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
+/// The roles that speak in a conversation.
+const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
 /// Fields of messages that clients send back as they got them, empty where the answer had none.
-const UNSUPPORTED: [&str; 8] = [
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "refusal",
-    "audio",
-    "annotations",
-    "reasoning",
-    "reasoning_content",
-];
+const UNSUPPORTED: [&str; 6] = ["function_call", "refusal", "audio", "annotations", "reasoning", "reasoning_content"];
 
 /// Takes the messages of a request.
 pub(super) fn take(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
@@ -52,8 +43,17 @@ fn message(mut fields: Fields) -> Result<Message, ApiError> {
         None if role == "assistant" => String::new(),
         None => return Err(missing(&fields.name("content"))),
     };
+    let (tool_calls, tool_call_id) = (tools::calls(&mut fields)?, fields.text("tool_call_id", MAX_NAME)?);
+    for (value, name, of_role) in
+        [(tool_calls.is_some(), "tool_calls", "assistant"), (tool_call_id.is_some(), "tool_call_id", "tool")]
+    {
+        if value && role != of_role {
+            let message = format!("{}: belongs to messages of role {of_role}", fields.name(name));
+            return Err(ApiError::new(ErrorKind::Invalid, message).of(&fields.name(name)));
+        }
+    }
     fields.finish()?;
-    Ok(Message { name, ..Message::new(role, content) })
+    Ok(Message { name, tool_calls, tool_call_id, ..Message::new(role, content) })
 }
 
 /// Reads the text of a message, which may be in parts, a line each.

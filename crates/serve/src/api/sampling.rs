@@ -1,5 +1,6 @@
 //! The fields that say how tokens are drawn, and where an answer ends.
 
+use moeworks_infer::constraint::Constraint;
 use moeworks_infer::generation::{LogitRules, Sampler, SamplingOptions, SamplingSettings, TokenBias};
 use moeworks_infer::open::FileDefaults;
 use serde_json::Value;
@@ -19,7 +20,8 @@ const MAX_BIAS: f64 = 100.0;
 /// The temperature where neither the request nor the model's files name one, as OpenAI has it.
 const TEMPERATURE: f32 = 1.0;
 
-/// The drawing of tokens and the end of an answer. A setting that is none comes from the model's files, or is the default of OpenAI.
+/// The drawing of tokens and the end of an answer. A setting that is none comes from the model's files, or is the
+/// default of OpenAI.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sampling {
     /// Tokens of an answer at most.
@@ -36,7 +38,7 @@ pub struct Sampling {
     pub stops: Vec<String>,
     /// Tokens that end an answer besides the model's own.
     pub stop_ids: Vec<u32>,
-    /// Whether an answer goes on behind the model's own stop tokens.
+    /// Says whether an answer goes on behind the model's own stop tokens.
     pub ignores_stop_ids: bool,
 }
 
@@ -74,16 +76,26 @@ impl Sampling {
         self.stop_ids.iter().chain(of_model).copied().collect()
     }
 
-    /// Makes the sampler of an answer that `end_ids` end.
+    /// Makes the sampler of an answer that `end_ids` end, and that is held to a form.
     ///
     /// # Errors
     /// If a setting of the model's files is out of range.
-    pub fn sampler(&self, seed: u64, defaults: &FileDefaults, end_ids: Vec<u32>) -> Result<Sampler, ApiError> {
+    pub fn sampler(
+        &self,
+        seed: u64,
+        defaults: &FileDefaults,
+        end_ids: Vec<u32>,
+        constraint: Option<Constraint>,
+    ) -> Result<Sampler, ApiError> {
         let options = SamplingOptions { seed, ..self.options(defaults) };
         let rules = LogitRules { biases: self.logit_bias.clone(), end_ids, min_tokens: self.min_tokens as u64 };
         let sampler = Sampler::new(options)
             .map_err(|error| ApiError::new(ErrorKind::Invalid, error.to_string()).of(error.setting))?;
-        Ok(sampler.with_rules(rules))
+        let sampler = sampler.with_rules(rules);
+        Ok(match constraint {
+            Some(constraint) => sampler.with_constraint(constraint),
+            None => sampler,
+        })
     }
 
     fn options(&self, defaults: &FileDefaults) -> SamplingOptions {
@@ -116,7 +128,7 @@ pub(super) fn no_token(name: &str, id: u32, vocab_size: usize) -> ApiError {
 
 /// Takes the limit on tokens, which has two names.
 fn max_tokens(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
-    let (old, new) = (fields.count("max_tokens", 1)?, fields.count("max_completion_tokens", 1)?);
+    let (old, new) = (fields.count("max_tokens", 0)?, fields.count("max_completion_tokens", 0)?);
     match (old, new) {
         (Some(old), Some(new)) if old != new => {
             let message = format!("max_completion_tokens = {new}: differs from max_tokens, {old}; give one of them");

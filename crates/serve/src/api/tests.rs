@@ -1,4 +1,5 @@
-//! Requests as clients send them, and as nobody should. Tests of a row of the catalogue of bad input have its number in their names.
+//! Requests as clients send them, and as nobody should. Tests of a row of the catalogue of bad input have its number
+//! in their names.
 
 use moeworks_infer::generation::TokenBias;
 use proptest::prelude::*;
@@ -95,25 +96,42 @@ fn messages_may_have_parts_and_names() {
     let image = json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]);
     assert_refused(chat(json!({"messages": image})), ErrorKind::Unsupported, "messages[0].content[0].type");
     let tool = json!([{"role": "tool", "content": "x", "tool_call_id": "1"}]);
-    assert_refused(chat(json!({"messages": tool})), ErrorKind::Invalid, "messages[0].role");
+    assert_eq!(chat(json!({"messages": tool})).unwrap().prompt.messages[0].tool_call_id.as_deref(), Some("1"));
+    let calls = json!([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]);
+    assert_refused(chat(json!({"messages": calls})), ErrorKind::Invalid, "messages[0].tool_calls");
+    let broken = json!([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]);
+    let name = "messages[0].tool_calls[0].function.arguments";
+    assert_refused(chat(json!({"messages": broken})), ErrorKind::Invalid, name);
 }
 
 #[test]
 fn what_the_server_cannot_do_is_refused_with_its_name() {
-    for name in ["echo", "regex", "grammar", "guided_json", "top_logprobs", "suffix"] {
-        let value = if name == "echo" { json!(true) } else { json!("[a-z]") };
+    for name in ["bad_words", "prompt_logprobs", "top_logprobs", "suffix"] {
+        let value = json!("[a-z]");
         assert_refused(with(name, value), ErrorKind::Unsupported, name);
     }
-    // 0 asks for the log-probabilities of the answer's tokens.
-    assert_refused(with("logprobs", json!(0)), ErrorKind::Unsupported, "logprobs");
     assert_refused(with("best_of", json!(3)), ErrorKind::Unsupported, "best_of");
     assert_refused(with("skip_special_tokens", json!(false)), ErrorKind::Unsupported, "skip_special_tokens");
-    let format = json!({"type": "json_object"});
-    assert_refused(chat_with("response_format", format), ErrorKind::Unsupported, "response_format.type");
-    assert_refused(chat_with("tools", json!([{"type": "function"}])), ErrorKind::Unsupported, "tools");
-    assert_refused(chat_with("tool_choice", json!("required")), ErrorKind::Unsupported, "tool_choice");
-    assert_refused(chat_with("logprobs", json!(true)), ErrorKind::Unsupported, "logprobs");
-    assert!(chat_with("logprobs", json!(false)).is_ok() && chat_with("tools", json!([])).is_ok());
+    assert!(chat_with("tools", json!([])).is_ok());
+}
+
+#[test]
+fn log_probabilities_are_asked_for_by_number_in_completions_and_by_two_fields_in_chats() {
+    let of_completion = |value: Value| with("logprobs", value).unwrap().common.num_logprobs;
+    // 0 asks for those of the tokens alone.
+    assert_eq!((of_completion(json!(0)), of_completion(json!(5))), (Some(0), Some(5)));
+    assert_eq!((of_completion(json!(false)), of_completion(Value::Null)), (None, None));
+    assert_refused(with("logprobs", json!(21)), ErrorKind::Invalid, "logprobs");
+    assert_refused(with("logprobs", json!(true)), ErrorKind::Invalid, "logprobs");
+    assert_eq!(chat_with("logprobs", json!(true)).unwrap().common.num_logprobs, Some(0));
+    assert_eq!(chat_with("logprobs", json!(false)).unwrap().common.num_logprobs, None);
+    assert_refused(chat_with("top_logprobs", json!(2)), ErrorKind::Invalid, "top_logprobs");
+    let messages = json!([{"role": "user", "content": "x"}]);
+    let both = |count: u32| chat(json!({"messages": messages, "logprobs": true, "top_logprobs": count}));
+    assert_eq!(both(20).unwrap().common.num_logprobs, Some(20));
+    assert_refused(both(21), ErrorKind::Invalid, "top_logprobs");
+    assert_eq!(with("max_tokens", json!(0)).unwrap().max_tokens, 0);
+    assert_refused(chat_with("max_tokens", json!(0)), ErrorKind::Invalid, "max_tokens");
 }
 
 #[test]
@@ -172,7 +190,7 @@ fn h3_numbers_out_of_range_or_not_finite_are_refused() {
         ("repetition_penalty", vec![json!(0), json!(-1), json!(11)]),
         ("presence_penalty", vec![json!(-3), json!(3)]),
         ("frequency_penalty", vec![json!(-3), json!(true)]),
-        ("max_tokens", vec![json!(-1), json!(0), json!(1.5), json!("7")]),
+        ("max_tokens", vec![json!(-1), json!(1.5), json!("7")]),
         ("min_tokens", vec![json!(-1)]),
         ("n", vec![json!(0), json!(-1), json!(129)]),
         ("seed", vec![json!(1.5), json!("a"), json!(1e300)]),

@@ -4,6 +4,7 @@ use serde_json::Value;
 
 use super::completion::missing;
 use super::fields::Fields;
+use super::form::Ordered;
 use super::json::parse_object;
 use super::sampling::{no_token, token_id};
 use super::{ApiError, ChatPrompt, PromptOptions};
@@ -27,7 +28,7 @@ pub struct TokenizeRequest {
     pub model: Option<String>,
     /// The text.
     pub text: TokenizeText,
-    /// Whether the answer has the text of each token.
+    /// Says whether the answer has the text of each token.
     pub returns_pieces: bool,
 }
 
@@ -46,14 +47,14 @@ impl TokenizeRequest {
     /// # Errors
     /// Names the first field that is wrong or not known.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let mut fields = Fields::new(parse_object(body)?);
+        let (mut fields, ordered) = (Fields::new(parse_object(body)?), Ordered::new(body));
         let model = fields.text("model", MAX_NAME)?;
         let of_vllm = fields.bool("return_token_strs")?;
         let returns_pieces = of_vllm.or(fields.bool("with_pieces")?).unwrap_or(false);
         let text = match fields.take("prompt").or_else(|| fields.take("content")) {
             Some(Value::String(text)) => TokenizeText::Text(text, text_options(&mut fields)?),
             Some(other) => return Err(ApiError::field("prompt", &other, "a text")),
-            None => TokenizeText::Chat(chat(&mut fields)?),
+            None => TokenizeText::Chat(chat(&mut fields, &ordered)?),
         };
         fields.finish()?;
         Ok(Self { model, text, returns_pieces })
@@ -67,9 +68,9 @@ fn text_options(fields: &mut Fields) -> Result<PromptOptions, ApiError> {
     Ok(PromptOptions { adds_special_tokens: of_llama_cpp.unwrap_or(options.adds_special_tokens), ..options })
 }
 
-fn chat(fields: &mut Fields) -> Result<ChatPrompt, ApiError> {
-    fields.refuse(&["tools", "chat_template", "add_special_tokens"])?;
-    ChatPrompt::take(fields).map_err(|error| {
+fn chat(fields: &mut Fields, ordered: &Ordered<'_>) -> Result<ChatPrompt, ApiError> {
+    fields.refuse(&["chat_template", "add_special_tokens"])?;
+    ChatPrompt::take(fields, ordered).map_err(|error| {
         let is_missing = error == missing("messages");
         if is_missing {
             ApiError { message: "prompt or messages is missing".to_owned(), ..missing("prompt") }

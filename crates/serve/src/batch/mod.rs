@@ -51,7 +51,10 @@ pub fn answer_all(
             return Ok(answers);
         }
         for output in engine.turn()? {
-            let Output { sequence, text, end, .. } = output;
+            let Output { sequence, text, end, failure, .. } = output;
+            if let Some(why) = failure {
+                return Err(EngineError::Answer { why });
+            }
             let Some(&index) = places.get(&sequence) else { continue };
             let answer = &mut answers[index];
             answer.text += &text;

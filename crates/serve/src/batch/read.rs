@@ -141,6 +141,8 @@ impl Start {
             priority: 0,
             salt: Vec::new(),
             experts_from: None,
+            shows_special: false,
+            logprobs: None,
         })
     }
 }

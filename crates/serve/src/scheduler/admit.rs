@@ -67,12 +67,13 @@ impl Scheduler {
         let num_shared = prefix.shared.len();
         sequence.num_published = num_shared;
         sequence.num_computed = if prefix.copied.is_some() { num_tokens - 1 } else { num_shared * block_len };
+        let num_found = sequence.num_computed;
+        sequence.num_cached.get_or_insert(num_found);
         sequence.blocks = prefix.shared;
         sequence.blocks.extend(taken);
         if has_prefix_cache && sequence.uses_prefix_cache {
-            let num_found = sequence.num_computed as u64;
             self.counts.prefix_queries += num_tokens as u64;
-            self.counts.prefix_hits += num_found;
+            self.counts.prefix_hits += num_found as u64;
         }
         true
     }

@@ -95,6 +95,12 @@ impl Scheduler {
         self.sequences.get(&id).map(|sequence| sequence.tokens.as_slice())
     }
 
+    /// Tokens of a sequence that the prefix cache had when it was admitted; 0 before that.
+    #[must_use]
+    pub fn num_cached(&self, id: SequenceId) -> usize {
+        self.sequences.get(&id).and_then(|sequence| sequence.num_cached).unwrap_or(0)
+    }
+
     /// Whether a sequence has all tokens that it may have, so that no turn takes it any more; none if it is not here.
     #[must_use]
     pub fn is_full(&self, id: SequenceId) -> Option<bool> {

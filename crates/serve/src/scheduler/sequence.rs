@@ -42,6 +42,8 @@ pub(super) struct Sequence {
     pub(super) num_computed: usize,
     /// Blocks, from the first on, that are full and have their hash.
     pub(super) num_published: usize,
+    /// Tokens that the prefix cache had when it was first admitted.
+    pub(super) num_cached: Option<usize>,
     /// The turn since which it waits.
     pub(super) waits_since: u64,
 }
@@ -61,6 +63,7 @@ impl Sequence {
             blocks: Vec::new(),
             num_computed: 0,
             num_published: 0,
+            num_cached: None,
             waits_since: turn,
         }
     }

@@ -2,8 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use moeworks_infer::constraint::{Form, Vocabulary};
+use moeworks_model::TokenTable;
 
 use super::ServerOptions;
 use super::access::Hosts;
@@ -11,7 +14,10 @@ use super::connections::Serving;
 use super::driver::Command;
 use super::metrics::Metrics;
 use super::served::ServedModel;
-use crate::api::{ApiError, ErrorKind};
+use crate::api::{ApiError, ErrorKind, FormKind, FormRequest};
+
+/// Forms of answers that are kept.
+const MAX_FORMS: usize = 8;
 
 /// The state that all requests share.
 pub(crate) struct App {
@@ -23,6 +29,11 @@ pub(crate) struct App {
     pub(crate) created: u64,
     pub(crate) load: Load,
     commands: Mutex<Sender<Command>>,
+    /// The bytes of tokens, made when they are first asked for.
+    tokens: OnceLock<Arc<TokenTable>>,
+    vocabulary: OnceLock<Arc<Vocabulary>>,
+    /// Forms that answers were held to, the last one at the end.
+    forms: Mutex<Vec<(FormKind, Form)>>,
     /// Set where no further requests are taken.
     is_draining: AtomicBool,
     /// Set where the engine's thread has ended.
@@ -56,11 +67,42 @@ impl App {
             created: now(),
             load: Load::default(),
             commands: Mutex::new(link.commands),
+            tokens: OnceLock::new(),
+            vocabulary: OnceLock::new(),
+            forms: Mutex::default(),
             is_draining: AtomicBool::new(false),
             is_engine_gone: link.is_gone,
             id_key: random_key(),
             next_id: AtomicU64::new(0),
         }
+    }
+
+    /// The bytes of the model's tokens. The first call takes a while.
+    pub(crate) fn tokens(&self) -> Arc<TokenTable> {
+        Arc::clone(self.tokens.get_or_init(|| Arc::new(self.served.model.tokenizer.token_table())))
+    }
+
+    /// The tokens as forms look at them. The first call takes a while.
+    pub(crate) fn vocabulary(&self) -> Arc<Vocabulary> {
+        Arc::clone(self.vocabulary.get_or_init(|| Arc::new(Vocabulary::new(&self.tokens()))))
+    }
+
+    /// The form of a request. What is known of the last ones is kept.
+    pub(crate) fn form(&self, request: &FormRequest) -> Result<Form, ApiError> {
+        let known = |forms: &[(FormKind, Form)]| forms.iter().position(|(kind, _)| *kind == request.kind);
+        let lock = || self.forms.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut forms = lock();
+        if let Some(place) = known(&forms) {
+            forms[place..].rotate_left(1);
+            return Ok(forms[forms.len() - 1].1.clone());
+        }
+        drop(forms);
+        let form = request.form()?;
+        let mut forms = lock();
+        forms.push((request.kind.clone(), form.clone()));
+        let num_old = forms.len().saturating_sub(MAX_FORMS);
+        forms.drain(..num_old);
+        Ok(form)
     }
 
     /// Checks that requests are taken.

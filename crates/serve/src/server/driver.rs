@@ -4,13 +4,13 @@ use std::collections::HashMap;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
-use moeworks_infer::generation::End;
+use moeworks_infer::generation::{End, TokenLogprobs};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::metrics::{Finish, Metrics};
 use super::work::TurnEngine;
 use crate::api::{ApiError, ErrorKind};
-use crate::engine::{Output, Request};
+use crate::engine::{Output, PromptOutput, Request};
 use crate::experts::RoutedExperts;
 use crate::scheduler::SequenceId;
 
@@ -49,7 +49,7 @@ pub(crate) enum Event {
 }
 
 /// A token of an answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Piece {
     pub(crate) token: u32,
     /// The text that is certain with it.
@@ -57,6 +57,10 @@ pub(crate) struct Piece {
     pub(crate) end: Option<End>,
     /// The experts of tokens before it, where they are wanted.
     pub(crate) experts: Option<RoutedExperts>,
+    /// Its log-probabilities, where they are wanted.
+    pub(crate) logprobs: Option<TokenLogprobs>,
+    /// What is known of the prompt, with the first token.
+    pub(crate) prompt: Option<Box<PromptOutput>>,
 }
 
 /// An answer under way.
@@ -161,16 +165,29 @@ impl<'a, E: TurnEngine> Driver<'a, E> {
     }
 
     fn hand_out(&mut self, output: Output) {
-        let Output { sequence, token, text, end, experts } = output;
+        let Output { sequence, token, text, end, logprobs, prompt, experts, failure } = output;
+        if let Some(failure) = failure {
+            self.fail(sequence, failure);
+            return;
+        }
         let Some(live) = self.live.get_mut(&sequence) else { return };
         let now = Instant::now();
         self.metrics.add_token(live.since, live.last.replace(now), now);
         if let Some(end) = end {
             self.metrics.finish(if end == End::Limit { Finish::Length } else { Finish::Stop }, live.since);
         }
-        live.reply.send(Event::Token(Piece { token, text, end, experts }));
+        live.reply.send(Event::Token(Piece { token, text, end, logprobs, prompt, experts }));
         if end.is_some() {
             self.live.remove(&sequence);
+        }
+    }
+
+    /// Ends a request that the engine has dropped.
+    fn fail(&mut self, sequence: SequenceId, failure: String) {
+        tracing::error!("a request failed: {failure}");
+        if let Some(live) = self.live.remove(&sequence) {
+            self.metrics.finish(Finish::Error, live.since);
+            live.reply.send(Event::Failed(ApiError::new(ErrorKind::Internal, failure)));
         }
     }
 

@@ -4,8 +4,11 @@ pub(crate) mod access;
 mod answers;
 mod app;
 mod base64;
+mod choice;
 pub(crate) mod connections;
 mod driver;
+mod loading;
+mod logprobs;
 mod metrics;
 mod moe;
 mod page;
@@ -23,6 +26,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 pub use access::ApiKeys;
+pub use loading::Loading;
 pub use served::ServedModel;
 pub use work::TurnEngine;
 
@@ -63,6 +67,8 @@ pub struct ServerOptions {
     pub head_timeout: Duration,
     /// The time that a body takes at most.
     pub body_timeout: Duration,
+    /// The time that an answer takes at most, waiting included; none for no limit.
+    pub request_timeout: Option<Duration>,
     /// The silence in a stream after which a comment is sent.
     pub ping_interval: Duration,
 }
@@ -81,6 +87,7 @@ impl Default for ServerOptions {
             max_connections: 1024,
             head_timeout: Duration::from_secs(30),
             body_timeout: Duration::from_secs(30),
+            request_timeout: None,
             ping_interval: Duration::from_secs(15),
         }
     }

@@ -1,16 +1,20 @@
 //! Answers as JSON, whole or in chunks, as OpenAI's API has them.
 
-use moeworks_infer::chat::final_message;
-use moeworks_infer::generation::End;
+use std::sync::Arc;
+
+use moeworks_model::TokenTable;
 use serde_json::{Value, json};
 
 use super::base64;
+use super::choice::{CallPlace, Choice, Shown};
+use super::logprobs::{CompletionTokens, chat_json, completion_json};
 use crate::experts::RoutedExperts;
 
 /// The kind of an answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// The continuation of a text.
+    #[default]
     Completion,
     /// A message. Where answers come in channels, it is that of the channel `final`.
     Chat {
@@ -23,16 +27,19 @@ pub(crate) enum Kind {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) prompt_tokens: usize,
+    /// Tokens of prompts that were computed before, for others.
+    pub(crate) cached_tokens: usize,
     pub(crate) completion_tokens: usize,
 }
 
 impl Usage {
     fn to_json(self) -> Value {
-        let Self { prompt_tokens, completion_tokens } = self;
+        let Self { prompt_tokens, cached_tokens, completion_tokens } = self;
         json!({
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
         })
     }
 }
@@ -49,48 +56,29 @@ pub(crate) struct Envelope {
     pub(crate) prompts: Option<Vec<Vec<u32>>>,
     /// Answers to each prompt.
     pub(crate) num_choices: usize,
+    /// The prompts, where they stand before the answers.
+    pub(crate) echoes: Option<Vec<Echo>>,
+    /// The bytes of tokens, where log-probabilities are wanted.
+    pub(crate) table: Option<Arc<TokenTable>>,
 }
 
-/// An answer as far as it has come.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Choice {
+/// A prompt that stands before its answers.
+#[derive(Clone, Debug)]
+pub(crate) struct Echo {
     pub(crate) text: String,
-    pub(crate) tokens: Vec<u32>,
-    pub(crate) end: Option<End>,
-    /// The experts of the tokens so far, where they are wanted.
-    pub(crate) experts: Option<RoutedExperts>,
-    /// Bytes of the shown text that were returned in pieces.
-    num_shown: usize,
-}
-
-impl Choice {
-    /// Adds a token and returns the text to show for it.
-    pub(crate) fn push(&mut self, kind: Kind, token: u32, piece: &str) -> String {
-        self.tokens.push(token);
-        self.text += piece;
-        let Kind::Chat { has_channels: true } = kind else { return piece.to_owned() };
-        let shown = final_message(&self.text);
-        let new = shown.get(self.num_shown..).unwrap_or_default().to_owned();
-        self.num_shown = self.num_shown.max(shown.len());
-        new
-    }
-
-    fn shown(&self, kind: Kind) -> &str {
-        match kind {
-            Kind::Chat { has_channels: true } => final_message(&self.text),
-            _ => &self.text,
-        }
-    }
+    pub(crate) ids: Vec<u32>,
 }
 
 /// A piece of an answer in a stream.
 #[derive(Clone, Debug)]
 pub(crate) struct Delta<'a> {
     pub(crate) choice: usize,
-    pub(crate) text: &'a str,
+    pub(crate) shown: &'a Shown,
     /// The tokens, where the client wants to see them.
     pub(crate) tokens: Option<&'a [u32]>,
-    pub(crate) end: Option<End>,
+    pub(crate) finish_reason: Option<&'static str>,
+    /// Log-probabilities of the tokens; null where there are none.
+    pub(crate) logprobs: Value,
     /// Whether it is the first of its answer.
     pub(crate) is_first: bool,
     /// The experts of tokens before it, where they are wanted.
@@ -123,13 +111,44 @@ impl Envelope {
 
     fn choice(&self, index: usize, choice: &Choice) -> Value {
         let text = choice.shown(self.kind);
-        let mut json = json!({"index": index, "finish_reason": finish_reason(choice.end), "logprobs": null});
+        let logprobs = self.logprobs(index, choice, 0, &mut 0);
+        let mut json = json!({"index": index, "finish_reason": choice.finish_reason(), "logprobs": logprobs});
         match self.kind {
-            Kind::Completion => json["text"] = text.into(),
-            Kind::Chat { .. } => json["message"] = json!({"role": "assistant", "content": text, "refusal": null}),
+            Kind::Completion => {
+                json["text"] = (self.echo(index).map_or("", |echo| &echo.text).to_owned() + text).into()
+            }
+            Kind::Chat { .. } => json["message"] = self.message(index, choice, text),
         }
         self.add_tokens(&mut json, index, Some(&choice.tokens), true);
         json
+    }
+
+    fn message(&self, index: usize, choice: &Choice, text: &str) -> Value {
+        let calls = choice.calls();
+        let content = (!text.is_empty() || calls.is_empty()).then_some(text);
+        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+        if !calls.is_empty() {
+            message["tool_calls"] = CallPlace { id: &self.id, choice: index }.whole(calls);
+        }
+        message
+    }
+
+    /// The prompt of an answer, where it stands before it.
+    fn echo(&self, index: usize) -> Option<&Echo> {
+        self.echoes.as_ref()?.get(index / self.num_choices)
+    }
+
+    /// The log-probabilities of an answer's tokens from the one numbered `start` on, with those of the prompt before the first; null where
+    /// they are not wanted. `offset` is the place in the text at which they begin, and becomes that at which they end.
+    pub(crate) fn logprobs(&self, index: usize, choice: &Choice, start: usize, offset: &mut usize) -> Value {
+        let Some(table) = &self.table else { return Value::Null };
+        let answer = choice.logprobs.get(start..).unwrap_or_default();
+        if self.kind != Kind::Completion {
+            return chat_json(table, answer);
+        }
+        let echo = self.echo(index).filter(|_| start == 0);
+        let prompt = echo.map(|echo| (&echo.ids[..], &choice.prompt.logprobs[..]));
+        completion_json(table, &CompletionTokens { prompt, answer }, offset)
     }
 
     /// Adds the ids of tokens, if they are wanted: those of the prompt once.
@@ -143,13 +162,12 @@ impl Envelope {
 
     /// The JSON of a piece. `usage` is there where each piece has it; none where only the last has, which is a null then.
     pub(crate) fn chunk(&self, delta: &Delta<'_>, usage: Option<Option<Usage>>) -> Value {
-        let &Delta { choice, text, tokens, end, is_first, experts } = delta;
-        let mut json = json!({"index": choice, "finish_reason": finish_reason(end), "logprobs": null});
+        let &Delta { choice, shown, tokens, finish_reason, is_first, ref logprobs, experts } = delta;
+        let mut json = json!({"index": choice, "finish_reason": finish_reason, "logprobs": logprobs});
+        let echo = self.echo(choice).filter(|_| is_first).map_or("", |echo| &echo.text);
         match self.kind {
-            Kind::Completion => json["text"] = text.into(),
-            Kind::Chat { .. } if is_first => json["delta"] = json!({"role": "assistant", "content": text}),
-            Kind::Chat { .. } if text.is_empty() => json["delta"] = json!({}),
-            Kind::Chat { .. } => json["delta"] = json!({"content": text}),
+            Kind::Completion => json["text"] = (echo.to_owned() + &shown.text).into(),
+            Kind::Chat { .. } => json["delta"] = self.message_delta(choice, shown, is_first),
         }
         self.add_tokens(&mut json, choice, tokens, is_first);
         let mut part = self.stream_part(vec![json], usage);
@@ -157,6 +175,20 @@ impl Envelope {
             part["sglext"] = experts_json(&[experts]);
         }
         part
+    }
+
+    fn message_delta(&self, choice: usize, shown: &Shown, is_first: bool) -> Value {
+        let mut delta = json!({});
+        if is_first {
+            delta["role"] = "assistant".into();
+        }
+        if !shown.text.is_empty() || (is_first && shown.calls.is_empty()) {
+            delta["content"] = shown.text.as_str().into();
+        }
+        if !shown.calls.is_empty() {
+            delta["tool_calls"] = CallPlace { id: &self.id, choice }.piece(&shown.calls);
+        }
+        delta
     }
 
     /// The JSON of the last piece, with the number of tokens.
@@ -200,35 +232,32 @@ fn shape_json(experts: &RoutedExperts) -> Value {
 /// Names the program whose answers these are: a seed gives the same text as long as it is the same.
 const FINGERPRINT: &str = concat!("moeworks-", env!("CARGO_PKG_VERSION"));
 
-/// The reason why an answer ended, in the words of the API; null while it goes on.
-fn finish_reason(end: Option<End>) -> Option<&'static str> {
-    match end {
-        None => None,
-        Some(End::StopToken | End::StopText) => Some("stop"),
-        Some(End::Limit) => Some("length"),
-        Some(End::Interrupted) => Some("abort"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use moeworks_infer::generation::End;
+
+    use super::super::choice::NewToken;
     use super::*;
 
     fn envelope(kind: Kind) -> Envelope {
         let prompts = Some(vec![vec![1, 2], vec![3]]);
-        Envelope { id: "x-1".into(), created: 5, model: "m".into(), kind, prompts, num_choices: 2 }
+        let (id, model) = ("x-1".into(), "m".into());
+        Envelope { id, created: 5, model, kind, prompts, num_choices: 2, echoes: None, table: None }
     }
 
     #[test]
     fn whole_answers_have_the_form_of_openai() {
-        let choice = Choice { text: "a".into(), tokens: vec![7], end: Some(End::Limit), ..Choice::default() };
+        let mut choice = Choice::default();
+        choice.push(Kind::Completion, &NewToken { id: 7, text: "a", end: Some(End::Limit) });
         let choices = [choice.clone(), choice.clone(), choice];
-        let usage = Usage { prompt_tokens: 3, completion_tokens: 3 };
+        let usage = Usage { prompt_tokens: 3, cached_tokens: 2, completion_tokens: 3 };
         let json = envelope(Kind::Completion).whole(&choices, usage);
         let expected = json!({"index": 2, "text": "a", "finish_reason": "length", "logprobs": null, "token_ids": [7],
                               "prompt_token_ids": [3]});
         assert_eq!((&json["object"], &json["choices"][2]), (&json!("text_completion"), &expected));
-        assert_eq!(json["usage"], json!({"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}));
+        let usage_json = json!({"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6,
+                                "prompt_tokens_details": {"cached_tokens": 2}});
+        assert_eq!(json["usage"], usage_json);
         let json = envelope(Kind::Chat { has_channels: false }).whole(&choices[..1], usage);
         assert_eq!(json["choices"][0]["message"]["content"], "a");
         assert_eq!(json["object"], "chat.completion");
@@ -237,7 +266,11 @@ mod tests {
     #[test]
     fn experts_have_the_form_of_sglang() {
         let experts = |ids: &[i32]| Some(RoutedExperts { num_layers: 2, top_k: 1, ids: ids.to_vec() });
-        let choice = |ids| Choice { experts: experts(ids), ..Choice::default() };
+        let choice = |ids| {
+            let mut choice = Choice::default();
+            choice.experts = experts(ids);
+            choice
+        };
         let choices = [choice(&[1, -1]), choice(&[])];
         let json = envelope(Kind::Completion).whole(&choices[..1], Usage::default());
         assert_eq!(json["sglext"], json!({"routed_experts": "AQAAAP////8=", "routed_experts_shape": [1, 2, 1]}));
@@ -249,34 +282,25 @@ mod tests {
     }
 
     #[test]
-    fn the_message_of_an_answer_in_channels_is_its_final_one() {
-        let kind = Kind::Chat { has_channels: true };
-        let mut choice = Choice::default();
-        let pieces = [
-            "<|channel|>",
-            "analysis",
-            "<|message|>",
-            "hm",
-            "<|end|>",
-            "<|channel|>",
-            "final",
-            "<|message|>",
-            "It",
-            " is",
-        ];
-        let shown: Vec<String> = pieces.iter().map(|piece| choice.push(kind, 1, piece)).collect();
-        assert_eq!(shown.concat(), "It is");
-        assert_eq!(envelope(kind).choice(0, &choice)["message"]["content"], "It is");
-    }
-
-    #[test]
     fn chunks_of_a_chat_begin_with_the_role() {
         let envelope = Envelope { prompts: None, ..envelope(Kind::Chat { has_channels: false }) };
-        let delta = Delta { choice: 0, text: "a", tokens: None, end: None, is_first: true, experts: None };
+        let (shown, logprobs) = (Shown { text: "a".into(), calls: vec![] }, Value::Null);
+        let delta = Delta {
+            choice: 0,
+            shown: &shown,
+            tokens: None,
+            finish_reason: None,
+            logprobs,
+            is_first: true,
+            experts: None,
+        };
         let first = envelope.chunk(&delta, None);
         assert_eq!(first["choices"][0]["delta"], json!({"role": "assistant", "content": "a"}));
         assert!(first.get("usage").is_none());
-        let last = envelope.chunk(&Delta { text: "", end: Some(End::StopToken), is_first: false, ..delta }, Some(None));
+        let last = envelope.chunk(
+            &Delta { shown: &Shown::default(), finish_reason: Some("stop"), is_first: false, ..delta },
+            Some(None),
+        );
         assert_eq!(last["choices"][0], json!({"index": 0, "delta": {}, "finish_reason": "stop", "logprobs": null}));
         assert_eq!(last["usage"], Value::Null);
         assert_eq!(envelope.usage_chunk(Usage::default())["choices"], json!([]));

@@ -7,7 +7,7 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, Request, State};
 use axum::http::header::{CACHE_CONTROL, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
-use axum::http::{HeaderValue, StatusCode};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -18,14 +18,20 @@ use super::answers::Job;
 use super::app::App;
 use super::connections::Serving as _;
 use super::{moe, page, stream, texts};
-use crate::api::{ApiError, ErrorKind, quoted};
+use crate::api::{ApiError, ErrorKind, openapi, quoted};
 
+/// The header with the id of a request, as it stands in the log.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Seconds after which a client that was sent away may come again.
 const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
 
 /// The hash of the key that a request came with.
 #[derive(Clone, Copy)]
 struct Tenant(Option<blake3::Hash>);
+
+/// The id of a request, for logs.
+#[derive(Clone, Debug)]
+struct RequestId(String);
 
 /// Makes the paths of the API.
 pub(crate) fn router(app: Arc<App>) -> Router {
@@ -41,6 +47,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/health", get(health))
         .route("/ready", get(ready))
         .route("/version", get(version))
+        .route("/openapi.json", get(openapi))
         .route("/metrics", get(metrics))
         .route("/moe/load", get(moe_load))
         .fallback(no_route)
@@ -50,7 +57,20 @@ pub(crate) fn router(app: Arc<App>) -> Router {
 }
 
 /// Lets requests in that mean this server and have a key; probes and the page, which asks for one itself, need none.
-async fn let_in(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+async fn let_in(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let (since, id) = (Instant::now(), RequestId(app.new_id("req")));
+    let (method, path) = (request.method().to_string(), quoted(request.uri().path()));
+    let mut response = pass(&app, request, next, id.clone()).await;
+    let (status, seconds, request) = (response.status().as_u16(), since.elapsed().as_secs_f64(), &id.0);
+    tracing::info!(request, method, path, status, seconds, "request");
+    // It is made of digits and letters.
+    if let Ok(value) = HeaderValue::from_str(&id.0) {
+        response.headers_mut().insert(REQUEST_ID, value);
+    }
+    response
+}
+
+async fn pass(app: &App, mut request: Request, next: Next, id: RequestId) -> Response {
     let checked = app.hosts.check(request.version(), request.headers()).and_then(|()| {
         let is_open = matches!(request.uri().path(), "/health" | "/ready" | "/");
         if is_open { Ok(None) } else { app.options.keys.check(request.headers()) }
@@ -58,6 +78,7 @@ async fn let_in(State(app): State<Arc<App>>, mut request: Request, next: Next) -
     match checked {
         Ok(tenant) => {
             request.extensions_mut().insert(Tenant(tenant));
+            request.extensions_mut().insert(id);
             next.run(request).await
         }
         Err(error) => error.into_response(),
@@ -70,7 +91,9 @@ impl IntoResponse for ApiError {
         let mut response = (status, as_json(&self.to_json())).into_response();
         let headers = response.headers_mut();
         match self.kind {
-            ErrorKind::QueueFull | ErrorKind::Unavailable => drop(headers.insert(RETRY_AFTER, RETRY_SECONDS)),
+            ErrorKind::QueueFull | ErrorKind::Unavailable | ErrorKind::Loading => {
+                drop(headers.insert(RETRY_AFTER, RETRY_SECONDS))
+            }
             ErrorKind::WrongKey => drop(headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),
             // What is left of the body is not read.
             ErrorKind::LargeBody | ErrorKind::Timeout | ErrorKind::MediaType => {
@@ -160,9 +183,11 @@ async fn answer(app: Arc<App>, request: Request, read: Reader) -> Result<Respons
     let since = Instant::now();
     let ticket = app.begin()?;
     let tenant = request.extensions().get::<Tenant>().and_then(|tenant| tenant.0);
+    let request_id = request.extensions().get::<RequestId>().cloned();
     let body = read_body(&app, request).await?;
     let job = on_thread(&app, move |app| read(app, &body, tenant)).await?;
-    tracing::info!(id = job.envelope.id, "request");
+    let request_id = request_id.map_or_else(String::new, |id| id.0);
+    tracing::info!(request = request_id, id = job.envelope.id, "begun");
     let mut answers = job.begin(ticket, since).await?;
     if answers.common.is_stream {
         let headers = [(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")];
@@ -221,6 +246,10 @@ async fn health(State(app): State<Arc<App>>) -> Result<Response, ApiError> {
 
 async fn ready(State(app): State<Arc<App>>) -> Result<Response, ApiError> {
     app.check_ready().map(|()| as_json(&json!({"status": "ready"})))
+}
+
+async fn openapi() -> Response {
+    as_json(&openapi::document())
 }
 
 async fn version() -> Response {

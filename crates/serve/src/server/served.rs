@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use moeworks_infer::chat::{ChatTemplate, Message, RenderOptions, Sandbox, SandboxError};
+use moeworks_infer::chat::{ChatTemplate, Message, RenderOptions, Sandbox, SandboxError, ToolFormat, ToolParser};
 use moeworks_infer::open::{FileDefaults, Model};
 use moeworks_model::TokenizerError;
 use serde_json::{Map, Value};
 
-use crate::api::{ApiError, ChatPrompt, ErrorKind, Prompt, PromptOptions, quoted};
+use crate::api::{ApiError, ChatPrompt, ErrorKind, Prompt, PromptOptions, ToolChoice, Tools, quoted};
 
 /// The model that is served.
 pub struct ServedModel {
@@ -94,6 +94,37 @@ impl ServedModel {
         Ok(ids)
     }
 
+    /// The reader of calls in answers; none where there are no tools.
+    pub(crate) fn tool_parser(&self, tools: &Tools) -> Result<Option<ToolParser>, ApiError> {
+        let unsupported = |message: &str| Err(ApiError::new(ErrorKind::Unsupported, message).of("tools"));
+        let format = match &tools.choice {
+            ToolChoice::None => return Ok(None),
+            _ if self.model.tokenizer.has_channels() => {
+                return unsupported("tools: calls of models that answer in channels are not read");
+            }
+            ToolChoice::Auto => {
+                let source = self.template.as_ref().map_or("", ChatTemplate::source);
+                match ToolFormat::from_template(source) {
+                    Some(format) => format,
+                    None => {
+                        return unsupported("tools: the way in which the model's template writes calls is not known");
+                    }
+                }
+            }
+            ToolChoice::Required => ToolFormat::List,
+            ToolChoice::Named(name) => ToolFormat::Arguments(name.clone()),
+        };
+        Ok(Some(ToolParser::new(format, tools.names.clone())))
+    }
+
+    /// The text of a prompt.
+    pub(crate) fn prompt_text(&self, prompt: &Prompt) -> Result<String, ApiError> {
+        match prompt {
+            Prompt::Text(text) => Ok(text.clone()),
+            Prompt::Tokens(ids) => self.model.tokenizer.decode(ids).map_err(|error| tokenizer_error(&error)),
+        }
+    }
+
     /// Returns the tokens of a conversation, by the model's template. No text of the client becomes a special token.
     pub(crate) fn encode_chat(&self, prompt: &ChatPrompt) -> Result<Vec<u32>, ApiError> {
         let Some(template) = &self.template else {
@@ -106,7 +137,13 @@ impl ServedModel {
         for (name, value) in &prompt.variables {
             variables.insert(name.clone(), self.guarded_value(value));
         }
-        let options = RenderOptions { add_generation_prompt: prompt.add_generation_prompt, variables };
+        let tools = prompt.tools.tools.as_ref();
+        if tools.is_some() && !template.source().contains("tools") {
+            let message = "tools: the model's chat template knows no tools";
+            return Err(ApiError::new(ErrorKind::Unsupported, message).of("tools"));
+        }
+        let tools = tools.map(|tools| tools.map_texts(&|text| self.model.tokenizer.guard(text)));
+        let options = RenderOptions { add_generation_prompt: prompt.add_generation_prompt, variables, tools };
         let mut text = self.sandbox.render(template, &messages, &options).map_err(|error| template_error(&error))?;
         if prompt.continue_final_message {
             cut_behind_last_message(&mut text, &messages)?;
@@ -128,6 +165,8 @@ impl ServedModel {
         let role = if message.role == "developer" && !knows_developers { "system" } else { &message.role };
         Message {
             name: message.name.as_ref().map(|name| tokenizer.guard(name)),
+            tool_calls: message.tool_calls.as_ref().map(|calls| calls.map_texts(&|text| tokenizer.guard(text))),
+            tool_call_id: message.tool_call_id.as_ref().map(|id| tokenizer.guard(id)),
             ..Message::new(role, tokenizer.guard(&message.content))
         }
     }

@@ -8,6 +8,7 @@ use futures_util::stream::unfold;
 use serde_json::Value;
 
 use super::answers::{Answers, NextToken};
+use super::choice::Shown;
 use super::reply::Delta;
 
 /// The end of a stream, as OpenAI's clients know it.
@@ -19,12 +20,15 @@ const PING: &str = ": ping\n\n";
 struct Feed {
     answers: Answers,
     ping: Duration,
+    /// The place in the text behind the last token of each answer.
+    offsets: Vec<usize>,
     is_done: bool,
 }
 
 /// The events of answers. A comment comes where there is no event for the time `ping`.
 pub(crate) fn events(answers: Answers, ping: Duration) -> impl Stream<Item = Result<String, Infallible>> {
-    unfold(Feed { answers, ping, is_done: false }, |mut feed| async {
+    let offsets = vec![0; answers.choices.len()];
+    unfold(Feed { answers, ping, offsets, is_done: false }, |mut feed| async {
         let text = feed.next().await?;
         Some((Ok(text), feed))
     })
@@ -55,16 +59,26 @@ impl Feed {
     }
 
     /// The event of a token, if it has anything to say.
-    fn chunk(&self, token: &NextToken) -> Option<String> {
+    fn chunk(&mut self, token: &NextToken) -> Option<String> {
         let Answers { choices, common, envelope, usage, .. } = &self.answers;
-        let &NextToken { choice, token, ref text, is_first, ref experts } = token;
-        let end = choices[choice].end;
-        if text.is_empty() && end.is_none() && !is_first && !common.returns_token_ids && experts.is_none() {
+        let &NextToken { choice, token, ref shown, is_first, ref experts } = token;
+        let finish_reason = choices[choice].finish_reason();
+        let has_tokens = common.returns_token_ids || common.num_logprobs.is_some();
+        if *shown == Shown::default() && finish_reason.is_none() && !is_first && !has_tokens && experts.is_none() {
             return None;
         }
         let usage = common.includes_usage.then_some(Some(*usage).filter(|_| common.has_continuous_usage));
-        let tokens = [token];
-        let delta = Delta { choice, text, tokens: Some(&tokens), end, is_first, experts: experts.as_ref() };
+        let start = choices[choice].tokens.len().saturating_sub(1);
+        let logprobs = envelope.logprobs(choice, &choices[choice], start, &mut self.offsets[choice]);
+        let delta = Delta {
+            choice,
+            shown,
+            tokens: Some(token.as_slice()),
+            finish_reason,
+            logprobs,
+            is_first,
+            experts: experts.as_ref(),
+        };
         Some(event(&envelope.chunk(&delta, usage)))
     }
 

@@ -68,7 +68,7 @@ impl From<EngineError> for ApiError {
             EngineError::Refused(Refused::QueueFull { .. }) => ErrorKind::QueueFull,
             EngineError::Refused(Refused::TooLong { .. }) => ErrorKind::TooLong,
             EngineError::Refused(_) => ErrorKind::Invalid,
-            EngineError::Model(_) | EngineError::Limits(_) => ErrorKind::Internal,
+            EngineError::Model(_) | EngineError::Limits(_) | EngineError::Answer { .. } => ErrorKind::Internal,
         };
         Self::new(kind, error.to_string())
     }

@@ -23,7 +23,10 @@ fn a_completion_has_a_text_for_each_prompt_and_choice() {
         assert_eq!((choice["index"].as_u64(), &choice["text"]), (Some(index as u64), &json!("abcde")));
         assert_eq!(choice["finish_reason"], "length");
     }
-    assert_eq!(json["usage"], json!({"prompt_tokens": 7, "completion_tokens": 20, "total_tokens": 27}));
+    assert_eq!(
+        json["usage"],
+        json!({"prompt_tokens": 7, "completion_tokens": 20, "total_tokens": 27, "prompt_tokens_details": {"cached_tokens": 0}})
+    );
     assert_eq!((&json["object"], &json["model"]), (&json!("text_completion"), &json!("tiny")));
     assert!(json["id"].as_str().unwrap().starts_with("cmpl-"));
 }
@@ -36,6 +39,7 @@ fn the_pieces_of_a_stream_are_the_whole_answer() {
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "x"}]})),
     ] {
         body["max_tokens"] = json!(30);
+        body["cache_prompt"] = json!(false);
         body["n"] = json!(2);
         let whole = server.post(path, &body).json();
         body["stream"] = json!(true);
@@ -104,7 +108,8 @@ fn a_chat_has_as_many_tokens_as_fit_where_none_are_asked_for() {
     let server = TestServer::start(Setup { sandbox: "cat > /dev/null; printf hello", ..Setup::default() });
     let body = json!({"messages": [{"role": "user", "content": "x"}]});
     let json = server.post("/v1/chat/completions", &body).json();
-    let usage = json!({"prompt_tokens": 5, "completion_tokens": CONTEXT - 5, "total_tokens": CONTEXT});
+    let usage = json!({"prompt_tokens": 5, "completion_tokens": CONTEXT - 5, "total_tokens": CONTEXT,
+                       "prompt_tokens_details": {"cached_tokens": 0}});
     assert_eq!((&json["usage"], &json["choices"][0]["message"]["role"]), (&usage, &json!("assistant")));
 }
 
@@ -185,5 +190,31 @@ fn metrics_count_what_was_answered() {
         "moeworks_time_to_first_token_seconds_count{model_name=\"tiny\"} 2",
     ] {
         assert!(text.lines().any(|found| found == line), "{line}\n{text}");
+    }
+}
+
+#[test]
+fn cached_tokens_of_the_prompt_are_counted() {
+    let server = TestServer::start(Setup::default());
+    let body = json!({"prompt": "abcdefghij", "max_tokens": 1});
+    let cached = || server.post("/v1/completions", &body).json()["usage"]["prompt_tokens_details"].clone();
+    assert_eq!(cached(), json!({"cached_tokens": 0}));
+    // Two whole blocks of four.
+    assert_eq!(cached(), json!({"cached_tokens": 8}));
+}
+
+#[test]
+fn the_api_describes_itself() {
+    let server = TestServer::start(Setup::default());
+    let document = server.get("/openapi.json").json();
+    assert_eq!(document["openapi"], "3.1.0");
+    for (path, description) in document["paths"].as_object().unwrap() {
+        let path = path.replace("{id}", "tiny");
+        let status = match description.get("get") {
+            Some(_) => server.get(&path).status,
+            // There is something that takes a body.
+            None => server.post(&path, &json!({"no_such_field": 1})).status,
+        };
+        assert_eq!(status, if description.get("get").is_some() { 200 } else { 400 }, "{path}");
     }
 }

@@ -8,9 +8,10 @@ use moeworks_infer::generation::{
 };
 use moeworks_infer::open::Model;
 use moeworks_model::hf::load_model;
-use moeworks_model::{Decoder, Tokenizer};
+use moeworks_model::{Decoder, PagedKvCache, TokenBatch, Tokenizer};
 use moeworks_ops::Context;
-use moeworks_serve::{Counts, Engine, EngineError, Limits, Refused, Request, SequenceId};
+use moeworks_serve::{Counts, Engine, EngineError, Limits, Output, Refused, Request, SequenceId, WantedLogprobs};
+use moeworks_tensor::DType;
 
 /// A small model of a family, whose tokens are shown as bytes and of which one ends a text.
 pub(crate) fn model(name: &str) -> Model {
@@ -45,8 +46,10 @@ pub(crate) fn request(index: usize) -> Request {
         stops: Vec::new(),
         stop_ids: vec![6],
         priority: 0,
+        shows_special: false,
         salt: Vec::new(),
         experts_from: None,
+        logprobs: None,
     }
 }
 
@@ -145,4 +148,70 @@ fn requests_that_do_not_fit_are_refused() {
     assert!(context.to_string().contains("the model is made for at most"), "{context}");
     let wrong = refused(&mut engine, Request { prompt: vec![4_000_000], ..request(0) });
     assert!(wrong.to_string().contains("must be below the vocabulary's size"), "{wrong}");
+}
+
+/// The loss of a model on a text, added up over all its tokens but the first.
+fn loss(model: &Model, text: &[u32]) -> f64 {
+    let (inputs, targets) = (&text[..text.len() - 1], &text[1..]);
+    let batch = TokenBatch { inputs, targets, num_sequences: 1, seq_len: inputs.len(), ..TokenBatch::default() };
+    model.decoder.evaluate(&model.ctx, &model.weights, &batch, None).unwrap().loss_sum
+}
+
+#[test]
+fn log_probabilities_are_those_of_an_evaluation() {
+    let logprobs = Some(WantedLogprobs { num_top: 3, of_prompt: true });
+    for (name, num_blocks) in [("olmoe", 64), ("deepseek_v2", 64), ("olmoe", 8)] {
+        let model = model(name);
+        // Prompts come in pieces, and with few blocks some are computed twice.
+        let limits = Limits { num_blocks, turn_tokens: 8, ..limits() };
+        let mut engine = Engine::new(&model, limits).unwrap();
+        let new = |index: usize| Request {
+            logprobs,
+            prompt: text(index),
+            max_new_tokens: 9,
+            stop_ids: vec![],
+            ..request(index)
+        };
+        let ids: Vec<SequenceId> = (0..6).map(|index| engine.add(new(index)).unwrap()).collect();
+        let mut outputs: Vec<Output> = Vec::new();
+        while engine.has_requests() {
+            outputs.extend(engine.turn().unwrap());
+        }
+        assert_eq!(engine.counts().preemptions > 0, num_blocks == 8);
+        for (index, id) in ids.into_iter().enumerate() {
+            let own: Vec<&Output> = outputs.iter().filter(|output| output.sequence == id).collect();
+            let of_prompt = own[0].prompt.as_ref().unwrap().logprobs.iter();
+            let all: Vec<_> = of_prompt.chain(own.iter().map(|output| output.logprobs.as_ref().unwrap())).collect();
+            let whole: Vec<u32> = text(index).into_iter().chain(own.iter().map(|output| output.token)).collect();
+            assert!(all.iter().map(|one| one.token.id).eq(whole[1..].iter().copied()), "{name}");
+            assert!(own[1..].iter().all(|output| output.prompt.is_none()));
+            let sum: f64 = all.iter().map(|one| f64::from(one.token.logprob)).sum();
+            let expected = loss(&model, &whole);
+            assert!((sum + expected).abs() < 1e-4 * expected, "{name}: {sum} and {expected}");
+            // A greedy answer has the likeliest tokens.
+            let is_greedy = index.is_multiple_of(2);
+            assert!(!is_greedy || own.iter().all(|one| one.logprobs.as_ref().unwrap().top[0].id == one.token));
+        }
+    }
+}
+
+/// A prompt of some length.
+fn text(index: usize) -> Vec<u32> {
+    (0..12 + index).map(|i| ((i * 7 + index * 3) % 40) as u32).collect()
+}
+
+#[test]
+fn keys_and_values_take_the_bytes_of_the_type_of_activations() {
+    for name in ["olmoe", "deepseek_v2"] {
+        for dtype in [DType::F32, DType::BF16] {
+            let mut model = model(name);
+            model.weights = model.weights.compute_copy(&model.ctx, dtype);
+            let mut engine = Engine::new(&model, limits()).unwrap();
+            engine.add(request(0)).unwrap();
+            engine.turn().unwrap();
+            let activations = model.weights.compute_dtype().of_activations();
+            let of_token = PagedKvCache::bytes_per_token(model.decoder.config(), activations);
+            assert_eq!(engine.num_cache_bytes(), of_token * 64 * 4, "{name} {dtype:?}");
+        }
+    }
 }

@@ -1,10 +1,10 @@
 //! Bad input over HTTP, clients that go away, a queue that is full, an engine that fails, and the end of the server.
 
 use std::io::{BufReader, Read as _, Write as _};
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use moeworks_serve::server::{ApiKeys, ServerOptions};
+use moeworks_serve::server::{ApiKeys, Loading, ServerOptions};
 use serde_json::json;
 
 use crate::fake_engine::{FAILS, PANICS};
@@ -282,4 +282,50 @@ fn a_server_that_is_told_to_end_at_any_time_truncates_no_stream() {
         }
         assert!(server.wait().unwrap().is_ok());
     }
+}
+
+#[test]
+fn a_port_answers_while_the_model_is_loaded_and_no_connection_is_refused_in_between() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let ask = move |path: &str| {
+        let mut stream = TcpStream::connect(address).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+        Answer::read(&mut BufReader::new(stream))
+    };
+    let loading = Loading::begin(&listener).unwrap();
+    for path in ["/health", "/ready", "/v1/models"] {
+        let answer = ask(path);
+        assert_eq!((answer.status, answer.code().as_str()), (503, "loading"), "{path}");
+        assert_eq!(answer.field("retry-after"), Some("1"));
+    }
+    drop(loading);
+    // Whoever comes now waits.
+    let waiting = std::thread::spawn(move || ask("/health"));
+    std::thread::sleep(Duration::from_millis(50));
+    let server = TestServer::start_on(listener, Setup::default());
+    assert_eq!(waiting.join().unwrap().status, 200);
+    assert_eq!(server.get("/health").status, 200);
+}
+
+#[test]
+fn an_answer_that_takes_too_long_is_ended() {
+    let options = ServerOptions { request_timeout: Some(Duration::from_millis(200)), ..options() };
+    let server = TestServer::start(Setup { options, ..slow(20) });
+    let body = json!({"prompt": "x", "max_tokens": 400});
+    let answer = server.post("/v1/completions", &body);
+    assert_eq!((answer.status, answer.code().as_str()), (408, "request_timeout"));
+    assert!(answer.body.contains("0.2 seconds"), "{}", answer.body);
+    let events = server.post("/v1/completions", &json!({"prompt": "x", "max_tokens": 400, "stream": true})).events();
+    assert_eq!(events.last().unwrap()["error"]["code"], "request_timeout");
+    assert_eq!(server.post("/v1/completions", &json!({"prompt": "x", "max_tokens": 1})).status, 200);
+    assert_eq!(server.idle_counts().free_blocks, 256);
+}
+
+#[test]
+fn every_answer_has_the_id_of_its_request() {
+    let server = TestServer::start(Setup::default());
+    let id = |answer: Answer| answer.field("x-request-id").unwrap().to_owned();
+    let (first, second) = (id(server.get("/health")), id(server.get("/nothing")));
+    assert!(first.starts_with("req-") && second.starts_with("req-") && first != second);
 }

@@ -26,13 +26,15 @@ pub(crate) struct Setup {
     pub(crate) options: ServerOptions,
     /// A shell script that takes the place of the process for templates.
     pub(crate) sandbox: &'static str,
+    /// The chat template, by which the way of calls is found.
+    pub(crate) template: &'static str,
 }
 
 impl Default for Setup {
     fn default() -> Self {
         let limits = Limits { num_blocks: 256, block_len: 4, max_running: 16, ..Limits::default() };
         let options = ServerOptions { max_running: 16, max_waiting: 16, num_blocks: 256, ..ServerOptions::default() };
-        Self { limits, delay: Duration::from_millis(1), options, sandbox: "cat" }
+        Self { limits, delay: Duration::from_millis(1), options, sandbox: "cat", template: "{{ messages }}" }
     }
 }
 
@@ -43,7 +45,7 @@ pub(crate) struct TestServer {
     thread: Option<JoinHandle<std::io::Result<()>>>,
 }
 
-fn served(sandbox: &str) -> ServedModel {
+fn served(sandbox: &str, template: &str) -> ServedModel {
     let (ctx, tokenizer) = (Context::cpu(1), Tokenizer::bytes());
     let config = ModelConfig {
         vocab_size: tokenizer.vocab_size(),
@@ -58,7 +60,7 @@ fn served(sandbox: &str) -> ServedModel {
     let decoder = Decoder::new(config).unwrap();
     let weights = decoder.init(&ctx, 7, None);
     let stop_ids = tokenizer.stop_ids(&[]);
-    let template = Some(ChatTemplate::new("{{ messages }}".to_owned(), &tokenizer));
+    let template = Some(ChatTemplate::new(template.to_owned(), &tokenizer));
     ServedModel {
         names: vec!["tiny".to_owned(), "org/other".to_owned()],
         model: Arc::new(Model { ctx, decoder, weights, tokenizer, stop_ids, part_checked: None }),
@@ -71,12 +73,15 @@ fn served(sandbox: &str) -> ServedModel {
 
 impl TestServer {
     pub(crate) fn start(setup: Setup) -> Self {
-        let Setup { mut limits, delay, options, sandbox } = setup;
+        Self::start_on(TcpListener::bind("127.0.0.1:0").unwrap(), setup)
+    }
+
+    pub(crate) fn start_on(listener: TcpListener, setup: Setup) -> Self {
+        let Setup { mut limits, delay, options, sandbox, template } = setup;
         limits.max_waiting = options.max_running + options.max_waiting;
         let (engine, counts) = FakeEngine::new(limits, delay);
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (address, stop) = (listener.local_addr().unwrap(), StopSignal::default());
-        let (served, told) = (served(sandbox), stop.clone());
+        let (served, told) = (served(sandbox, template), stop.clone());
         let thread = std::thread::spawn(move || serve(listener, served, engine, options, &told));
         Self { address, stop, counts, thread: Some(thread) }
     }
