@@ -1,0 +1,177 @@
+//! A block of query rows in attention backward: its scores with a block of keys, and what it adds to the three gradients.
+
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+use moeworks_tensor::{DType, Tensor};
+
+use super::Inputs;
+use super::scores::{Columns, Scores, Statistics, score_grads};
+use crate::Context;
+use crate::attention::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS};
+use crate::attention::products::{Left, Products, Right, Size};
+use crate::attention::sequences::AttentionHeads;
+use crate::attention::words::{Rows, Words, transpose};
+
+/// A block of keys and values in words.
+pub(super) struct Keys<'a> {
+    keys: &'a Range<usize>,
+    /// `[KEYS, width]` elements, words along the rows.
+    k: &'a [f32],
+    /// `[KEYS, width]` elements, words along the keys, as [`Products::copy_of_keys`] makes them.
+    k_right: &'a [f32],
+    /// `[KEYS, value_width]` elements, words along the rows.
+    v: &'a [f32],
+}
+
+impl<'a> Keys<'a> {
+    pub(super) fn new(words: Words, width: usize, keys: &'a Range<usize>, copy: &'a [f32]) -> Self {
+        let (k, v) = copy.split_at(KEYS * width);
+        let (k, k_right) = match words {
+            Words::Singles => (k, k),
+            Words::Pairs | Words::Tiles => k.split_at(KEYS * width / 2),
+        };
+        Self { keys, k, k_right, v }
+    }
+}
+
+pub(super) struct Scratch {
+    memory: Tensor,
+}
+
+impl Scratch {
+    pub(super) fn new(ctx: &Context, width: usize, value_width: usize) -> Self {
+        let elements =
+            ROWS * (3 * width + 2 * value_width) + KEYS * width.max(value_width) + (2 * KEYS + 3 * KEYS / 2) * ROWS;
+        Self { memory: ctx.empty(&[elements], DType::F32) }
+    }
+
+    pub(super) fn split(&mut self, products: Products, width: usize, value_width: usize) -> State<'_> {
+        let (q, memory) = self.memory.f32s_mut().split_at_mut(ROWS * width);
+        let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
+        let (dq, memory) = memory.split_at_mut(ROWS * width);
+        let (d_o, memory) = memory.split_at_mut(ROWS * value_width);
+        let (d_o_transposed, memory) = memory.split_at_mut(ROWS * value_width);
+        let (copy, memory) = memory.split_at_mut(KEYS * width.max(value_width));
+        let (p, memory) = memory.split_at_mut(KEYS * ROWS);
+        let (ds, memory) = memory.split_at_mut(KEYS * ROWS);
+        let (p_words, memory) = memory.split_at_mut(KEYS / 2 * ROWS);
+        let (ds_words, ds_pairs) = memory.split_at_mut(KEYS / 2 * ROWS);
+        let (lse, delta, seen_from, visible) = ([0.0; ROWS], [0.0; ROWS], [0; ROWS], [0; ROWS]);
+        let statistics = Statistics { lse, delta, seen_from, visible };
+        let scores = Scores { p, ds, p_words, ds_words, ds_pairs };
+        State { products, width, value_width, q, q_transposed, dq, d_o, d_o_transposed, copy, scores, statistics }
+    }
+}
+
+/// A block of query rows, and room for what it makes of a block of keys.
+pub(super) struct State<'a> {
+    pub(super) products: Products,
+    /// Head elements, rounded up to whole vectors.
+    width: usize,
+    /// Elements of a head of values, rounded up likewise.
+    value_width: usize,
+    /// `[ROWS, width]` elements, words along the rows of queries.
+    q: &'a mut [f32],
+    /// `[h, ROWS]` elements, words along h.
+    q_transposed: &'a mut [f32],
+    /// `[ROWS, width]`, with tiles `[width, ROWS]`: the gradient of the rows, without the scale.
+    pub(super) dq: &'a mut [f32],
+    /// `[ROWS, value_width]` elements, words along the rows of queries.
+    d_o: &'a mut [f32],
+    /// `[value_dim, ROWS]` elements, words along `value_dim`.
+    d_o_transposed: &'a mut [f32],
+    /// Rows on their way to words.
+    pub(super) copy: &'a mut [f32],
+    scores: Scores<'a>,
+    statistics: Statistics,
+}
+
+impl State<'_> {
+    pub(super) fn load_rows(&mut self, heads: &AttentionHeads, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
+        let Products { isa, words, .. } = self.products;
+        let (width, value_width) = (self.width, self.value_width);
+        let (elements, value_elements) = (&rows.elements()[..rows.len], &rows.value_elements()[..rows.len]);
+        let copied = Rows { starts: elements, cols: heads.head_dim, width };
+        inputs.q.copy_words(isa, words, copied, self.copy);
+        let size = (rows.len, words.count(width));
+        transpose(isa, self.copy, size, words.count(heads.head_dim), self.q_transposed);
+        inputs.q.copy_words_down(isa, words, copied, self.q);
+        let copied = Rows { starts: value_elements, cols: heads.value_dim, width: value_width };
+        // Rounded alike, so is what cancels in `d_o v^T - rowsum(d_o o)`.
+        inputs.d_o.copy_both_ways(isa, words, copied, self.copy, self.d_o);
+        let size = (rows.len, words.count(value_width));
+        transpose(isa, self.copy, size, words.count(heads.value_dim), self.d_o_transposed);
+        let statistics = &mut self.statistics;
+        statistics.delta.fill(0.0);
+        inputs.o.row_dots(isa, words, copied, self.copy, &mut statistics.delta);
+        self.dq.fill(0.0);
+        (statistics.seen_from, statistics.visible) = (rows.first_visible_counts(), rows.visible_counts());
+        let at = rows.statistics();
+        statistics.lse = std::array::from_fn(|row| if row < rows.len { inputs.lse[at[row]] * LOG2_E } else { 0.0 });
+    }
+
+    /// Adds what the rows and the keys at hand contribute to the three gradients.
+    pub(super) fn add_block(
+        &mut self,
+        heads: &AttentionHeads,
+        rows: RowBlock<'_>,
+        block: Keys<'_>,
+        (dk, dv): (&mut [f32], &mut [f32]),
+    ) {
+        self.compute_scores(heads, rows, &block);
+        let (products, width, value_width, keys) = (&self.products, self.width, self.value_width, block.keys);
+        let words = products.words;
+        let [p, ds, ds_along_keys] = self.scores.operands(words);
+        for key in (0..keys.len()).step_by(words.key_unit()) {
+            // Rows before the first that sees the panel contribute nothing; their scores were not computed.
+            let first = rows.first_that_sees(keys.start + key);
+            if first == rows.len {
+                break;
+            }
+            // The first word of those that this row is in: their other rows have scores, too, which are zero.
+            let first = words.start(first);
+            let inner = words.count(rows.len) - first;
+            let size = Size { rows: words.key_unit(), cols: value_width, inner, words };
+            let at = key * words.count(ROWS) + first;
+            let right = Right { values: &self.d_o[first * value_width..], stride: value_width };
+            let left = |values| Left::rows(values, words.count(ROWS));
+            products.run(size, left(&p[at..]), right, true, &mut dv[key * value_width..], value_width);
+            let size = Size { cols: width, ..size };
+            let right = Right { values: &self.q[first * width..], stride: width };
+            products.run(size, left(&ds[at..]), right, true, &mut dk[key * width..], width);
+        }
+        for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
+            let weights = Right { values: &ds_along_keys[col..], stride: ROWS };
+            products.sum_of_keys((rows, col, keys), weights, (block.k_right, width), true, self.dq);
+        }
+    }
+
+    /// The softmax of the rows and the keys at hand, and the gradient of their scores.
+    fn compute_scores(&mut self, heads: &AttentionHeads, rows: RowBlock<'_>, block: &Keys<'_>) {
+        let (isa, words, keys) = (self.products.isa, self.products.words, block.keys);
+        let (width, value_width) = (words.count(self.width), words.count(self.value_width));
+        for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
+            // As pairs they go elsewhere, and what they are made from should stay in the nearest cache.
+            let (at, stride) = if words.are_pairs() { (0, SCORE_COLS) } else { (col, ROWS) };
+            for part in rows.score_parts(words, col, keys) {
+                let size =
+                    Size { rows: part.keys.len(), cols: part.cols.len(), inner: words.count(heads.head_dim), words };
+                let to = part.keys.start * stride + at + part.cols.start - col;
+                let left = Left::rows(&block.k[part.keys.start * width..], width);
+                let right = Right { values: &self.q_transposed[part.cols.start..], stride: ROWS };
+                self.products.run(size, left, right, false, &mut self.scores.p[to..], stride);
+                let size = Size { inner: words.count(heads.value_dim), ..size };
+                let left = Left::rows(&block.v[part.keys.start * value_width..], value_width);
+                let right = Right { values: &self.d_o_transposed[part.cols.start..], stride: ROWS };
+                self.products.run(size, left, right, false, &mut self.scores.ds[to..], stride);
+            }
+            for first_col in (col..rows.padded_len(words).min(col + SCORE_COLS)).step_by(COL_UNIT) {
+                let num_keys = rows.num_scored(words, first_col, keys).next_multiple_of(words.key_unit());
+                let at = at + first_col - col;
+                let columns = Columns { first_col, at, stride, first_key: keys.start, num_keys, words };
+                score_grads(isa, columns, heads.scale * LOG2_E, &mut self.scores, &self.statistics);
+            }
+        }
+    }
+}
