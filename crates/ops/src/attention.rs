@@ -19,13 +19,13 @@ mod biased;
 mod blocks;
 mod decode;
 mod forward;
+mod operands;
 mod products;
 mod ragged;
 mod sequences;
 mod sinks;
 mod softmax;
 mod token_rows;
-mod words;
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -226,9 +226,9 @@ fn run_backward(
         dk: of_keys(k, |heads| heads.head_dim),
         dv: of_keys(v, |heads| heads.value_dim),
     };
-    let words = words::Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
+    let format = operands::OperandFormat::new(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
     let (d_o, o, lse) = (d_o.into(), o.into(), lse.f32s());
-    let inputs = backward::Inputs { d_o, q: q.into(), k: k.into(), v: v.into(), o, lse, words };
+    let inputs = backward::Inputs { d_o, q: q.into(), k: k.into(), v: v.into(), o, lse, format };
     backward::run(ctx, &inputs, sequences, num_pairs, &mut grads);
     grads
 }

@@ -8,8 +8,8 @@ use moeworks_tensor::{DType, Tensor};
 
 use self::task::Task;
 use super::blocks::KEYS;
+use super::operands::{OperandFormat, Values};
 use super::sequences::{OwnedTask, Sequence, TaskList};
-use super::words::{Values, Words};
 use crate::Context;
 use crate::parallel::{Lent, PIECE, piece_range};
 
@@ -23,7 +23,7 @@ pub(super) struct Inputs<'a> {
     pub(super) v: Values<'a>,
     pub(super) o: Values<'a>,
     pub(super) lse: &'a [f32],
-    pub(super) words: Words,
+    pub(super) format: OperandFormat,
 }
 
 pub(super) struct Grads {

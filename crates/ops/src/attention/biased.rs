@@ -11,15 +11,15 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
 use super::blocks::{COL_UNIT, KEYS, ROW_UNIT, ROWS};
+use super::operands::{OperandFormat, Rows, Values, transpose};
 use super::products::{Left, Right, Size, product};
 use super::sequences::Sequence;
-use super::words::{Rows, Values, Words, transpose};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, vmath};
 
 /// Scores and their gradients are sums over few elements: f32, whatever the tensors' types.
-const WORDS: Words = Words::Singles;
+const FORMAT: OperandFormat = OperandFormat::F32;
 
 /// What is added to scores, and which keys there are for a query. Query i stands at position `i + kv_len - seq_len`.
 #[derive(Clone, Copy, Debug)]
@@ -239,7 +239,7 @@ impl<'a> Block<'a> {
         // Units of rows at the end are whole.
         let mut products = ctx.empty(&[self.shape.kv_len.next_multiple_of(ROW_UNIT), ROWS], DType::F32);
         self.with_keys(ctx, keys_of, |keys, copy| {
-            let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: keys_of.dim, words: WORDS };
+            let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: keys_of.dim, format: FORMAT };
             let right = Right { values: rows.transposed.f32s(), stride: ROWS };
             let to = &mut products.f32s_mut()[keys.start * ROWS..];
             product(ctx.isa(), size, Left::rows(copy, keys_of.width()), right, false, to, ROWS);
@@ -252,7 +252,7 @@ impl<'a> Block<'a> {
         let mut sums = ctx.zeros(&[ROWS, keys_of.width()], DType::F32);
         let rows = self.queries.len().next_multiple_of(ROW_UNIT);
         self.with_keys(ctx, keys_of, |keys, copy| {
-            let size = Size { rows, cols: keys_of.width(), inner: keys.len(), words: WORDS };
+            let size = Size { rows, cols: keys_of.width(), inner: keys.len(), format: FORMAT };
             let right = Right { values: copy, stride: keys_of.width() };
             let left = Left::columns(&weights.f32s()[keys.start * ROWS..], ROWS);
             product(ctx.isa(), size, left, right, true, sums.f32s_mut(), keys_of.width());
@@ -263,7 +263,7 @@ impl<'a> Block<'a> {
     /// Adds to the rows of keys `to [kv_len, width]` what the block's rows give them, by `weights [kv_len, ROWS]`.
     fn add_to_keys(&self, ctx: &Context, weights: &Tensor, rows: &BlockRows, to: &mut Tensor) {
         let width = to.cols();
-        let size = Size { rows: to.rows(), cols: width, inner: self.queries.len(), words: WORDS };
+        let size = Size { rows: to.rows(), cols: width, inner: self.queries.len(), format: FORMAT };
         let right = Right { values: rows.rows.f32s(), stride: width };
         product(ctx.isa(), size, Left::rows(weights.f32s(), ROWS), right, true, to.f32s_mut(), width);
     }

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
+use super::operands::OperandFormat;
 use super::sequences::Sequence;
-use super::words::Words;
 
 /// Query rows of a block.
 pub(super) const ROWS: usize = 64;
@@ -21,8 +21,8 @@ pub(super) const SCORE_COLS: usize = 2 * COL_UNIT;
 
 /// Keys of a block of the forward pass: each block takes what rows have summed up from memory and back. With tiles, which turn blocks
 /// of values round, as many words as there are [`ROWS`].
-pub(super) fn keys_forward(words: Words) -> usize {
-    if words == Words::Tiles { KEYS } else { MAX_KEYS }
+pub(super) fn keys_forward(format: OperandFormat) -> usize {
+    if format == OperandFormat::AmxTiles { KEYS } else { MAX_KEYS }
 }
 
 /// A part of the scores of a block of rows and a block of keys.
@@ -65,8 +65,8 @@ impl<'a> RowBlock<'a> {
     }
 
     /// Rows rounded up to what products take.
-    pub(super) fn padded_len(&self, words: Words) -> usize {
-        self.len.next_multiple_of(if words == Words::Tiles { SCORE_COLS } else { COL_UNIT })
+    pub(super) fn padded_len(&self, format: OperandFormat) -> usize {
+        self.len.next_multiple_of(if format == OperandFormat::AmxTiles { SCORE_COLS } else { COL_UNIT })
     }
 
     fn query_and_head(&self, row: usize) -> (usize, usize) {
@@ -166,12 +166,12 @@ impl<'a> RowBlock<'a> {
     /// only the second half sees for that alone. Tiles take both halves together.
     pub(super) fn score_parts(
         &self,
-        words: Words,
+        format: OperandFormat,
         col: usize,
         keys: &Range<usize>,
     ) -> impl Iterator<Item = ScorePart> + use<> {
-        let (middle, end) = (col + COL_UNIT, self.padded_len(words).min(col + SCORE_COLS));
-        let (first, all) = (self.num_scored(words, col, keys), self.num_scored(words, end - COL_UNIT, keys));
+        let (middle, end) = (col + COL_UNIT, self.padded_len(format).min(col + SCORE_COLS));
+        let (first, all) = (self.num_scored(format, col, keys), self.num_scored(format, end - COL_UNIT, keys));
         let [first, all] = [first, all].map(|keys| keys.next_multiple_of(ROW_UNIT));
         let parts = [ScorePart { cols: col..end, keys: 0..first }, ScorePart { cols: middle..end, keys: first..all }];
         parts.into_iter().filter(|part| !part.keys.is_empty())
@@ -179,12 +179,12 @@ impl<'a> RowBlock<'a> {
 
     /// Of some keys, how many from the first on have weights for the [`COL_UNIT`] rows from `col` on, zeros where a row does not see
     /// one: for tiles as many as for the other half of [`SCORE_COLS`] rows, whole words of them.
-    pub(super) fn num_scored(&self, words: Words, col: usize, keys: &Range<usize>) -> usize {
-        match words {
-            Words::Singles | Words::Pairs => self.visible_in(col + COL_UNIT - 1, keys),
-            Words::Tiles => {
+    pub(super) fn num_scored(&self, format: OperandFormat, col: usize, keys: &Range<usize>) -> usize {
+        match format {
+            OperandFormat::F32 | OperandFormat::Bf16Pairs => self.visible_in(col + COL_UNIT - 1, keys),
+            OperandFormat::AmxTiles => {
                 let last = (col / SCORE_COLS + 1) * SCORE_COLS - 1;
-                self.visible_in(last, keys).next_multiple_of(words.key_unit())
+                self.visible_in(last, keys).next_multiple_of(format.key_unit())
             }
         }
     }

@@ -8,10 +8,10 @@ use std::ops::Range;
 use moeworks_tensor::{DType, Tensor};
 
 use super::blocks::{COL_UNIT, ROWS, RowBlock, SCORE_COLS, keys_forward};
+use super::operands::{OperandFormat, Rows, Values, store_scaled, transpose};
 use super::products::{Left, Products, Right, Size};
 use super::sequences::{AttentionHeads, Sequence, TaskList};
 use super::softmax::{Columns, softmax};
-use super::words::{Rows, Values, Words, store_scaled, transpose};
 use super::{AttentionInputs, Outputs};
 use crate::Context;
 use crate::parallel::piece_range;
@@ -31,7 +31,7 @@ pub(super) struct BlockTasks<'a> {
     sequences: &'a [Sequence<'a>],
     blocks_per_task: usize,
     tasks: TaskList,
-    words: Words,
+    format: OperandFormat,
 }
 
 #[derive(Clone, Copy)]
@@ -56,7 +56,7 @@ impl<'a> BlockTasks<'a> {
             sequences,
             blocks_per_task,
             tasks: TaskList::new(sequences.iter().map(num_tasks)),
-            words: Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]),
+            format: OperandFormat::new(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]),
         }
     }
 
@@ -71,13 +71,13 @@ impl<'a> BlockTasks<'a> {
         let num_blocks = RowBlock::count(sequence);
         let tasks_of_head = num_blocks.div_ceil(self.blocks_per_task);
         let task = Task {
-            products: Products::new(self.ctx.isa(), self.words),
+            products: Products::new(self.ctx.isa(), self.format),
             sequence,
             sinks: self.sinks,
             kv_head: found.index / tasks_of_head,
             blocks: piece_range(found.index % tasks_of_head, self.blocks_per_task, num_blocks),
         };
-        let mut scratch = Scratch::new(self.ctx, self.words, &sequence.heads, task.blocks.len());
+        let mut scratch = Scratch::new(self.ctx, self.format, &sequence.heads, task.blocks.len());
         task.attend(&mut scratch, self.operands);
         task.store(&mut scratch, outputs);
     }
@@ -109,9 +109,9 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn new(ctx: &Context, words: Words, heads: &AttentionHeads, num_blocks: usize) -> Self {
-        let [width, value_width] = [heads.head_dim, heads.value_dim].map(|dim| words.width(dim));
-        let num_keys = keys_forward(words);
+    fn new(ctx: &Context, format: OperandFormat, heads: &AttentionHeads, num_blocks: usize) -> Self {
+        let [width, value_width] = [heads.head_dim, heads.value_dim].map(|dim| format.width(dim));
+        let num_keys = keys_forward(format);
         let shared = num_keys * (width + value_width + SCORE_COLS + SCORE_COLS / 2);
         Self {
             shared: ctx.empty(&[shared], DType::F32),
@@ -191,7 +191,7 @@ impl<'a> Task<'a> {
         }
         let (Some(first), Some(last)) = (self.rows().next(), self.rows().last()) else { return };
         // Blocks of keys lie where they lie for all tasks, so that sums do not depend on how blocks of rows are dealt out.
-        let num_keys = keys_forward(self.products.words);
+        let num_keys = keys_forward(self.products.format);
         let start = first.first_visible(0) / num_keys * num_keys;
         let end = last.visible(last.len - 1);
         for start in (start..end).step_by(num_keys) {
@@ -207,11 +207,11 @@ impl<'a> Task<'a> {
     }
 
     fn begin(&self, rows: RowBlock<'_>, q: Values<'_>, shared: &mut Shared<'_>, state: State<'_>) {
-        let (isa, words, dim) = (self.products.isa, self.products.words, self.sequence.heads.head_dim);
+        let (isa, format, dim) = (self.products.isa, self.products.format, self.sequence.heads.head_dim);
         // There are no keys yet.
         let copied = Rows { starts: &rows.elements()[..rows.len], cols: dim, width: shared.width };
-        q.copy_words(isa, words, copied, shared.k);
-        transpose(isa, shared.k, (rows.len, words.count(shared.width)), words.count(dim), state.q_transposed);
+        q.pack_along_cols(isa, format, copied, shared.k);
+        transpose(isa, shared.k, (rows.len, format.count(shared.width)), format.count(dim), state.q_transposed);
         // A sink is a key that was already seen and has no value.
         (*state.max, *state.sum) = match self.sinks {
             Some(sinks) => (std::array::from_fn(|row| sinks[rows.head(row)] * LOG2_E), [1.0; ROWS]),
@@ -220,40 +220,40 @@ impl<'a> Task<'a> {
     }
 
     fn load_keys(&self, rows: RowBlock<'_>, keys: &Range<usize>, [k, v]: [Values<'_>; 2], shared: &mut Shared<'_>) {
-        let (isa, words) = (self.products.isa, self.products.words);
+        let (isa, format) = (self.products.isa, self.products.format);
         let AttentionHeads { head_dim, value_dim, .. } = self.sequence.heads;
         let (starts, value_starts) = (rows.key_elements(keys), rows.key_value_elements(keys));
         let key_rows = Rows { starts: &starts[..keys.len()], cols: head_dim, width: shared.width };
-        k.copy_words(isa, words, key_rows, shared.k);
+        k.pack_along_cols(isa, format, key_rows, shared.k);
         let values = Rows { starts: &value_starts[..keys.len()], cols: value_dim, width: shared.value_width };
-        let (to, room) = of_keys(words, shared.v);
+        let (to, room) = of_keys(format, shared.v);
         self.products.copy_of_keys(v, values, to, room);
     }
 
     /// Takes the keys at hand into the sums of a block of rows: some rows at a time, so that their scores stay in the nearest cache.
     fn add_keys(&self, rows: RowBlock<'_>, keys: &Range<usize>, shared: &mut Shared<'_>, state: State<'_>) {
-        let (isa, words) = (self.products.isa, self.products.words);
-        let width = words.count(shared.width);
+        let (isa, format) = (self.products.isa, self.products.format);
+        let width = format.count(shared.width);
         let visible = (rows.first_visible_counts(), rows.visible_counts());
         let are_first = rows.begins_with(keys);
-        let (v, _) = of_keys(words, shared.v);
-        for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
-            for part in rows.score_parts(words, col, keys) {
+        let (v, _) = of_keys(format, shared.v);
+        for col in (0..rows.padded_len(format)).step_by(SCORE_COLS) {
+            for part in rows.score_parts(format, col, keys) {
                 let (rows, cols) = (part.keys.len(), part.cols.len());
-                let size = Size { rows, cols, inner: words.count(self.sequence.heads.head_dim), words };
+                let size = Size { rows, cols, inner: format.count(self.sequence.heads.head_dim), format };
                 let left = Left::rows(&shared.k[part.keys.start * width..], width);
                 let right = Right { values: &state.q_transposed[part.cols.start..], stride: ROWS };
                 let to = &mut shared.scores[part.keys.start * SCORE_COLS + part.cols.start - col..];
                 self.products.run(size, left, right, false, to, SCORE_COLS);
             }
-            for first_col in (col..rows.padded_len(words).min(col + SCORE_COLS)).step_by(COL_UNIT) {
-                let num_keys = rows.num_scored(words, first_col, keys);
+            for first_col in (col..rows.padded_len(format).min(col + SCORE_COLS)).step_by(COL_UNIT) {
+                let num_keys = rows.num_scored(format, first_col, keys);
                 let scale = self.sequence.heads.scale * LOG2_E;
-                let columns = Columns { first_col, first_key: keys.start, num_keys, scale, words };
+                let columns = Columns { first_col, first_key: keys.start, num_keys, scale, format };
                 let o = (!are_first).then_some(&mut *state.o);
                 softmax(isa, columns, shared.scores, shared.weights, &visible, (state.max, state.sum), o);
             }
-            let weights = if words.are_pairs() { &*shared.weights } else { &*shared.scores };
+            let weights = if format.are_pairs() { &*shared.weights } else { &*shared.scores };
             let weights = Right { values: weights, stride: SCORE_COLS };
             self.products.sum_of_keys((rows, col, keys), weights, (v, shared.value_width), !are_first, state.o);
         }
@@ -283,7 +283,7 @@ impl<'a> Task<'a> {
 }
 
 /// The memory of keys' rows as [`Products::copy_of_keys`] takes it: where they go, and room for tiles.
-fn of_keys(words: Words, memory: &mut [f32]) -> (&mut [f32], &mut [f32]) {
+fn of_keys(format: OperandFormat, memory: &mut [f32]) -> (&mut [f32], &mut [f32]) {
     let len = memory.len();
-    memory.split_at_mut(if words == Words::Tiles { len / 2 } else { len })
+    memory.split_at_mut(if format == OperandFormat::AmxTiles { len / 2 } else { len })
 }

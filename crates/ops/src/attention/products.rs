@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::blocks::{COL_UNIT, KEYS, ROW_UNIT, ROWS, RowBlock, SCORE_COLS};
-use super::words::{Rows, Values, Words, transpose};
+use super::operands::{OperandFormat, Rows, Values, transpose};
 use crate::Isa;
 #[cfg(target_arch = "x86_64")]
 use crate::gemm::amx::{
@@ -51,7 +51,7 @@ pub(super) struct Size {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) inner: usize,
-    pub(super) words: Words,
+    pub(super) format: OperandFormat,
 }
 
 kernel! {
@@ -65,24 +65,24 @@ kernel! {
         c: &mut [f32],
         c_stride: usize,
     ) {
-        let Size { rows, cols, inner, words } = size;
+        let Size { rows, cols, inner, format } = size;
         if rows == 0 || cols == 0 {
             return;
         }
         assert!(rows.is_multiple_of(ROW_UNIT) && cols.is_multiple_of(COL_UNIT));
         assert!(c.len() >= (rows - 1) * c_stride + cols);
         assert!(inner == 0 || b.values.len() >= (inner - 1) * b.stride + cols);
-        assert!(match words {
-            Words::Singles => true,
-            Words::Pairs => S::HAS_PAIR_DOT,
-            Words::Tiles => false,
+        assert!(match format {
+            OperandFormat::F32 => true,
+            OperandFormat::Bf16Pairs => S::HAS_PAIR_DOT,
+            OperandFormat::AmxTiles => false,
         });
         assert!(inner == 0 || a.values.len() >= a.end(rows, inner));
         // SAFETY: the assertions keep every element of the product inside the three slices.
         unsafe {
-            match (a.is_transposed, words) {
-                (false, Words::Singles) => tiles::<S, false, false>(size, a, b, add, c, c_stride),
-                (true, Words::Singles) => tiles::<S, true, false>(size, a, b, add, c, c_stride),
+            match (a.is_transposed, format) {
+                (false, OperandFormat::F32) => tiles::<S, false, false>(size, a, b, add, c, c_stride),
+                (true, OperandFormat::F32) => tiles::<S, true, false>(size, a, b, add, c, c_stride),
                 (false, _) => tiles::<S, false, true>(size, a, b, add, c, c_stride),
                 (true, _) => tiles::<S, true, true>(size, a, b, add, c, c_stride),
             }
@@ -93,7 +93,7 @@ kernel! {
 /// What multiplies within a task: tile registers where words are for them.
 pub(super) struct Products {
     pub(super) isa: Isa,
-    pub(super) words: Words,
+    pub(super) format: OperandFormat,
     #[cfg(target_arch = "x86_64")]
     tiles: Option<Registers>,
 }
@@ -101,15 +101,15 @@ pub(super) struct Products {
 impl Products {
     /// # Panics
     /// If words are for tiles, which the machine must have, and the context's instruction set does not.
-    pub(super) fn new(isa: Isa, words: Words) -> Self {
-        assert!(words != Words::Tiles || isa.has_tiles(), "tiles");
+    pub(super) fn new(isa: Isa, format: OperandFormat) -> Self {
+        assert!(format != OperandFormat::AmxTiles || isa.has_tiles(), "tiles");
         Self {
             isa,
-            words,
+            format,
             // SAFETY: an instruction set with tiles is there only where they are, and no task of attention is inside another of
             // anything that uses them.
             #[cfg(target_arch = "x86_64")]
-            tiles: (words == Words::Tiles).then(|| unsafe { Registers::set_up() }),
+            tiles: (format == OperandFormat::AmxTiles).then(|| unsafe { Registers::set_up() }),
         }
     }
 
@@ -136,15 +136,15 @@ impl Products {
         add: bool,
         to: &mut [f32],
     ) {
-        let words = self.words;
-        if words == Words::Tiles {
-            let inner = words.count(rows.num_scored(words, col, keys));
-            let size = Size { rows: width, cols: SCORE_COLS, inner, words };
+        let format = self.format;
+        if format == OperandFormat::AmxTiles {
+            let inner = format.count(rows.num_scored(format, col, keys));
+            let size = Size { rows: width, cols: SCORE_COLS, inner, format };
             return self.run(size, Left::rows(of_keys, KEYS / 2), weights, add, &mut to[col..], ROWS);
         }
         for row in (col..rows.len.min(col + SCORE_COLS)).step_by(ROW_UNIT) {
-            let inner = words.count(rows.visible_in(row + ROW_UNIT - 1, keys));
-            let size = Size { rows: ROW_UNIT, cols: width, inner, words };
+            let inner = format.count(rows.visible_in(row + ROW_UNIT - 1, keys));
+            let size = Size { rows: ROW_UNIT, cols: width, inner, format };
             let left = Left::columns(&weights.values[row - col..], weights.stride);
             let right = Right { values: of_keys, stride: width };
             self.run(size, left, right, add, &mut to[row * width..], width);
@@ -153,12 +153,12 @@ impl Products {
 
     /// Copies some keys' rows as the right operand of [`sum_of_keys`](Self::sum_of_keys); tiles need room for as much again.
     pub(super) fn copy_of_keys(&self, values: Values<'_>, rows: Rows<'_>, to: &mut [f32], room: &mut [f32]) {
-        let (isa, words) = (self.isa, self.words);
-        if words != Words::Tiles {
-            return values.copy_words_down(isa, words, rows, to);
+        let (isa, format) = (self.isa, self.format);
+        if format != OperandFormat::AmxTiles {
+            return values.pack_along_rows(isa, format, rows, to);
         }
-        values.copy_words_down(isa, words, rows, room);
-        transpose(isa, room, (words.count(rows.starts.len()), rows.width), rows.width, to);
+        values.pack_along_rows(isa, format, rows, room);
+        transpose(isa, room, (format.count(rows.starts.len()), rows.width), rows.width, to);
     }
 
     /// Rows `[ROWS, width]` that [`sum_of_keys`](Self::sum_of_keys) has summed up, some columns of them at a time: `take` gets each
@@ -171,7 +171,7 @@ impl Products {
         mut take: impl FnMut(usize, usize, &[f32]),
     ) {
         let width = sums.len() / ROWS;
-        if self.words != Words::Tiles {
+        if self.format != OperandFormat::AmxTiles {
             return (0..num_rows).for_each(|row| take(row, 0, &sums[row * width..][..num_cols]));
         }
         for first in (0..num_cols).step_by(ROWS) {

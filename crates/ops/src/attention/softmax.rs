@@ -1,7 +1,7 @@
 //! The running softmax of attention's forward pass.
 
 use super::blocks::{COL_UNIT, ROWS, SCORE_COLS, lanes_of, lanes_of_mut, seen_by_all};
-use super::words::Words;
+use super::operands::OperandFormat;
 use crate::simd::{Level, kernel};
 use crate::vmath;
 
@@ -14,7 +14,7 @@ pub(super) struct Columns {
     /// What scores are to be multiplied by.
     pub(super) scale: f32,
     /// What the weights are for.
-    pub(super) words: Words,
+    pub(super) format: OperandFormat,
 }
 
 impl Columns {
@@ -47,9 +47,9 @@ kernel! {
         let num_open = seen_by_all(first_key, num_keys, (visible.0, visible.1));
         let scores = &mut scores[..num_keys * SCORE_COLS];
         let new_max = raise(columns, num_open, scores, visible, *max);
-        let new_sum = match columns.words {
-            Words::Singles => weigh::<S>(columns, num_open, scores, &new_max),
-            Words::Pairs | Words::Tiles => weigh_pairs::<S>(columns, num_open, scores, &new_max, pairs),
+        let new_sum = match columns.format {
+            OperandFormat::F32 => weigh::<S>(columns, num_open, scores, &new_max),
+            OperandFormat::Bf16Pairs | OperandFormat::AmxTiles => weigh_pairs::<S>(columns, num_open, scores, &new_max, pairs),
         };
         let mut factors = [0.0_f32; COL_UNIT];
         for i in 0..COL_UNIT {
@@ -66,8 +66,8 @@ kernel! {
 /// Scales what each of the rows has summed up: `o [ROWS, width]`, with tiles `[width, ROWS]`. A later block rarely raises the maximum.
 #[inline(always)]
 fn scale<S: Level>(o: &mut [f32], columns: Columns, factors: &[f32; COL_UNIT]) {
-    let Columns { first_col, words, .. } = columns;
-    if words == Words::Tiles {
+    let Columns { first_col, format, .. } = columns;
+    if format == OperandFormat::AmxTiles {
         if factors.iter().any(|&factor| factor != 1.0) {
             assert!(S::WIDTH == COL_UNIT, "vectors of sixteen lanes");
             for o in o.chunks_exact_mut(ROWS) {
@@ -164,8 +164,8 @@ fn greater(mut max: [f32; COL_UNIT], scores: [f32; COL_UNIT]) -> [f32; COL_UNIT]
 
 /// Powers of two, as precise as words are.
 #[inline(always)]
-pub(super) fn powers<S: Level>(words: Words, x: [f32; COL_UNIT]) -> [f32; COL_UNIT] {
-    if words.are_pairs() { S::exp2_falling_for_bf16(x) } else { S::exp2_falling(x) }
+pub(super) fn powers<S: Level>(format: OperandFormat, x: [f32; COL_UNIT]) -> [f32; COL_UNIT] {
+    if format.are_pairs() { S::exp2_falling_for_bf16(x) } else { S::exp2_falling(x) }
 }
 
 /// The weights of key number `key`, added to `sum`; keys from `num_open` on have been scaled.
@@ -186,7 +186,7 @@ fn weights_of<S: Level>(
     for i in 0..COL_UNIT {
         weights[i] -= max[i];
     }
-    weights = powers::<S>(columns.words, weights);
+    weights = powers::<S>(columns.format, weights);
     for i in 0..COL_UNIT {
         sum[i] += weights[i];
     }

@@ -9,9 +9,9 @@ use super::Inputs;
 use super::scores::{Columns, Scores, Statistics, score_grads};
 use crate::Context;
 use crate::attention::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS};
+use crate::attention::operands::{OperandFormat, Rows, transpose};
 use crate::attention::products::{Left, Products, Right, Size};
 use crate::attention::sequences::AttentionHeads;
-use crate::attention::words::{Rows, Words, transpose};
 
 /// A block of keys and values in words.
 pub(super) struct Keys<'a> {
@@ -25,11 +25,11 @@ pub(super) struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    pub(super) fn new(words: Words, width: usize, keys: &'a Range<usize>, copy: &'a [f32]) -> Self {
+    pub(super) fn new(format: OperandFormat, width: usize, keys: &'a Range<usize>, copy: &'a [f32]) -> Self {
         let (k, v) = copy.split_at(KEYS * width);
-        let (k, k_right) = match words {
-            Words::Singles => (k, k),
-            Words::Pairs | Words::Tiles => k.split_at(KEYS * width / 2),
+        let (k, k_right) = match format {
+            OperandFormat::F32 => (k, k),
+            OperandFormat::Bf16Pairs | OperandFormat::AmxTiles => k.split_at(KEYS * width / 2),
         };
         Self { keys, k, k_right, v }
     }
@@ -89,22 +89,22 @@ pub(super) struct State<'a> {
 
 impl State<'_> {
     pub(super) fn load_rows(&mut self, heads: &AttentionHeads, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
-        let Products { isa, words, .. } = self.products;
+        let Products { isa, format, .. } = self.products;
         let (width, value_width) = (self.width, self.value_width);
         let (elements, value_elements) = (&rows.elements()[..rows.len], &rows.value_elements()[..rows.len]);
         let copied = Rows { starts: elements, cols: heads.head_dim, width };
-        inputs.q.copy_words(isa, words, copied, self.copy);
-        let size = (rows.len, words.count(width));
-        transpose(isa, self.copy, size, words.count(heads.head_dim), self.q_transposed);
-        inputs.q.copy_words_down(isa, words, copied, self.q);
+        inputs.q.pack_along_cols(isa, format, copied, self.copy);
+        let size = (rows.len, format.count(width));
+        transpose(isa, self.copy, size, format.count(heads.head_dim), self.q_transposed);
+        inputs.q.pack_along_rows(isa, format, copied, self.q);
         let copied = Rows { starts: value_elements, cols: heads.value_dim, width: value_width };
         // Rounded alike, so is what cancels in `d_o v^T - rowsum(d_o o)`.
-        inputs.d_o.copy_both_ways(isa, words, copied, self.copy, self.d_o);
-        let size = (rows.len, words.count(value_width));
-        transpose(isa, self.copy, size, words.count(heads.value_dim), self.d_o_transposed);
+        inputs.d_o.pack_both_ways(isa, format, copied, self.copy, self.d_o);
+        let size = (rows.len, format.count(value_width));
+        transpose(isa, self.copy, size, format.count(heads.value_dim), self.d_o_transposed);
         let statistics = &mut self.statistics;
         statistics.delta.fill(0.0);
-        inputs.o.row_dots(isa, words, copied, self.copy, &mut statistics.delta);
+        inputs.o.row_dots(isa, format, copied, self.copy, &mut statistics.delta);
         self.dq.fill(0.0);
         (statistics.seen_from, statistics.visible) = (rows.first_visible_counts(), rows.visible_counts());
         let at = rows.statistics();
@@ -121,27 +121,27 @@ impl State<'_> {
     ) {
         self.compute_scores(heads, rows, &block);
         let (products, width, value_width, keys) = (&self.products, self.width, self.value_width, block.keys);
-        let words = products.words;
-        let [p, ds, ds_along_keys] = self.scores.operands(words);
-        for key in (0..keys.len()).step_by(words.key_unit()) {
+        let format = products.format;
+        let [p, ds, ds_along_keys] = self.scores.left_operands(format);
+        for key in (0..keys.len()).step_by(format.key_unit()) {
             // Rows before the first that sees the panel contribute nothing; their scores were not computed.
             let first = rows.first_that_sees(keys.start + key);
             if first == rows.len {
                 break;
             }
             // The first word of those that this row is in: their other rows have scores, too, which are zero.
-            let first = words.start(first);
-            let inner = words.count(rows.len) - first;
-            let size = Size { rows: words.key_unit(), cols: value_width, inner, words };
-            let at = key * words.count(ROWS) + first;
+            let first = format.start(first);
+            let inner = format.count(rows.len) - first;
+            let size = Size { rows: format.key_unit(), cols: value_width, inner, format };
+            let at = key * format.count(ROWS) + first;
             let right = Right { values: &self.d_o[first * value_width..], stride: value_width };
-            let left = |values| Left::rows(values, words.count(ROWS));
+            let left = |values| Left::rows(values, format.count(ROWS));
             products.run(size, left(&p[at..]), right, true, &mut dv[key * value_width..], value_width);
             let size = Size { cols: width, ..size };
             let right = Right { values: &self.q[first * width..], stride: width };
             products.run(size, left(&ds[at..]), right, true, &mut dk[key * width..], width);
         }
-        for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
+        for col in (0..rows.padded_len(format)).step_by(SCORE_COLS) {
             let weights = Right { values: &ds_along_keys[col..], stride: ROWS };
             products.sum_of_keys((rows, col, keys), weights, (block.k_right, width), true, self.dq);
         }
@@ -149,27 +149,27 @@ impl State<'_> {
 
     /// The softmax of the rows and the keys at hand, and the gradient of their scores.
     fn compute_scores(&mut self, heads: &AttentionHeads, rows: RowBlock<'_>, block: &Keys<'_>) {
-        let (isa, words, keys) = (self.products.isa, self.products.words, block.keys);
-        let (width, value_width) = (words.count(self.width), words.count(self.value_width));
-        for col in (0..rows.padded_len(words)).step_by(SCORE_COLS) {
+        let (isa, format, keys) = (self.products.isa, self.products.format, block.keys);
+        let (width, value_width) = (format.count(self.width), format.count(self.value_width));
+        for col in (0..rows.padded_len(format)).step_by(SCORE_COLS) {
             // As pairs they go elsewhere, and what they are made from should stay in the nearest cache.
-            let (at, stride) = if words.are_pairs() { (0, SCORE_COLS) } else { (col, ROWS) };
-            for part in rows.score_parts(words, col, keys) {
+            let (at, stride) = if format.are_pairs() { (0, SCORE_COLS) } else { (col, ROWS) };
+            for part in rows.score_parts(format, col, keys) {
                 let size =
-                    Size { rows: part.keys.len(), cols: part.cols.len(), inner: words.count(heads.head_dim), words };
+                    Size { rows: part.keys.len(), cols: part.cols.len(), inner: format.count(heads.head_dim), format };
                 let to = part.keys.start * stride + at + part.cols.start - col;
                 let left = Left::rows(&block.k[part.keys.start * width..], width);
                 let right = Right { values: &self.q_transposed[part.cols.start..], stride: ROWS };
                 self.products.run(size, left, right, false, &mut self.scores.p[to..], stride);
-                let size = Size { inner: words.count(heads.value_dim), ..size };
+                let size = Size { inner: format.count(heads.value_dim), ..size };
                 let left = Left::rows(&block.v[part.keys.start * value_width..], value_width);
                 let right = Right { values: &self.d_o_transposed[part.cols.start..], stride: ROWS };
                 self.products.run(size, left, right, false, &mut self.scores.ds[to..], stride);
             }
-            for first_col in (col..rows.padded_len(words).min(col + SCORE_COLS)).step_by(COL_UNIT) {
-                let num_keys = rows.num_scored(words, first_col, keys).next_multiple_of(words.key_unit());
+            for first_col in (col..rows.padded_len(format).min(col + SCORE_COLS)).step_by(COL_UNIT) {
+                let num_keys = rows.num_scored(format, first_col, keys).next_multiple_of(format.key_unit());
                 let at = at + first_col - col;
-                let columns = Columns { first_col, at, stride, first_key: keys.start, num_keys, words };
+                let columns = Columns { first_col, at, stride, first_key: keys.start, num_keys, format };
                 score_grads(isa, columns, heads.scale * LOG2_E, &mut self.scores, &self.statistics);
             }
         }

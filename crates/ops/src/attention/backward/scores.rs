@@ -1,8 +1,8 @@
 //! The softmax of attention backward, recomputed from its log-sums, and the gradient of its scores.
 
 use crate::attention::blocks::{COL_UNIT, ROWS, lanes_of, lanes_of_mut, seen_by_all};
+use crate::attention::operands::OperandFormat;
 use crate::attention::softmax::powers;
-use crate::attention::words::Words;
 use crate::simd::{Level, kernel};
 
 /// What the rows and a block of keys are to each other.
@@ -20,10 +20,10 @@ pub(super) struct Scores<'a> {
 impl Scores<'_> {
     /// The softmax and the gradient of the scores as left operands with the inner dimension along the rows of queries, and
     /// the latter with the inner dimension along the keys.
-    pub(super) fn operands(&self, words: Words) -> [&[f32]; 3] {
-        match words {
-            Words::Singles => [self.p, self.ds, self.ds],
-            Words::Pairs | Words::Tiles => [self.p_words, self.ds_words, self.ds_pairs],
+    pub(super) fn left_operands(&self, format: OperandFormat) -> [&[f32]; 3] {
+        match format {
+            OperandFormat::F32 => [self.p, self.ds, self.ds],
+            OperandFormat::Bf16Pairs | OperandFormat::AmxTiles => [self.p_words, self.ds_words, self.ds_pairs],
         }
     }
 }
@@ -72,7 +72,7 @@ pub(super) struct Columns {
     pub(super) first_key: usize,
     pub(super) num_keys: usize,
     /// What the softmax and the gradients are for.
-    pub(super) words: Words,
+    pub(super) format: OperandFormat,
 }
 
 kernel! {
@@ -80,12 +80,12 @@ kernel! {
     /// Turns scores, to be multiplied by `scale`, into the softmax and its gradient into that of the scores; both zero
     /// where a row does not see the key. They stay in place, or go to `p_words`, `ds_words` and `ds_pairs`.
     pub(super) fn score_grads<S: Level>(columns: Columns, scale: f32, scores: &mut Scores<'_>, statistics: &Statistics) {
-        let Columns { first_col, at, stride, num_keys, words, .. } = columns;
+        let Columns { first_col, at, stride, num_keys, format, .. } = columns;
         let rows = statistics.of(columns);
-        if words == Words::Singles {
+        if format == OperandFormat::F32 {
             let keys = scores.p.chunks_exact_mut(stride).zip(scores.ds.chunks_exact_mut(stride)).take(num_keys);
             for (key, (p, ds)) in keys.enumerate() {
-                grads_of_key::<S>((&rows, scale, words), key, lanes_of_mut(p, at), lanes_of_mut(ds, at));
+                grads_of_key::<S>((&rows, scale, format), key, lanes_of_mut(p, at), lanes_of_mut(ds, at));
             }
             return;
         }
@@ -94,11 +94,11 @@ kernel! {
         let ds_words = scores.ds_words.chunks_exact_mut(ROWS).zip(scores.ds_pairs.chunks_exact_mut(ROWS));
         for (pair, ((p, ds), (p_words, (ds_words, ds_pairs)))) in pairs.zip(p_words.zip(ds_words)).enumerate() {
             let (mut low, mut ds_low) = (*lanes_of(p, at), *lanes_of(ds, at));
-            grads_of_key::<S>((&rows, scale, words), 2 * pair, &mut low, &mut ds_low);
+            grads_of_key::<S>((&rows, scale, format), 2 * pair, &mut low, &mut ds_low);
             let (mut high, mut ds_high) = (*lanes_of(p, stride + at), *lanes_of(ds, stride + at));
-            grads_of_key::<S>((&rows, scale, words), 2 * pair + 1, &mut high, &mut ds_high);
-            _ = words_of_two::<S>(&low, &high, first_col, p_words);
-            *lanes_of_mut(ds_pairs, first_col) = words_of_two::<S>(&ds_low, &ds_high, first_col, ds_words);
+            grads_of_key::<S>((&rows, scale, format), 2 * pair + 1, &mut high, &mut ds_high);
+            _ = pack_two_keys::<S>(&low, &high, first_col, p_words);
+            *lanes_of_mut(ds_pairs, first_col) = pack_two_keys::<S>(&ds_low, &ds_high, first_col, ds_words);
         }
     }
 }
@@ -106,7 +106,7 @@ kernel! {
 /// The softmax and the gradient of the scores of key number `key` and some rows, in place.
 #[inline(always)]
 fn grads_of_key<S: Level>(
-    (rows, scale, words): (&SomeRows, f32, Words),
+    (rows, scale, format): (&SomeRows, f32, OperandFormat),
     key: usize,
     p: &mut [f32; COL_UNIT],
     ds: &mut [f32; COL_UNIT],
@@ -114,7 +114,7 @@ fn grads_of_key<S: Level>(
     for (p, lse) in p.iter_mut().zip(&rows.lse) {
         *p = *p * scale - lse;
     }
-    *p = powers::<S>(words, *p);
+    *p = powers::<S>(format, *p);
     for i in 0..COL_UNIT {
         ds[i] = p[i] * (ds[i] - rows.delta[i]);
     }
@@ -131,7 +131,7 @@ fn grads_of_key<S: Level>(
 /// Writes what two keys, one after the other, have for some rows as pairs along the rows of queries, at `first_col` of
 /// `words` `[2, ROWS / 2]`, and returns it as pairs along the keys.
 #[inline(always)]
-fn words_of_two<S: Level>(
+fn pack_two_keys<S: Level>(
     low: &[f32; COL_UNIT],
     high: &[f32; COL_UNIT],
     first_col: usize,

@@ -7,9 +7,9 @@ use moeworks_tensor::DType;
 use super::row_block::{Keys, Scratch, State};
 use super::{Cut, Inputs, Outputs};
 use crate::attention::blocks::{KEYS, RowBlock};
+use crate::attention::operands::{Rows, store_scaled};
 use crate::attention::products::Products;
 use crate::attention::sequences::{AttentionHeads, Sequence};
-use crate::attention::words::{Rows, store_scaled};
 use crate::{Context, Isa};
 
 /// The keys of one sequence and key head that a task answers for.
@@ -37,13 +37,13 @@ impl<'a> PaddedRows<'a> {
 
 impl Task<'_> {
     pub(super) fn run(&self, ctx: &Context, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
-        let (isa, heads, words) = (ctx.isa(), &self.sequence.heads, inputs.words);
-        let [width, value_width] = [heads.head_dim, heads.value_dim].map(|dim| words.width(dim));
-        let padded_keys = self.keys.len().next_multiple_of(words.key_unit());
+        let (isa, heads, format) = (ctx.isa(), &self.sequence.heads, inputs.format);
+        let [width, value_width] = [heads.head_dim, heads.value_dim].map(|dim| format.width(dim));
+        let padded_keys = self.keys.len().next_multiple_of(format.key_unit());
         let mut sums = ctx.zeros(&[padded_keys, width + value_width], DType::F32);
         let (dk, dv) = sums.f32s_mut().split_at_mut(padded_keys * width);
         let mut scratch = Scratch::new(ctx, width, value_width);
-        let mut state = scratch.split(Products::new(isa, words), width, value_width);
+        let mut state = scratch.split(Products::new(isa, format), width, value_width);
         let mut copies = ctx.empty(&[self.keys.len().div_ceil(KEYS), KEYS * (width + value_width)], DType::F32);
         for (keys, copy) in self.blocks().zip(copies.f32s_mut().chunks_exact_mut(KEYS * (width + value_width))) {
             self.load_keys(&state.products, inputs, &keys, copy, state.copy);
@@ -60,7 +60,7 @@ impl Task<'_> {
                 if rows.sees_any(&keys) {
                     let row = keys.start - self.keys.start;
                     let (dk, dv) = (&mut dk[row * width..], &mut dv[row * value_width..]);
-                    let block = Keys::new(words, width, &keys, copy);
+                    let block = Keys::new(format, width, &keys, copy);
                     state.add_block(heads, rows, block, (dk, dv));
                 }
             }
@@ -131,19 +131,19 @@ impl Task<'_> {
         room: &mut [f32],
     ) {
         let AttentionHeads { head_dim, value_dim, .. } = self.sequence.heads;
-        let &Products { isa, words, .. } = products;
+        let &Products { isa, format, .. } = products;
         let [starts, value_starts] = self.key_elements(keys);
-        let rows = Rows { starts: &starts[..keys.len()], cols: head_dim, width: words.width(head_dim) };
+        let rows = Rows { starts: &starts[..keys.len()], cols: head_dim, width: format.width(head_dim) };
         let (k, v) = to.split_at_mut(KEYS * rows.width);
-        if words.are_pairs() {
+        if format.are_pairs() {
             let (along, down) = k.split_at_mut(KEYS * rows.width / 2);
-            inputs.k.copy_words(isa, words, rows, along);
+            inputs.k.pack_along_cols(isa, format, rows, along);
             products.copy_of_keys(inputs.k, rows, down, room);
         } else {
             inputs.k.copy_rows(isa, rows, k);
         }
-        let values = Rows { starts: &value_starts[..keys.len()], cols: value_dim, width: words.width(value_dim) };
-        inputs.v.copy_words(isa, words, values, v);
+        let values = Rows { starts: &value_starts[..keys.len()], cols: value_dim, width: format.width(value_dim) };
+        inputs.v.pack_along_cols(isa, format, values, v);
     }
 
     /// The place for this part's share of the gradient of elements of one query row.

@@ -1,7 +1,7 @@
 //! The operands of attention's products, as they are copied out of tensors.
 //!
 //! Products step along their inner dimension by words of 32 bits: an f32, or two bf16 that are multiplied and added up at
-//! once where the machine does that faster. Words of both kinds lie in memory of f32; nothing computes with a pair as if it were one.
+//! once where the machine does that faster. OperandFormat of both kinds lie in memory of f32; nothing computes with a pair as if it were one.
 
 use moeworks_tensor::{DType, Tensor, bf16};
 
@@ -10,73 +10,73 @@ use crate::Isa;
 use crate::parallel::prefetch_elements_far;
 use crate::simd::{Float, LANES, kernel, store_all, sum_lanes};
 
-/// Words that a tile register takes along the inner dimension.
+/// OperandFormat that a tile register takes along the inner dimension.
 const TILE_WORDS: usize = 16;
 
 /// What the words of a product are.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Words {
+pub(super) enum OperandFormat {
     /// An f32.
-    Singles,
+    F32,
     /// Two bf16 that follow each other along the inner dimension.
-    Pairs,
+    Bf16Pairs,
     /// The same for tile registers, which take sixteen words at a time: operands are filled up with zeros.
-    Tiles,
+    AmxTiles,
 }
 
-impl Words {
+impl OperandFormat {
     /// What is best for tensors of these types.
-    pub(super) fn of(isa: Isa, dtypes: &[DType]) -> Self {
+    pub(super) fn new(isa: Isa, dtypes: &[DType]) -> Self {
         match isa {
-            Isa::Avx512Bf16 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Pairs,
-            Isa::Amx | Isa::AmxF32 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Tiles,
-            _ => Self::Singles,
+            Isa::Avx512Bf16 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Bf16Pairs,
+            Isa::Amx | Isa::AmxF32 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::AmxTiles,
+            _ => Self::F32,
         }
     }
 
     /// Whether words are two bf16.
     pub(super) fn are_pairs(self) -> bool {
-        self != Self::Singles
+        self != Self::F32
     }
 
-    /// Words that so many elements make; the last may have to be filled up.
+    /// OperandFormat that so many elements make; the last may have to be filled up.
     pub(super) fn count(self, elements: usize) -> usize {
         match self {
-            Self::Singles => elements,
-            Self::Pairs => elements.div_ceil(2),
-            Self::Tiles => elements.div_ceil(2).next_multiple_of(TILE_WORDS),
+            Self::F32 => elements,
+            Self::Bf16Pairs => elements.div_ceil(2),
+            Self::AmxTiles => elements.div_ceil(2).next_multiple_of(TILE_WORDS),
         }
     }
 
     /// The first word of those that a product has to take so that element `at` is among them.
     pub(super) fn start(self, at: usize) -> usize {
         match self {
-            Self::Singles => at,
-            Self::Pairs => at / 2,
-            Self::Tiles => at / 2 / TILE_WORDS * TILE_WORDS,
+            Self::F32 => at,
+            Self::Bf16Pairs => at / 2,
+            Self::AmxTiles => at / 2 / TILE_WORDS * TILE_WORDS,
         }
     }
 
     /// Fills up words along the index of so many rows: `to [count(rows), width]`.
     pub(super) fn fill(self, num_rows: usize, width: usize, to: &mut [f32]) {
-        if self == Self::Tiles {
-            to[Self::Pairs.count(num_rows) * width..self.count(num_rows) * width].fill(0.0);
+        if self == Self::AmxTiles {
+            to[Self::Bf16Pairs.count(num_rows) * width..self.count(num_rows) * width].fill(0.0);
         }
     }
 
     /// Elements of a copied row of so many.
     pub(super) fn width(self, elements: usize) -> usize {
         match self {
-            Self::Singles | Self::Pairs => elements.next_multiple_of(COL_UNIT),
-            Self::Tiles => elements.next_multiple_of(2 * TILE_WORDS),
+            Self::F32 | Self::Bf16Pairs => elements.next_multiple_of(COL_UNIT),
+            Self::AmxTiles => elements.next_multiple_of(2 * TILE_WORDS),
         }
     }
 
     /// What the number of keys that a product takes is a multiple of.
     pub(super) fn key_unit(self) -> usize {
         match self {
-            Self::Singles | Self::Pairs => ROW_UNIT,
-            Self::Tiles => 2 * TILE_WORDS,
+            Self::F32 | Self::Bf16Pairs => ROW_UNIT,
+            Self::AmxTiles => 2 * TILE_WORDS,
         }
     }
 }
@@ -140,9 +140,9 @@ impl Values<'_> {
     }
 
     /// The dot products of rows and those of `others [rows, count(width)]`, words along their elements.
-    pub(super) fn row_dots(self, isa: Isa, words: Words, rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
+    pub(super) fn row_dots(self, isa: Isa, format: OperandFormat, rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
         let pairs: &[bf16] = bytemuck::cast_slice(others);
-        match (self, words.are_pairs()) {
+        match (self, format.are_pairs()) {
             (Self::F32(values), false) => dots_kernel::<f32, f32>(isa, values, rows, others, dots),
             (Self::F32(values), true) => dots_kernel::<f32, bf16>(isa, values, rows, pairs, dots),
             (Self::Bf16(values), false) => dots_kernel::<bf16, f32>(isa, values, rows, others, dots),
@@ -151,35 +151,42 @@ impl Values<'_> {
     }
 
     /// Copies rows as words along their elements: `to [rows, count(width)]`.
-    pub(super) fn copy_words(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
-        match (words, self) {
-            (Words::Singles, _) => self.copy_rows(isa, rows, to),
+    pub(super) fn pack_along_cols(self, isa: Isa, format: OperandFormat, rows: Rows<'_>, to: &mut [f32]) {
+        match (format, self) {
+            (OperandFormat::F32, _) => self.copy_rows(isa, rows, to),
             (_, Self::Bf16(values)) => copy_pairs_kernel(isa, values, rows, to),
             (_, Self::F32(_)) => panic!("pairs of f32"),
         }
     }
 
     /// Copies rows as words along the rows' index: `to [count(rows), width]`.
-    pub(super) fn copy_words_down(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
-        match (words, self) {
-            (Words::Singles, _) => self.copy_rows(isa, rows, to),
+    pub(super) fn pack_along_rows(self, isa: Isa, format: OperandFormat, rows: Rows<'_>, to: &mut [f32]) {
+        match (format, self) {
+            (OperandFormat::F32, _) => self.copy_rows(isa, rows, to),
             (_, Self::Bf16(values)) => pair_down_kernel(isa, values, rows, to),
             (_, Self::F32(_)) => panic!("pairs of f32"),
         }
-        words.fill(rows.starts.len(), rows.width, to);
+        format.fill(rows.starts.len(), rows.width, to);
     }
 
-    /// Copies rows both ways: as [`copy_words`](Self::copy_words) and as [`copy_words_down`](Self::copy_words_down); f32 rounded alike in
+    /// Copies rows both ways: as [`pack_along_cols`](Self::pack_along_cols) and as [`pack_along_rows`](Self::pack_along_rows); f32 rounded alike in
     /// both where words are pairs.
-    pub(super) fn copy_both_ways(self, isa: Isa, words: Words, rows: Rows<'_>, along: &mut [f32], down: &mut [f32]) {
-        match (words, self) {
-            (Words::Pairs | Words::Tiles, Self::F32(values)) => {
+    pub(super) fn pack_both_ways(
+        self,
+        isa: Isa,
+        format: OperandFormat,
+        rows: Rows<'_>,
+        along: &mut [f32],
+        down: &mut [f32],
+    ) {
+        match (format, self) {
+            (OperandFormat::Bf16Pairs | OperandFormat::AmxTiles, Self::F32(values)) => {
                 round_both_ways(isa, values, rows, along, down);
-                words.fill(rows.starts.len(), rows.width, down);
+                format.fill(rows.starts.len(), rows.width, down);
             }
             _ => {
-                self.copy_words(isa, words, rows, along);
-                self.copy_words_down(isa, words, rows, down);
+                self.pack_along_cols(isa, format, rows, along);
+                self.pack_along_rows(isa, format, rows, down);
             }
         }
     }
@@ -281,7 +288,7 @@ kernel! {
     }
 }
 
-/// Words of two rows' elements, of which the second is kept where `mask` says so.
+/// OperandFormat of two rows' elements, of which the second is kept where `mask` says so.
 #[inline(always)]
 fn paired(low: &[bf16; COL_UNIT], high: &[bf16; COL_UNIT], mask: u32) -> [u32; COL_UNIT] {
     let mut words = [0; COL_UNIT];
