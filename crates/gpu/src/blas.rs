@@ -1,7 +1,8 @@
-//! Plain products in bf16 by NVIDIA's own library, cuBLASLt, which is found at run time; without it, or if it has no algorithm for a
-//! product, our kernels take them.
+//! Plain products in bf16 by NVIDIA's own library, cuBLASLt, which is found at run time; without it, or if it has no
+//! algorithm for a product, our kernels take them.
 //!
-//! The library is column-major: our rows are its columns. So it is asked for the transposed product, whose operands change sides.
+//! The library is column-major: our rows are its columns. So it is asked for the transposed product, whose operands
+//! change sides.
 
 use std::collections::HashMap;
 use std::env;
@@ -116,12 +117,14 @@ pub(crate) struct Blas {
     workspace: DeviceBlock,
     plans: Mutex<HashMap<DenseProduct, Option<Plan>>>,
 }
-// SAFETY: the handle may be used by several threads ("thread safety" in the library's documentation); plans are behind a lock.
+// SAFETY: the handle may be used by several threads ("thread safety" in the library's documentation); plans are
+// behind a lock.
 unsafe impl Send for Blas {}
 // SAFETY: as above.
 unsafe impl Sync for Blas {}
 
-/// The library's description of a product and the algorithm for it. Plans live as long as the library, as there are few.
+/// The library's description of a product and the algorithm for it. Plans live as long as the library, as there are
+/// few.
 struct Plan {
     desc: Pointer,
     /// The layouts of the first operand, the second one, and the result.
@@ -134,8 +137,8 @@ pub(crate) fn failed(product: DenseProduct, status: c_int) -> GpuError {
     GpuError::Driver { call: format!("cuBLASLt's {product:?}"), message: format!("status {status}") }
 }
 
-/// The libraries to try in order: the one that [`CUBLASLT_VARIABLE`] names; or those beside NVRTC's if that was named (in its folder, or
-/// where Python's wheels of version 12 have it), and the system's.
+/// The libraries to try in order: the one that [`CUBLASLT_VARIABLE`] names; or those beside NVRTC's if that was named
+/// (in its folder, or where Python's wheels of version 12 have it), and the system's.
 fn candidates() -> Vec<PathBuf> {
     let candidates: Vec<PathBuf> = match env::var_os(CUBLASLT_VARIABLE) {
         Some(path) => vec![path.into()],
@@ -153,7 +156,8 @@ fn candidates() -> Vec<PathBuf> {
 }
 
 impl Blas {
-    /// Opens the first library that can be used with a driver that knows this major version of CUDA. The device's context must be current.
+    /// Opens the first library that can be used with a driver that knows this major version of CUDA. The device's
+    /// context must be current.
     pub(crate) fn find(driver_major: c_int, workspace: impl Fn() -> Option<DeviceBlock>) -> Option<Self> {
         candidates().iter().find_map(|path| Self::open(load(path).ok()?, driver_major, workspace()?))
     }
@@ -176,8 +180,8 @@ impl Blas {
     ///
     /// # Safety
     ///
-    /// The places are the device's memory of the sizes that the product says, nobody else uses the result's until the stream is done, and
-    /// the device's context is current.
+    /// The places are the device's memory of the sizes that the product says, nobody else uses the result's until the
+    /// stream is done, and the device's context is current.
     pub(crate) unsafe fn run(&self, product: DenseProduct, at: Places, stream: Pointer) -> Result<bool, Status> {
         let places = [at.a, at.b, at.y, at.base.unwrap_or(0)];
         if places.iter().any(|place| !place.is_multiple_of(ALIGNMENT)) {
@@ -192,8 +196,8 @@ impl Blas {
         let (to, base) = (at.y as Pointer, at.base.unwrap_or(at.y) as Pointer);
         let (one, keep): (f32, f32) = (1.0, if at.base.is_some() { 1.0 } else { 0.0 });
         let [of_first, of_second, of_result] = plan.layouts;
-        // SAFETY: the caller's promise; the plan was made by this library for these sizes, and the factors are f32 as its description
-        // says. The workspace is used by this stream alone, one product after the other.
+        // SAFETY: the caller's promise; the plan was made by this library for these sizes, and the factors are f32 as
+        // its description says. The workspace is used by this stream alone, one product after the other.
         let status = unsafe {
             (self.functions.multiply)(
                 self.handle,
@@ -289,7 +293,8 @@ impl Blas {
     }
 
     fn drop_plan(&self, plan: &Plan) {
-        // SAFETY: pointers that are not null were made by this library and are used no more; queued products have copies.
+        // SAFETY: pointers that are not null were made by this library and are used no more; queued products have
+        // copies.
         unsafe {
             if !plan.desc.is_null() {
                 (self.functions.drop_desc)(plan.desc);

@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use crate::{Emulation, Gpu, GpuError};
 
-/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests, `emulated`,
-/// `emulated-hopper` or `trace-sm90`.
+/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests,
+/// `emulated`, `emulated-hopper` or `trace-sm90`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// The CPU.
@@ -73,8 +73,9 @@ pub struct Chosen {
 }
 
 impl DeviceChoice {
-    /// The device of the rank `place` places after the one that has this choice. Ranks take GPUs in turn, several ranks a GPU where there
-    /// are fewer of them. Other devices are the same for all ranks, and so is `auto` where the GPU cannot be used.
+    /// The device of the rank `place` places after the one that has this choice. Ranks take GPUs in turn, several
+    /// ranks a GPU where there are fewer of them. Other devices are the same for all ranks, and so is `auto` where
+    /// the GPU cannot be used.
     #[must_use]
     pub fn later(self, place: usize) -> Self {
         let after = |first: usize| match Gpu::count() {

@@ -35,7 +35,8 @@ impl Device {
 
     /// Launches what was captured.
     pub(crate) fn flush(&self) {
-        // SAFETY: every captured launch came through `Gpu::launch`; blocks that were dropped since are retained until now.
+        // SAFETY: every captured launch came through `Gpu::launch`; blocks that were dropped since are retained until
+        // now.
         unsafe { self.capture().flush(&self.backend, &self.meter) }.unwrap_or_else(|error| panic_any(error));
     }
 

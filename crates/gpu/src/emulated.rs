@@ -47,12 +47,14 @@ pub struct Emulation {
     pub is_hopper: bool,
     /// There is a library for plain products: another emulation.
     pub has_library: bool,
-    /// Nothing is computed, and memory is all zeros: each kernel is a line on standard error with its name, blocks, threads and numbers, and
-    /// each copy a line with its bytes. So a pass of any size shows where it has too few blocks, waits or copies.
+    /// Nothing is computed, and memory is all zeros: each kernel is a line on standard error with its name, blocks,
+    /// threads and numbers, and each copy a line with its bytes. So a pass of any size shows where it has too few
+    /// blocks, waits or copies.
     pub is_traced: bool,
 }
 
-/// The number of the first emulated GPU, above those of all others, because memory of one device is not memory of another.
+/// The number of the first emulated GPU, above those of all others, because memory of one device is not memory of
+/// another.
 const FIRST_NUMBER: usize = 1 << 16;
 /// The version of CUDA that the emulated library for plain products states.
 const BLAS_MAJOR: i32 = 12;
@@ -98,7 +100,8 @@ impl Emulated {
         if self.kind.is_reversed && !self.kind.is_hopper { 99 << 10 } else { 227 << 10 }
     }
 
-    /// The map for tensor copies as the emulator reads it. With threads in reverse there is none, so that tests see both ways of copying.
+    /// The map for tensor copies as the emulator reads it. With threads in reverse there is none, so that tests see
+    /// both ways of copying.
     pub(crate) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         if !self.kind.is_hopper || self.kind.is_reversed {
             return None;
@@ -161,8 +164,8 @@ impl Emulated {
         let entry = unsafe { library.get::<Entry>(name.as_bytes()) }.map_err(|error| failed(reason(error)))?;
         let (mut values, kinds, grid) = (launch.values(), launch.kinds(), launch.blocks());
         let mut args = pointers(&mut values);
-        // SAFETY: kinds of arguments are compared with the kernel's parameters before any is read; what the kernel then does
-        // is the caller's promise. The message lives until this thread's next launch.
+        // SAFETY: kinds of arguments are compared with the kernel's parameters before any is read; what the kernel
+        // then does is the caller's promise. The message lives until this thread's next launch.
         let message = unsafe {
             let kinds = kinds.as_ptr().cast();
             let (threads, shared) = (launch.threads as u32, launch.shared as u32);

@@ -1,9 +1,10 @@
-//! A least-recently-used cache of a model's experts in a GPU's memory, while the host's memory holds all of them. Experts of all layers
-//! share it, and those that the next layer will probably want can be prefetched ("Fast Inference of Mixture-of-Experts Language Models
-//! with Offloading", 2312.17238).
+//! A least-recently-used cache of a model's experts in a GPU's memory, while the host's memory holds all of them.
+//! Experts of all layers share it, and those that the next layer will probably want can be prefetched ("Fast
+//! Inference of Mixture-of-Experts Language Models with Offloading", 2312.17238).
 //!
-//! Weights that the cache knows must not be written to: it would go on with its copies. Copies go by way of page-locked memory
-//! (`nvidia/pinned.rs`), which the device reads by itself: the host is done with them once they lie there.
+//! Weights that the cache knows must not be written to: it would go on with its copies. Copies go by way of
+//! page-locked memory (`nvidia/pinned.rs`), which the device reads by itself: the host is done with them once they
+//! lie there.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -102,8 +103,8 @@ impl ExpertCache {
         (self.bytes / stacks.expert_bytes().max(1)).max(1)
     }
 
-    /// Loads the experts that are missing and evicts those that were used longest ago. Returns the addresses `[E]` of gate and up and of
-    /// down, as pairs of 32-bit words: those of `experts`, and 0 for all others.
+    /// Loads the experts that are missing and evicts those that were used longest ago. Returns the addresses `[E]` of
+    /// gate and up and of down, as pairs of 32-bit words: those of `experts`, and 0 for all others.
     #[must_use]
     pub fn load(&self, gpu: &Gpu, pool: &MemoryPool, stacks: ExpertStacks<'_>, experts: &[usize]) -> [Vec<u32>; 2] {
         let mut state = self.state();
@@ -157,8 +158,8 @@ impl ExpertCache {
 }
 
 impl State {
-    /// Evicts experts, the least recently used first, until `needed` bytes of `all` are free. Returns false if the experts that are used
-    /// now do not leave as much.
+    /// Evicts experts, the least recently used first, until `needed` bytes of `all` are free. Returns false if the
+    /// experts that are used now do not leave as much.
     fn evict_for(&mut self, needed: usize, all: usize) -> bool {
         while self.bytes + needed > all {
             let past = self.experts.iter().filter(|(_, cached)| cached.used < self.now);

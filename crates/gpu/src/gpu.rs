@@ -27,7 +27,8 @@ pub struct Gpu {
 /// Lists that are on the GPU already, by their contents.
 type CachedLists = HashMap<Vec<u32>, Tensor>;
 
-/// The most lists that are cached: a model of a hundred layers has about a thousand maps of matrices (`tensor_map.rs`).
+/// The most lists that are cached: a model of a hundred layers has about a thousand maps of matrices
+/// (`tensor_map.rs`).
 const MAX_CACHED_LISTS: usize = 4096;
 
 /// The length of [`Gpu::counters`], by which blocks of a kernel find out which of them is the last.
@@ -66,7 +67,8 @@ impl Gpu {
         Ok(Self::new(Backend::Nvidia(Nvidia::open(index)?)))
     }
 
-    /// The emulation, for tests: needs a C++ compiler (`c++`), which compiles all kernels on the first call; they are cached on disk.
+    /// The emulation, for tests: needs a C++ compiler (`c++`), which compiles all kernels on the first call; they are
+    /// cached on disk.
     ///
     /// # Errors
     ///
@@ -75,8 +77,8 @@ impl Gpu {
         Ok(Self::new(Backend::Emulated(Emulated::open(emulation)?)))
     }
 
-    /// Adds an [`ExpertCache`] of so many bytes: the experts of models that are not trained stay in the host's memory and are copied to the
-    /// GPU when tokens choose them. Their weights must not be written to.
+    /// Adds an [`ExpertCache`] of so many bytes: the experts of models that are not trained stay in the host's memory
+    /// and are copied to the GPU when tokens choose them. Their weights must not be written to.
     #[must_use]
     pub fn with_expert_cache(mut self, bytes: usize) -> Self {
         self.expert_cache = Some(Arc::new(ExpertCache::new(bytes)));
@@ -153,8 +155,8 @@ impl Gpu {
         Tensor::from_device(pool, shape, dtype, self.block(elements / dtype.block_len() * dtype.size()))
     }
 
-    /// The list as a tensor that is copied to the GPU once: for lists that are needed again and again, such as the tiles of a product of
-    /// so many rows.
+    /// The list as a tensor that is copied to the GPU once: for lists that are needed again and again, such as the
+    /// tiles of a product of so many rows.
     #[must_use]
     pub fn cached_list(&self, pool: &MemoryPool, list: &[u32]) -> Tensor {
         let mut lists = lock(&self.lists);
@@ -169,7 +171,8 @@ impl Gpu {
         tensor
     }
 
-    /// The result of `make` for so many rows, made once: a process knows few numbers of rows, those of steps and of batches of texts.
+    /// The result of `make` for so many rows, made once: a process knows few numbers of rows, those of steps and of
+    /// batches of texts.
     #[must_use]
     pub fn all_rows(&self, rows: usize, make: impl FnOnce() -> [Tensor; 2]) -> [Tensor; 2] {
         let mut cached = lock(&self.all_rows);
@@ -212,8 +215,8 @@ impl Gpu {
         self.device.counted(block, bytes.len())
     }
 
-    /// A tensor of these bytes on the GPU that stays long. A prefetch is copied beside everything else that is queued, and whoever uses
-    /// it drops the [`PendingCopy`] first.
+    /// A tensor of these bytes on the GPU that stays long. A prefetch is copied beside everything else that is
+    /// queued, and whoever uses it drops the [`PendingCopy`] first.
     pub(crate) fn upload_tensor(
         &self,
         pool: &MemoryPool,
@@ -233,8 +236,8 @@ impl Gpu {
         (Tensor::from_device(pool, shape, dtype, self.device.counted(block, bytes.len())), pending)
     }
 
-    /// The result of `make`. Where there is no memory for it, it is tried again after captured launches, which retain dropped blocks,
-    /// have been made.
+    /// The result of `make`. Where there is no memory for it, it is tried again after captured launches, which retain
+    /// dropped blocks, have been made.
     fn allocated<T>(&self, make: impl Fn() -> Result<T, GpuError>) -> T {
         let again = |_| {
             self.device.flush();
@@ -270,8 +273,8 @@ impl Gpu {
     ///
     /// # Safety
     ///
-    /// With these arguments the kernel touches no memory except that of the tensors they were made of, and no tensor that it writes is
-    /// also read by another block through another argument.
+    /// With these arguments the kernel touches no memory except that of the tensors they were made of, and no tensor
+    /// that it writes is also read by another block through another argument.
     pub unsafe fn launch(&self, launch: &Launch<'_>) {
         // SAFETY: the caller's promise.
         unsafe { self.launch_as(launch, None) };
@@ -307,8 +310,9 @@ impl Gpu {
         unsafe { self.device.backend.launch(launch) }.unwrap_or_else(|error| panic_any(error));
     }
 
-    /// Runs a step that is repeated with the same operations, such as a token of decoding: its launches are captured and go to the GPU
-    /// together, from the second time on as graphs. The GPU begins when the step's first launches have been put together.
+    /// Runs a step that is repeated with the same operations, such as a token of decoding: its launches are captured
+    /// and go to the GPU together, from the second time on as graphs. The GPU begins when the step's first launches
+    /// have been put together.
     pub fn capture_replay<R>(&self, step: impl FnOnce() -> R) -> R {
         let capturing = Capturing::begin(&self.device);
         let result = step();
@@ -317,8 +321,8 @@ impl Gpu {
         result
     }
 
-    /// Removes the last captured launch, if its operation was declared and `take` takes something of it. The caller launches a kernel that
-    /// does the work of both.
+    /// Removes the last captured launch, if its operation was declared and `take` takes something of it. The caller
+    /// launches a kernel that does the work of both.
     #[must_use]
     pub fn fuse_with_last<R>(&self, take: impl FnOnce(Pending<'static>) -> Option<R>) -> Option<(R, CapturedLaunch)> {
         self.device.capture().fuse_with_last(take)
@@ -341,8 +345,9 @@ impl Gpu {
         self.device.backend.has_blas() && !self.device.capture().is_capturing()
     }
 
-    /// Writes a plain product of `a` and `b` (bf16) to `y` by NVIDIA's own library. Returns false, having done nothing, if there is no
-    /// library, if it has no kernel for this product, or while a step is captured, which is of kernels alone.
+    /// Writes a plain product of `a` and `b` (bf16) to `y` by NVIDIA's own library. Returns false, having done
+    /// nothing, if there is no library, if it has no kernel for this product, or while a step is captured, which is
+    /// of kernels alone.
     ///
     /// # Panics
     ///
@@ -369,7 +374,8 @@ impl Gpu {
             Onto::Itself => Some(to),
         };
         let at = Places { a, b, base, y: to };
-        // SAFETY: sizes and types were compared, and `y` is borrowed for writing. Work that is queued later comes later.
+        // SAFETY: sizes and types were compared, and `y` is borrowed for writing. Work that is queued later comes
+        // later.
         let is_taken = unsafe { self.device.backend.dense(product, at) }.unwrap_or_else(|error| panic_any(error));
         if is_taken {
             self.device.meter.took_product();

@@ -16,7 +16,8 @@ pub(crate) fn folder() -> PathBuf {
     named.unwrap_or_else(|| xdg().or_else(home).unwrap_or_else(env::temp_dir).join("moeworks/kernels"))
 }
 
-/// The path of a file that `parts` determine, by 128 bits of FNV-1a, which are the same in every build of the program.
+/// The path of a file that `parts` determine, by 128 bits of FNV-1a, which are the same in every build of the
+/// program.
 pub(crate) fn path(folder: &Path, name: &str, parts: &[&str], ending: &str) -> PathBuf {
     const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;

@@ -50,7 +50,8 @@ impl From<u32> for Arg<'_> {
 }
 
 impl From<usize> for Arg<'_> {
-    /// A size or a count of 32 bits; panics from 2^32 on, which no tensor's dim reaches ([`Arg::elements`] has no such bound).
+    /// A size or a count of 32 bits; panics from 2^32 on, which no tensor's dim reaches ([`Arg::elements`] has no
+    /// such bound).
     fn from(value: usize) -> Self {
         Self::from(u32::try_from(value).expect("a size of at least 2^32 is given to a kernel"))
     }
@@ -106,7 +107,8 @@ impl Launch<'_> {
     }
 }
 
-/// Pointers to the values, as the driver takes them: on a little-endian machine the low bytes of a value are the argument.
+/// Pointers to the values, as the driver takes them: on a little-endian machine the low bytes of a value are the
+/// argument.
 pub(crate) fn pointers(values: &mut [u64]) -> Vec<*mut c_void> {
     const { assert!(cfg!(target_endian = "little"), "arguments of kernels are the low bytes of words") };
     values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect()

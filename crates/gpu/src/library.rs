@@ -25,8 +25,8 @@ macro_rules! functions {
 
         impl $table {
             pub(crate) fn new(library: &'static libloading::Library) -> Result<Self, libloading::Error> {
-                // SAFETY: the types are those of the library's header, the same in every version from 11.3 on; the library is
-                // never unloaded.
+                // SAFETY: the types are those of the library's header, the same in every version from 11.3 on; the
+                // library is never unloaded.
                 unsafe { Ok(Self { $($field: *library.get(concat!($name, "\0").as_bytes())?,)* }) }
             }
         }
@@ -62,7 +62,8 @@ impl Functions {
 
     /// Opens the library at `path`; the error is the loader's message.
     pub(crate) fn open(path: &Path) -> Result<Self, String> {
-        // The compiler loads its built-in functions by name alone; those beside it are found so only where they are loaded already.
+        // The compiler loads its built-in functions by name alone; those beside it are found so only where they are
+        // loaded already.
         for beside in path.parent().into_iter().flat_map(fs::read_dir).flatten().flatten() {
             if beside.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so") {
                 // One that does not load is no loss: the compiler says so when it needs it.

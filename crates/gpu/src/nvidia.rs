@@ -68,8 +68,8 @@ pub(crate) struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Lets each kernel's blocks start when all those of the one before have begun; the kernels themselves wait for its end (CUDA
-    /// programming guide, "Programmatic Dependent Launch").
+    /// Lets each kernel's blocks start when all those of the one before have begun; the kernels themselves wait for
+    /// its end (CUDA programming guide, "Programmatic Dependent Launch").
     fn overlap(&self) -> Result<(), GpuError> {
         let count = self.nodes.len().saturating_sub(1);
         let (from, to) = (self.nodes[..count].as_ptr(), self.nodes[self.nodes.len() - count..].as_ptr());
@@ -89,8 +89,8 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: the handles are this graph's own, and null if making it failed. Launches in flight are not disturbed
-        // ("cuGraphExecDestroy"). An error leaves nothing to give back.
+        // SAFETY: the handles are this graph's own, and null if making it failed. Launches in flight are not
+        // disturbed ("cuGraphExecDestroy"). An error leaves nothing to give back.
         unsafe {
             if !self.exec.is_null() {
                 _ = sys::cuGraphExecDestroy(self.exec);
@@ -122,8 +122,8 @@ fn describe(error: DriverError) -> String {
 }
 
 impl Nvidia {
-    /// Opens the device with this index. All callers share one device while any of them has it, since modules and the library for plain
-    /// products are made once for each.
+    /// Opens the device with this index. All callers share one device while any of them has it, since modules and the
+    /// library for plain products are made once for each.
     pub(crate) fn open(index: usize) -> Result<Arc<Self>, GpuError> {
         static OPENED: Mutex<Vec<(usize, Weak<Nvidia>)>> = Mutex::new(Vec::new());
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -209,8 +209,8 @@ impl Nvidia {
         let Dimensions { sizes, steps, of_box } = matrices.dimensions();
         let every = vec![1; of_box.len()];
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        // SAFETY: the driver writes the map, and reads as many numbers of each list as there are sizes, of `steps` one less; it does not
-        // touch the matrices.
+        // SAFETY: the driver writes the map, and reads as many numbers of each list as there are sizes, of `steps`
+        // one less; it does not touch the matrices.
         let status = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &raw mut map,
@@ -284,8 +284,8 @@ impl Nvidia {
         unsafe { blas.run(product, at, stream) }.map_err(|status| blas::failed(product, status))
     }
 
-    /// Makes a graph of these launches, one after the other; where possible the blocks of each start while the one before is still at work,
-    /// and wait.
+    /// Makes a graph of these launches, one after the other; where possible the blocks of each start while the one
+    /// before is still at work, and wait.
     pub(crate) fn graph(&self, launches: &[CapturedLaunch]) -> Result<Graph, GpuError> {
         let overlapping = if self.kernels_wait { self.graph_with(launches, true).ok() } else { None };
         overlapping.map_or_else(|| self.graph_with(launches, false), Ok)
@@ -328,7 +328,8 @@ impl Nvidia {
         let mut values = launch.values();
         let mut args = pointers(&mut values);
         let params = self.params(&launch, &mut args)?;
-        // SAFETY: the node is one of those that the graph was made of, with the same kernel; the driver copies the arguments.
+        // SAFETY: the node is one of those that the graph was made of, with the same kernel; the driver copies the
+        // arguments.
         unsafe { sys::cuGraphExecKernelNodeSetParams_v2(graph.exec, graph.nodes[index], &raw const params) }
             .result()
             .map_err(failed("cuGraphExecKernelNodeSetParams"))
@@ -388,8 +389,8 @@ impl Nvidia {
         Ok(function)
     }
 
-    /// Compiles in parallel all modules that training and generation need and that are not on disk yet. One that fails is compiled again,
-    /// and its error reported, when it is needed.
+    /// Compiles in parallel all modules that training and generation need and that are not on disk yet. One that
+    /// fails is compiled again, and its error reported, when it is needed.
     fn compile_usual(&self) {
         let rare = ["blocks", "e4m3", "grouped_fp8", "peak", "peak_hopper"];
         let is_of_blocks = |source: &Source| source.file == "small_m_gemm" && source.name != "small_m_gemm_bf16";

@@ -60,8 +60,8 @@ impl Nvrtc {
         FOUND.get_or_init(|| Self::find_up_to(c_int::MAX)).as_ref().map_err(Clone::clone)
     }
 
-    /// The library for a driver that knows this major version of CUDA, since drivers take no code of a newer one (CUDA Compatibility
-    /// Guide, "Minor Version Compatibility").
+    /// The library for a driver that knows this major version of CUDA, since drivers take no code of a newer one
+    /// (CUDA Compatibility Guide, "Minor Version Compatibility").
     pub(crate) fn find_for(driver_major: c_int) -> Result<&'static Self, GpuError> {
         static FOUND: OnceLock<Result<Nvrtc, GpuError>> = OnceLock::new();
         FOUND.get_or_init(|| Self::find_up_to(driver_major)).as_ref().map_err(Clone::clone)
@@ -116,7 +116,8 @@ impl Nvrtc {
         self.version >= MIN_HOPPER_VERSION
     }
 
-    /// The target for a device of this capability: a cubin if the compiler knows it, else PTX for the newest that it knows.
+    /// The target for a device of this capability: a cubin if the compiler knows it, else PTX for the newest that it
+    /// knows.
     #[must_use]
     pub fn target_for(&self, capability: u32) -> Target {
         if self.capabilities.contains(&capability) {
@@ -127,8 +128,8 @@ impl Nvrtc {
         Target { capability: newest.unwrap_or(80), is_specific: false, is_virtual: true }
     }
 
-    /// The options of every compilation, besides the target. Before 13.2 the compiler takes a lambda inside a device function for a host
-    /// function, unless device is the default execution space.
+    /// The options of every compilation, besides the target. Before 13.2 the compiler takes a lambda inside a device
+    /// function for a host function, unless device is the default execution space.
     const OPTIONS: [&'static str; 3] = ["--std=c++17", "-lineinfo", "--device-as-default-execution-space"];
 
     /// The cubin, or for a virtual target the PTX, of a source. Needs no GPU.
@@ -137,8 +138,8 @@ impl Nvrtc {
         code.ok_or_else(|| GpuError::Compile { source_name: source.name.into(), target: target.to_string(), log })
     }
 
-    /// Returns the code from the cache on disk, or [compiles](Self::compile) it and writes it there. A cache that cannot be written only
-    /// costs the next start some time.
+    /// Returns the code from the cache on disk, or [compiles](Self::compile) it and writes it there. A cache that
+    /// cannot be written only costs the next start some time.
     pub fn compile_cached(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
         let path = self.cached_at(source, target);
         match fs::read(&path) {
@@ -165,7 +166,8 @@ impl Nvrtc {
         kernel_cache::path(&kernel_cache::folder(), &format!("{}-{target_name}", source.name), &parts, "cubin")
     }
 
-    /// Compiles sources by [`compile_cached`](Self::compile_cached) on as many threads as there are cores: each takes seconds to a minute.
+    /// Compiles sources by [`compile_cached`](Self::compile_cached) on as many threads as there are cores: each takes
+    /// seconds to a minute.
     #[must_use]
     pub fn compile_all(&self, jobs: &[(&Source, Target)]) -> Vec<Result<Vec<u8>, GpuError>> {
         let results: Vec<OnceLock<_>> = jobs.iter().map(|_| OnceLock::new()).collect();
@@ -193,8 +195,8 @@ impl Nvrtc {
         };
         let mut program = ptr::null_mut();
         let f = &self.functions;
-        // SAFETY: strings end with a zero and live through the calls; sizes are those that the library gives; the program is
-        // destroyed once, at the end.
+        // SAFETY: strings end with a zero and live through the calls; sizes are those that the library gives; the
+        // program is destroyed once, at the end.
         unsafe {
             if (f.create)(&raw mut program, text.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null()) != 0 {
                 return (None, "nvrtcCreateProgram failed".into());

@@ -1,8 +1,9 @@
 //! The operations whose launches may be fused with the launch after them, with their arguments by name.
 //!
-//! While a step is captured its last launch can still be replaced. A launcher that allows this declares the operation beside the launch
-//! ([`Gpu::launch_pending`](crate::Gpu::launch_pending)). A later launcher compares the declared arguments with its own and takes the launch
-//! back ([`Gpu::fuse_with_last`](crate::Gpu::fuse_with_last)): neither the names of kernels nor the order of their arguments matter to it.
+//! While a step is captured its last launch can still be replaced. A launcher that allows this declares the operation
+//! beside the launch ([`Gpu::launch_pending`](crate::Gpu::launch_pending)). A later launcher compares the declared
+//! arguments with its own and takes the launch back ([`Gpu::fuse_with_last`](crate::Gpu::fuse_with_last)): neither
+//! the names of kernels nor the order of their arguments matter to it.
 
 use crate::Arg;
 

@@ -19,7 +19,8 @@ pub struct Source {
 }
 
 impl PartialEq for Source {
-    /// Compares names, which are those of modules: nothing else need be compared, for each launch of a step that is repeated.
+    /// Compares names, which are those of modules: nothing else need be compared, for each launch of a step that is
+    /// repeated.
     fn eq(&self, other: &Self) -> bool {
         self.name == other.name
     }
@@ -158,7 +159,8 @@ sources! {
 /// The call that each kernel begins with, unless its text has one after the first loads.
 const WAIT: &str = "after_earlier";
 
-/// The text with a wait at the beginning of every kernel: a graph lets a kernel's blocks start while the kernel before is still at work.
+/// The text with a wait at the beginning of every kernel: a graph lets a kernel's blocks start while the kernel
+/// before is still at work.
 fn waiting(text: &str) -> String {
     let (mut waiting, mut rest) = (String::with_capacity(text.len()), text);
     while let Some(body) = rest.find("KERNEL").and_then(|kernel| Some(kernel + rest[kernel..].find('{')? + 1)) {

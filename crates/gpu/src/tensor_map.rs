@@ -1,14 +1,16 @@
-//! Maps of matrices for tensor copies (TMA), by which one thread of Hopper's kernels asks for a whole box of a matrix.
+//! Maps of matrices for tensor copies (TMA), by which one thread of Hopper's kernels asks for a whole box of a
+//! matrix.
 
 use std::sync::OnceLock;
 
 use crate::Gpu;
 
-/// Turns tensor copies off if it is set: weights are then copied 16 bytes a thread, as rows of activations are. For comparisons, and for
-/// drivers that have trouble with them.
+/// Turns tensor copies off if it is set: weights are then copied 16 bytes a thread, as rows of activations are. For
+/// comparisons, and for drivers that have trouble with them.
 pub const NO_TENSOR_COPIES_VARIABLE: &str = "MOEWORKS_NO_TENSOR_COPIES";
 
-/// The driver's form of [`Matrices`]: 128 bytes that kernels read by address (CUDA driver API, "Tensor Map Object Management").
+/// The driver's form of [`Matrices`]: 128 bytes that kernels read by address (CUDA driver API, "Tensor Map Object
+/// Management").
 pub type TensorMap = [u32; 32];
 
 /// Columns of a box: elements of 16 bits that are a line of 128 bytes.
@@ -18,8 +20,8 @@ const ALIGN: u64 = 16;
 /// The most rows of a box.
 const MAX_BOX_ROWS: usize = 256;
 
-/// Matrices of 16-bit elements one after the other, and the boxes of them that are copied: `box_rows` lines of [`BOX_COLUMNS`], of
-/// `box_blocks` such blocks of columns.
+/// Matrices of 16-bit elements one after the other, and the boxes of them that are copied: `box_rows` lines of
+/// [`BOX_COLUMNS`], of `box_blocks` such blocks of columns.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrices {
     /// The address of the first matrix on the GPU.
@@ -36,7 +38,8 @@ pub struct Matrices {
     pub box_blocks: usize,
 }
 
-/// The dimensions as the driver takes them: elements of each, bytes from one to the next of each except the first, and elements of a box.
+/// The dimensions as the driver takes them: elements of each, bytes from one to the next of each except the first,
+/// and elements of a box.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Dimensions {
     pub(crate) sizes: Vec<u64>,
@@ -50,8 +53,9 @@ impl Matrices {
         self.columns as u64 * 2
     }
 
-    /// Columns, rows and matrices; or, where a box has several blocks of columns, the columns of a block, rows, blocks and matrices. One
-    /// instruction copies several blocks, because the thread that asks for them has no time for one each.
+    /// Columns, rows and matrices; or, where a box has several blocks of columns, the columns of a block, rows,
+    /// blocks and matrices. One instruction copies several blocks, because the thread that asks for them has no time
+    /// for one each.
     pub(crate) fn dimensions(&self) -> Dimensions {
         let (columns, rows, count) = (self.columns as u64, self.rows as u64, self.count as u64);
         let (row, of_matrix) = (self.row_bytes(), self.row_bytes() * rows);

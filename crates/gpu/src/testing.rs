@@ -5,8 +5,9 @@ use std::sync::{Once, OnceLock};
 use crate::{Emulation, Gpu, GpuError};
 
 impl Gpu {
-    /// The devices that tests of operations run on besides the CPU, each with a name: the emulation in both orders and with Hopper's
-    /// kernels, and the first GPU. Says once which of them are missing. `MOEWORKS_NO_EMULATION` leaves the emulation out.
+    /// The devices that tests of operations run on besides the CPU, each with a name: the emulation in both orders
+    /// and with Hopper's kernels, and the first GPU. Says once which of them are missing. `MOEWORKS_NO_EMULATION`
+    /// leaves the emulation out.
     ///
     /// # Panics
     ///

@@ -29,8 +29,8 @@ impl MappedFile {
         if metadata.len() == 0 {
             return Ok(Self { map: None });
         }
-        // SAFETY: the mapping is read-only, and the files mapped are written once and replaced by renaming; one that is
-        // changed behind our back gives other bytes or a signal, both of which the documentation above states.
+        // SAFETY: the mapping is read-only, and the files mapped are written once and replaced by renaming; one that
+        // is changed behind our back gives other bytes or a signal, both of which the documentation above states.
         let map = unsafe { Mmap::map(&file)? };
         Ok(Self { map: Some(map) })
     }

@@ -11,8 +11,8 @@ use crate::threads::SendPointer;
 /// Elements that one task handles in memory-bound operations: large against the fork, small enough to balance.
 pub(crate) const PIECE: usize = 1 << 15;
 
-/// Results of so many bytes are no longer in a cache when they are read again: a store that first fetches the line that it overwrites
-/// moves twice the bytes for nothing.
+/// Results of so many bytes are no longer in a cache when they are read again: a store that first fetches the line
+/// that it overwrites moves twice the bytes for nothing.
 const FAR_BYTES: usize = 32 << 20;
 
 /// Whether a result of f32 is written past the caches, in rows of whole groups of lanes.

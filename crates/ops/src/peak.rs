@@ -1,7 +1,8 @@
-//! What this machine can do at best: the register-only rate of multiply-adds and the rates of reading and of copying memory.
+//! What this machine can do at best: the register-only rate of multiply-adds and the rates of reading and of copying
+//! memory.
 //!
-//! Shares of peak that Moeworks reports are shares of these measured rates, so that they mean the same on any machine,
-//! whatever its clock does.
+//! Shares of peak that Moeworks reports are shares of these measured rates, so that they mean the same on any
+//! machine, whatever its clock does.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -31,19 +32,21 @@ pub struct Peaks {
     pub f32_flops: f64,
     /// The same for products of f32 as several of bf16 in tiles, where the context takes large ones so.
     pub f32_in_tiles_flops: Option<f64>,
-    /// The same for the bf16 dot product or for tiles of bf16, where the machine has them (whether or not the context uses
-    /// them).
+    /// The same for the bf16 dot product or for tiles of bf16, where the machine has them (whether or not the context
+    /// uses them).
     pub bf16_flops: Option<f64>,
     /// The same for eight-bit floats, on GPUs where products take them.
     pub fp8_flops: Option<f64>,
     /// Bytes a second that the threads together read from memory.
     pub read_bytes_per_s: f64,
-    /// Bytes a second that they read and write there, half of them each: past the caches, a line read for each line written.
+    /// Bytes a second that they read and write there, half of them each: past the caches, a line read for each line
+    /// written.
     pub copy_bytes_per_s: Option<f64>,
 }
 
 impl Peaks {
-    /// The rate that products with weights of a type can reach: bf16 ones are taken by whichever instruction is faster.
+    /// The rate that products with weights of a type can reach: bf16 ones are taken by whichever instruction is
+    /// faster.
     #[must_use]
     pub fn flops(&self, dtype: DType) -> f64 {
         match (dtype, self.bf16_flops) {
@@ -59,14 +62,15 @@ const SUMS: usize = 12;
 /// Multiply-adds of each sum in one task: about 10 ms.
 const STEPS: usize = 2_000_000;
 
-/// Each rate is the best of so many, taken in turns: what disturbs the machine for a moment, such as threads that begin on one core,
-/// disturbs no rate every time.
+/// Each rate is the best of so many, taken in turns: what disturbs the machine for a moment, such as threads that
+/// begin on one core, disturbs no rate every time.
 const ROUNDS: usize = 4;
 
 /// Bytes read, or read and written, by each pass of the memory measurement, more than most caches hold.
 const READ_BYTES: usize = 256 << 20;
 
-/// Measures a context. Takes about a third of a second, and 256 MiB of memory for that time; on a GPU 2 GiB of its own.
+/// Measures a context. Takes about a third of a second, and 256 MiB of memory for that time; on a GPU 2 GiB of its
+/// own.
 #[must_use]
 pub fn measure(ctx: &Context) -> Peaks {
     if let Some(on) = On::of(ctx) {
@@ -124,8 +128,8 @@ fn rate(ctx: &Context, flops: usize, task: impl Fn() + Sync) -> f64 {
     (num_threads * flops) as f64 / seconds
 }
 
-/// Whether the bf16 dot product multiplies more numbers a second than the f32 multiply-add. Only for machines that have
-/// it. The two differ by a factor of two one way or the other, so that a short measurement always says the same.
+/// Whether the bf16 dot product multiplies more numbers a second than the f32 multiply-add. Only for machines that
+/// have it. The two differ by a factor of two one way or the other, so that a short measurement always says the same.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn is_bf16_dot_fast() -> bool {
     const SHORT: usize = 4_000;

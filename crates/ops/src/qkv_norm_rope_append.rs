@@ -1,6 +1,7 @@
-//! What becomes of a layer's projections before attention looks at them, where keys and values are kept from one step of decoding to
-//! the next: queries and keys are normed and rotated, keys and values go to the rows that the cache has for them. On a GPU it is one
-//! kernel, since a step of decoding waits longer for each of many small ones than they take.
+//! What becomes of a layer's projections before attention looks at them, where keys and values are kept from one step
+//! of decoding to the next: queries and keys are normed and rotated, keys and values go to the rows that the cache
+//! has for them. On a GPU it is one kernel, since a step of decoding waits longer for each of many small ones than
+//! they take.
 
 use moeworks_tensor::Tensor;
 
@@ -35,9 +36,9 @@ pub struct Kept<'a> {
     pub num_sequences: usize,
 }
 
-/// The queries `[T, H h]` of projections `q [T, H h]`, `k [T, G h]` and `v [T, ..]` (f32 or bf16, all of one type, as is `kept`), normed
-/// and rotated; keys, the same way, and values are copied to `kept`. What the norm gives is rounded to the projections' type before it
-/// is rotated.
+/// The queries `[T, H h]` of projections `q [T, H h]`, `k [T, G h]` and `v [T, ..]` (f32 or bf16, all of one type, as
+/// is `kept`), normed and rotated; keys, the same way, and values are copied to `kept`. What the norm gives is
+/// rounded to the projections' type before it is rotated.
 #[must_use]
 pub fn qkv_norm_rope_append(ctx: &Context, [q, k, v]: [Tensor; 3], how: &Placing<'_>, kept: &mut Kept<'_>) -> Tensor {
     let rows = q.rows();

@@ -19,8 +19,8 @@ pub struct Factors {
     pub first: (u64, u64),
 }
 
-/// The elements of `x` (f32 or bf16) times their factors, in f32, where there is a GPU; elsewhere whoever asks multiplies what it
-/// draws.
+/// The elements of `x` (f32 or bf16) times their factors, in f32, where there is a GPU; elsewhere whoever asks
+/// multiplies what it draws.
 #[must_use]
 pub fn times_factors(ctx: &Context, x: &Tensor, factors: &Factors) -> Option<Tensor> {
     assert_eq!(factors.first.0 % 256, factors.first.1 % 256, "positions of factors");

@@ -1,7 +1,7 @@
 //! Root mean square normalisation (Zhang and Sennrich, 1910.07467): `y = x / rms(x) * weight`, row by row.
 //!
-//! A row is as wide as the weight, so a `[T, H h]` tensor with a weight `[h]` is normed head by head. Arithmetic is f32
-//! whatever the types. Backward, with `r = 1 / rms` and `g = weight dy`: `dx = r (g - x r^2 mean(g x))`, and
+//! A row is as wide as the weight, so a `[T, H h]` tensor with a weight `[h]` is normed head by head. Arithmetic is
+//! f32 whatever the types. Backward, with `r = 1 / rms` and `g = weight dy`: `dx = r (g - x r^2 mean(g x))`, and
 //! `dweight = sum over rows of dy x r`.
 
 mod parts;
@@ -16,8 +16,8 @@ use crate::parallel::{Lent, PIECE, is_far, piece_range};
 use crate::simd::{Float, LANES, fence, kernel, store_all, stream_lanes, sum_lanes, with_float};
 pub use parts::{rms_norm_part, rms_norm_part_backward, row_products};
 
-/// Normalises the rows of `x` (f32 or bf16). `weight` `[W]` is f32 or bf16; `eps` is added to the mean square; `out` is
-/// the type of `y`. Returns `y` in the shape of `x`, and `1 / rms` of each row, f32.
+/// Normalises the rows of `x` (f32 or bf16). `weight` `[W]` is f32 or bf16; `eps` is added to the mean square; `out`
+/// is the type of `y`. Returns `y` in the shape of `x`, and `1 / rms` of each row, f32.
 #[must_use]
 pub fn rms_norm(ctx: &Context, x: &Tensor, weight: &Tensor, eps: f32, out: DType) -> (Tensor, Tensor) {
     let rows = Rows::of(x, weight);
@@ -116,8 +116,8 @@ pub fn rms_norm_backward(
     rms_norm_backward_onto(ctx, dy, (x, weight, inv_rms), None, write, dweight)
 }
 
-/// As [`rms_norm_backward`] with what `base` (f32, of the shape of `x`) has besides, if it is there: the gradient that goes around the
-/// norm.
+/// As [`rms_norm_backward`] with what `base` (f32, of the shape of `x`) has besides, if it is there: the gradient
+/// that goes around the norm.
 #[must_use]
 pub fn rms_norm_backward_onto(
     ctx: &Context,

@@ -2,8 +2,8 @@
 //! `position * frequency`, by default `theta^(-2i/h)` for pair i. Pairs are elements i and i + h/2 (the rotate-half
 //! convention of Hugging Face) or neighbours (DeepSeek); part of a head may stay as it is.
 //!
-//! The gradient of a rotation is the inverse rotation, so backward is the same function with the other direction. A table
-//! with an amplitude also scales; then backward scales too, as the transposed map does.
+//! The gradient of a rotation is the inverse rotation, so backward is the same function with the other direction. A
+//! table with an amplitude also scales; then backward scales too, as the transposed map does.
 
 use std::sync::OnceLock;
 
@@ -133,8 +133,8 @@ pub enum Rotation {
     Inverse,
 }
 
-/// Rotates every head of every row of `x` `[T, H h]` (f32 or bf16) in place by the row's position. `positions` `[T]` are
-/// below the table's length.
+/// Rotates every head of every row of `x` `[T, H h]` (f32 or bf16) in place by the row's position. `positions` `[T]`
+/// are below the table's length.
 pub fn rope<'p>(
     ctx: &Context,
     x: &mut Tensor,

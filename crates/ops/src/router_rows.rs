@@ -1,5 +1,6 @@
-//! What routers compute row by row besides [`softmax_top_k`](crate::top_k::softmax_top_k), with the vector instructions of the
-//! machine: softmax alone, the deviations of noise, the smooth choice under noise, and the bids of an auction.
+//! What routers compute row by row besides [`softmax_top_k`](crate::top_k::softmax_top_k), with the vector
+//! instructions of the machine: softmax alone, the deviations of noise, the smooth choice under noise, and the bids
+//! of an auction.
 
 use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::vmath;
@@ -14,8 +15,8 @@ pub struct RowSums {
 }
 
 kernel! {
-    /// Softmax of each row of `logits` into `probs`; as many rows as `sums` has. A logit of negative infinity has probability
-    /// 0; a row with NaN, with positive infinity or with nothing else than negative infinity becomes NaN.
+    /// Softmax of each row of `logits` into `probs`; as many rows as `sums` has. A logit of negative infinity has
+    /// probability 0; a row with NaN, with positive infinity or with nothing else than negative infinity becomes NaN.
     pub fn softmax_rows<S: Level>(logits: &[f32], probs: &mut [f32], sums: &mut [RowSums]) {
         let width = logits.len() / sums.len().max(1);
         let rows = logits.chunks_exact(width.max(1)).zip(probs.chunks_exact_mut(width.max(1)));

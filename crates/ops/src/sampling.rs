@@ -1,7 +1,8 @@
 //! Drawing a token from logits.
 //!
-//! The order of the filters is that of `transformers`: temperature, top-k, top-p, min-p. Ties go to the lowest id, and what the filters
-//! leave is drawn from in the order of ids, so a result depends on the logits, the filters and the number drawn alone.
+//! The order of the filters is that of `transformers`: temperature, top-k, top-p, min-p. Ties go to the lowest id,
+//! and what the filters leave is drawn from in the order of ids, so a result depends on the logits, the filters and
+//! the number drawn alone.
 
 use moeworks_tensor::Tensor;
 
@@ -33,9 +34,9 @@ pub struct Drawn {
     pub has_nan: bool,
 }
 
-/// The token at the share `drawn` (from 0 to below 1) of the weights that the filters leave. `logits` (f32) has one entry a token of the
-/// vocabulary, at least one; an entry that is not a number counts as impossible. On a GPU the logits stay there, and weights below 2^-40
-/// of the largest are none.
+/// The token at the share `drawn` (from 0 to below 1) of the weights that the filters leave. `logits` (f32) has one
+/// entry a token of the vocabulary, at least one; an entry that is not a number counts as impossible. On a GPU the
+/// logits stay there, and weights below 2^-40 of the largest are none.
 #[must_use]
 pub fn draw(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: f32) -> Drawn {
     draw_each(ctx, logits, filters, &[drawn]).wait()[0]
@@ -127,8 +128,8 @@ impl Filters {
     }
 }
 
-/// Keeps the fewest of the likeliest tokens that have at least this share of all weights. A vocabulary is large and a nucleus
-/// small: no more is put in order than it takes.
+/// Keeps the fewest of the likeliest tokens that have at least this share of all weights. A vocabulary is large and a
+/// nucleus small: no more is put in order than it takes.
 fn keep_nucleus(weights: &mut Vec<(u32, f32)>, share: f64) {
     let enough = share * weights.iter().map(|w| f64::from(w.1)).sum::<f64>();
     let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
@@ -196,8 +197,8 @@ fn most_likely(logits: &[f32]) -> u32 {
     best.0
 }
 
-/// `exp((l - max) / temperature)` of every logit, in f32; 0 for what is not a number. `temperature` is above 0. If the largest
-/// logit is infinite, it alone has weight 1, and so have its equals.
+/// `exp((l - max) / temperature)` of every logit, in f32; 0 for what is not a number. `temperature` is above 0. If
+/// the largest logit is infinite, it alone has weight 1, and so have its equals.
 fn relative_weights(isa: Isa, logits: &[f32], temperature: f32) -> Vec<f32> {
     let max = largest(isa, logits);
     if max == f32::INFINITY {

@@ -1,8 +1,9 @@
-//! A router's choice on a GPU where it is more than the highest of a softmax: scores by softmax or sigmoid, a bias that counts in the
-//! choice alone, groups of experts, weights divided by their sum and scaled (DeepSeek-V3, 2412.19437, section 2.1.2).
+//! A router's choice on a GPU where it is more than the highest of a softmax: scores by softmax or sigmoid, a bias
+//! that counts in the choice alone, groups of experts, weights divided by their sum and scaled (DeepSeek-V3,
+//! 2412.19437, section 2.1.2).
 //!
-//! There is no twin on the processor: whoever routes there takes the same steps row by row, and more kinds of them, so these are what
-//! the kernels are checked against. Without a GPU both functions give nothing.
+//! There is no twin on the processor: whoever routes there takes the same steps row by row, and more kinds of them,
+//! so these are what the kernels are checked against. Without a GPU both functions give nothing.
 
 use moeworks_tensor::Tensor;
 
@@ -51,7 +52,8 @@ pub struct Scored {
     pub probs: Tensor,
     /// `[T, E]` f32: the sigmoids, if scores are these.
     pub gates: Option<Tensor>,
-    /// `[T, E]` f32: the logits over the temperature; zeros for a token with one that is not finite, whose scores are NaN.
+    /// `[T, E]` f32: the logits over the temperature; zeros for a token with one that is not finite, whose scores are
+    /// NaN.
     pub logits: Tensor,
     /// `[T]` f32: logarithm of the sum of exponentials of the logits.
     pub lse: Tensor,

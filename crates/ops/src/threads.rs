@@ -1,8 +1,8 @@
 //! A pool of threads with a fork-join of about a microsecond.
 //!
-//! Workers look for the next job for a short while, then park: an idle program costs nothing. A job is a number of tasks
-//! taken in order from a shared counter; the caller works too. Which thread runs a task is not fixed, so a task's result
-//! must depend on its number alone: that is what makes results the same on any number of threads.
+//! Workers look for the next job for a short while, then park: an idle program costs nothing. A job is a number of
+//! tasks taken in order from a shared counter; the caller works too. Which thread runs a task is not fixed, so a
+//! task's result must depend on its number alone: that is what makes results the same on any number of threads.
 
 use std::cell::{Cell, UnsafeCell};
 use std::hint;
@@ -35,9 +35,9 @@ struct Shared {
     parked: Vec<AtomicBool>,
 }
 
-// SAFETY: `job` is written only by the thread that holds `Pool::caller`, while the state word says that no job is open
-// and nobody is at work; workers read it only between joining an open job and leaving it. The task behind the pointer is
-// `Sync`.
+// SAFETY: `job` is written only by the thread that holds `Pool::caller`, while the state word says that no job is
+// open and nobody is at work; workers read it only between joining an open job and leaving it. The task behind the
+// pointer is `Sync`.
 unsafe impl Sync for Shared {}
 // SAFETY: the only field that is not `Send` by itself is the pointer in `job`, used as said above.
 unsafe impl Send for Shared {}
@@ -92,8 +92,9 @@ impl Threads {
         self.pool.workers.len() + 1
     }
 
-    /// Runs `task(0)` to `task(num_tasks - 1)`, each once, and returns when all are done. Called from inside a task, or
-    /// while another thread uses the pool, it runs them on the calling thread alone. A panic in a task is passed on.
+    /// Runs `task(0)` to `task(num_tasks - 1)`, each once, and returns when all are done. Called from inside a task,
+    /// or while another thread uses the pool, it runs them on the calling thread alone. A panic in a task is passed
+    /// on.
     pub fn run(&self, num_tasks: usize, task: impl Fn(usize) + Sync) {
         if num_tasks == 0 {
             return;
@@ -114,7 +115,8 @@ impl Threads {
         }
     }
 
-    /// Cuts `data` into pieces of `piece_len` elements (the last may be shorter) and runs `task(index, piece)` on each.
+    /// Cuts `data` into pieces of `piece_len` elements (the last may be shorter) and runs `task(index, piece)` on
+    /// each.
     pub fn run_pieces<T: Send>(&self, data: &mut [T], piece_len: usize, task: impl Fn(usize, &mut [T]) + Sync) {
         assert!(piece_len > 0, "pieces of no element");
         let len = data.len();
@@ -122,8 +124,8 @@ impl Threads {
         self.run(len.div_ceil(piece_len), |index| {
             let start = index * piece_len;
             let end = (start + piece_len).min(len);
-            // SAFETY: the pieces of different tasks do not overlap, each task runs once, and `data` is borrowed mutably
-            // until all have ended.
+            // SAFETY: the pieces of different tasks do not overlap, each task runs once, and `data` is borrowed
+            // mutably until all have ended.
             let piece = unsafe { std::slice::from_raw_parts_mut(base.get().add(start), end - start) };
             task(index, piece);
         });
@@ -155,8 +157,8 @@ unsafe impl<T> Sync for SendPointer<T> {}
 impl Pool {
     fn run(&self, num_tasks: usize, task: &Task<'_>) {
         let shared = &*self.shared;
-        // SAFETY: only the lifetime is erased. The pointer is used by workers that joined the job, and this function does
-        // not return, nor unwind, before the job is closed and all of them have left.
+        // SAFETY: only the lifetime is erased. The pointer is used by workers that joined the job, and this function
+        // does not return, nor unwind, before the job is closed and all of them have left.
         let task: *const Task<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(task)) };
         // SAFETY: `caller` is held, no job is open and nobody is at work (the last call waited for it).
         unsafe { *shared.job.get() = Some(Job { task, num_tasks }) };

@@ -1,10 +1,11 @@
-//! A router's scores: softmax over each row of logits, the k largest of each row and their weights, and what statistics
-//! and losses need of the row, in one pass.
+//! A router's scores: softmax over each row of logits, the k largest of each row and their weights, and what
+//! statistics and losses need of the row, in one pass.
 //!
-//! Rows are short (one number for each expert) and many, so a task takes a block of rows and keeps one row in a padded
-//! scratch of whole vectors. The choice is made on the logits, whose order is that of the probabilities without their
-//! ties: a logit becomes a whole number of the same order, with the expert's number below it, so that the largest key is
-//! the choice, the lowest index wins a tie, and NaN, which gets the least key, is chosen last and breaks nothing.
+//! Rows are short (one number for each expert) and many, so a task takes a block of rows and keeps one row in a
+//! padded scratch of whole vectors. The choice is made on the logits, whose order is that of the probabilities
+//! without their ties: a logit becomes a whole number of the same order, with the expert's number below it, so that
+//! the largest key is the choice, the lowest index wins a tie, and NaN, which gets the least key, is chosen last and
+//! breaks nothing.
 //!
 //! Backward, with p the softmax, w the weights, g their gradient, b the gradient of p and c that of the log-sum-exp:
 //! `dl = p (b - <p, b> + c)`, plus for the chosen `w (g - <w, g>)` where weights are normalised (they are then the
@@ -55,11 +56,11 @@ pub struct ScoreSums {
     pub logits_squared: Option<f64>,
 }
 
-/// Softmax over the rows of `logits` `[T, E]` (f32, not shared: its memory becomes the probabilities) and the `k` largest
-/// of each. The weights are the probabilities of the chosen, divided by their sum if `normalize`.
+/// Softmax over the rows of `logits` `[T, E]` (f32, not shared: its memory becomes the probabilities) and the `k`
+/// largest of each. The weights are the probabilities of the chosen, divided by their sum if `normalize`.
 ///
-/// A tie goes to the lowest index. NaN counts as lower than everything when the choice is made; the row's probabilities
-/// are then NaN, as they are if a logit is positive infinity or all are negative infinity.
+/// A tie goes to the lowest index. NaN counts as lower than everything when the choice is made; the row's
+/// probabilities are then NaN, as they are if a logit is positive infinity or all are negative infinity.
 #[must_use]
 pub fn softmax_top_k(ctx: &Context, logits: Tensor, k: usize, normalize: bool) -> TopK {
     softmax_top_k_with(ctx, logits, (k, normalize), true)
@@ -185,8 +186,8 @@ kernel! {
     }
 }
 
-/// The largest of `row`, as many as `ids` takes. `keys` is scratch as long as the row, rounded up to whole vectors; what
-/// is beyond the row must be 0 and stays so.
+/// The largest of `row`, as many as `ids` takes. `keys` is scratch as long as the row, rounded up to whole vectors;
+/// what is beyond the row must be 0 and stays so.
 #[inline(always)]
 fn choose(row: &[f32], keys: &mut [u64], ids: &mut [u32]) {
     for (index, (key, &x)) in keys.iter_mut().zip(row).enumerate() {
@@ -220,8 +221,8 @@ pub struct ChoiceSums {
     pub weights: Vec<f64>,
 }
 
-/// The sums of the choices `ids [T, K]` (u32) of `num_experts` experts with their `weights [T, K]` (f32). An id that is no expert's is
-/// no choice.
+/// The sums of the choices `ids [T, K]` (u32) of `num_experts` experts with their `weights [T, K]` (f32). An id that
+/// is no expert's is no choice.
 #[must_use]
 pub fn choice_sums(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
     assert_eq!(weights.shape(), ids.shape(), "choice_sums: weights {:?}, ids {:?}", weights.shape(), ids.shape());
@@ -335,8 +336,8 @@ kernel! {
     }
 }
 
-/// `g_i - <w, g>` for weights that add up to 1, as `sum_j w_j (g_i - g_j)`: where one weight is nearly 1, the difference
-/// of the two would be all rounding.
+/// `g_i - <w, g>` for weights that add up to 1, as `sum_j w_j (g_i - g_j)`: where one weight is nearly 1, the
+/// difference of the two would be all rounding.
 #[inline(always)]
 fn centered(i: usize, weights: &[f32], grads: &[f32]) -> f32 {
     weights.iter().zip(grads).map(|(w, g)| w * (grads[i] - g)).sum()

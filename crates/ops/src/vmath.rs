@@ -2,8 +2,8 @@
 
 use crate::simd::Level;
 
-/// `e^x` within 2 units in the last place. Results below the smallest normal number are 0, above the largest infinite;
-/// NaN stays NaN.
+/// `e^x` within 2 units in the last place. Results below the smallest normal number are 0, above the largest
+/// infinite; NaN stays NaN.
 ///
 /// Range reduction to `x = n ln 2 + r` with `|r| <= ln 2 / 2` and the polynomial of Cephes' `expf`.
 #[inline(always)]
@@ -40,8 +40,8 @@ pub(crate) fn exp<S: Level>(x: f32) -> f32 {
 /// Below this [`exp2_falling`] is zero: no subnormal numbers, which take some processors a hundred times as long.
 pub(crate) const LEAST_POWER: f32 = -125.0;
 
-/// `2^x` for `x <= 0` within 2 units in the last place: about half the work of [`exp`]. 0 from `x < -125` down, exactly 1
-/// at 0; NaN stays NaN. For `x` of 1 and more the result has no meaning.
+/// `2^x` for `x <= 0` within 2 units in the last place: about half the work of [`exp`]. 0 from `x < -125` down,
+/// exactly 1 at 0; NaN stays NaN. For `x` of 1 and more the result has no meaning.
 #[inline(always)]
 pub(crate) fn exp2_falling<S: Level>(x: f32) -> f32 {
     const MIN: f32 = LEAST_POWER;
@@ -80,7 +80,8 @@ fn twice_artanh<S: Level>(s: f32) -> f32 {
     2.0 * s * S::mul_add(p, z, 1.0)
 }
 
-/// `ln(x)` within a few units in the last place; of 0 minus infinity, of less and of NaN NaN. Subnormal numbers count as 0.
+/// `ln(x)` within a few units in the last place; of 0 minus infinity, of less and of NaN NaN. Subnormal numbers count
+/// as 0.
 #[inline(always)]
 pub(crate) fn ln<S: Level>(x: f32) -> f32 {
     /// ln 2 in two parts; products of the first with exponents are exact.

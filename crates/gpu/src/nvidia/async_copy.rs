@@ -1,7 +1,8 @@
-//! Asynchronous copies of small results to the host: each is queued behind the kernel that makes the result and waited for by itself.
+//! Asynchronous copies of small results to the host: each is queued behind the kernel that makes the result and
+//! waited for by itself.
 //!
-//! A result that is copied only when it is read comes after everything that was queued meanwhile. Drawn tokens cannot wait for that: the
-//! next step is queued before the host knows them.
+//! A result that is copied only when it is read comes after everything that was queued meanwhile. Drawn tokens cannot
+//! wait for that: the next step is queued before the host knows them.
 
 use std::panic::panic_any;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -51,7 +52,8 @@ impl DownloadSlots {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives the memory back. No copy is in flight, as each keeps the owner of the slots. The context must be this thread's.
+    /// Gives the memory back. No copy is in flight, as each keeps the owner of the slots. The context must be this
+    /// thread's.
     pub(super) fn give_back(&mut self) {
         if let Some(Start(start)) = self.start.take().flatten() {
             // SAFETY: the driver gave the memory. A device that failed has nothing to give back.

@@ -1,8 +1,8 @@
 //! Copies between the host and a device by way of a ring of page-locked memory, piece by piece.
 //!
-//! From pageable memory the driver copies at a fraction of the bus's rate, and the caller has to wait; page-locked memory the device reads
-//! by itself while the host fills the next piece (CUDA programming guide, "Page-locked host memory"). The source is read before a call
-//! returns, so it may be written to at once.
+//! From pageable memory the driver copies at a fraction of the bus's rate, and the caller has to wait; page-locked
+//! memory the device reads by itself while the host fills the next piece (CUDA programming guide, "Page-locked host
+//! memory"). The source is read before a call returns, so it may be written to at once.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -42,7 +42,8 @@ pub(super) struct PinnedRing<E> {
     start: *mut u8,
     ring: Mutex<Ring<E>>,
 }
-// SAFETY: the memory is this value's own, and whoever uses a part of it holds the lock; events are handles of any thread.
+// SAFETY: the memory is this value's own, and whoever uses a part of it holds the lock; events are handles of any
+// thread.
 unsafe impl<E: Send> Send for PinnedRing<E> {}
 // SAFETY: as above.
 unsafe impl<E: Send> Sync for PinnedRing<E> {}
@@ -50,7 +51,8 @@ unsafe impl<E: Send> Sync for PinnedRing<E> {}
 impl<E> PinnedRing<E> {
     /// # Safety
     ///
-    /// [`PINNED_BYTES`] bytes from `start` on are nobody else's for as long as this value is there, and were written once.
+    /// [`PINNED_BYTES`] bytes from `start` on are nobody else's for as long as this value is there, and were written
+    /// once.
     pub(super) unsafe fn new(start: *mut u8) -> Self {
         Self { start, ring: Mutex::new(Ring { len: PINNED_BYTES, next: 0, in_flight: VecDeque::new() }) }
     }
@@ -144,8 +146,8 @@ struct Ring<E> {
 }
 
 impl<E> Ring<E> {
-    /// The next place of so many bytes, and the events that must have happened before it is used. Places that were given before and are not
-    /// in flight do not overlap it as long as all of them and the unused end fit the ring.
+    /// The next place of so many bytes, and the events that must have happened before it is used. Places that were
+    /// given before and are not in flight do not overlap it as long as all of them and the unused end fit the ring.
     fn next(&mut self, bytes: usize) -> (Range<usize>, Vec<E>) {
         let start = if self.next + bytes > self.len { 0 } else { self.next };
         let place = start..start + bytes;

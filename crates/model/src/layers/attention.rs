@@ -299,7 +299,10 @@ pub(super) fn attend(
 ) -> (Tensor, Tensor) {
     match &pass.relative {
         None => attention_with_sinks(pass.ctx, qkv, sinks, shape),
-        Some(relative) => (attention_biased(pass.ctx, qkv, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32)),
+        Some(relative) => {
+            let (q, k, v) = qkv;
+            (attention_biased(pass.ctx, q, k, v, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32))
+        }
     }
 }
 
@@ -314,7 +317,8 @@ fn attend_backward(
     match &pass.relative {
         None => (attention_backward(pass.ctx, d_o, qkv, (o, lse), shape).into(), None),
         Some(relative) => {
-            let grads = attention_biased_backward(pass.ctx, d_o, qkv, &relative.rule(), shape);
+            let (q, k, v) = qkv;
+            let grads = attention_biased_backward(pass.ctx, d_o, q, k, v, &relative.rule(), shape);
             (grads.qkv, grads.bias)
         }
     }

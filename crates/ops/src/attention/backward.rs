@@ -1,4 +1,7 @@
 //! Attention backward: a task owns a range of keys and passes over all query rows that see them.
+//!
+//! Shapes: `S` queries, `H` query heads, `G` key and value heads, `h` elements a head. Rows of one key head are its
+//! `H / G` query heads of each query, by query and then by head.
 
 mod row_block;
 mod scores;
@@ -13,9 +16,12 @@ use super::sequences::{OwnedTask, Sequence, TaskList};
 use crate::Context;
 use crate::parallel::{Lent, PIECE, piece_range};
 
-/// Tasks to have at least, where the keys can be cut: few sequences and heads should still keep many threads at work.
+/// The least number of tasks of a pass whose keys can be cut, so that few sequences and heads still occupy many
+/// threads.
 const MIN_TASKS: usize = 16;
 
+/// The inputs of the backward pass: the gradient `d_o` of the output, the forward pass's inputs and results, and the
+/// format that rows are packed in.
 pub(super) struct Inputs<'a> {
     pub(super) d_o: Values<'a>,
     pub(super) q: Values<'a>,
@@ -26,24 +32,28 @@ pub(super) struct Inputs<'a> {
     pub(super) format: OperandFormat,
 }
 
+/// The gradients of queries, keys and values, f32.
 pub(super) struct Grads {
     pub(super) dq: Tensor,
     pub(super) dk: Tensor,
     pub(super) dv: Tensor,
 }
 
-/// The parts that the keys of a sequence are cut into. Each has its own share of `dq`, and these are added up in the order of the keys at
-/// the end; that of the first part goes to `dq` itself.
+/// The parts that the keys of a sequence are cut into.
+///
+/// Each part has its own share of `dq`. The share of the first part is `dq` itself; the others are added to it at the
+/// end, in the order of the keys.
 #[derive(Clone, Copy)]
 struct Cut {
     part_len: usize,
     num_parts: usize,
-    /// The first element of the shares of its later parts, one part's after the other's.
+    /// The offset of the shares of the later parts, one behind the other, in the buffer of all shares.
     first_share: usize,
 }
 
 impl Cut {
-    /// The cut of a sequence whose pass has `num_pairs` pairs of a sequence and a key head: by sizes alone.
+    /// Cuts the keys of a sequence by sizes alone, so that the sums' order does not depend on the number of threads.
+    /// `num_pairs` is the number of pairs of a sequence and a key head in the pass.
     fn new(sequence: &Sequence<'_>, num_pairs: usize, first_share: usize) -> Self {
         if sequence.num_queries == 0 || sequence.heads.head_dim == 0 {
             return Self { part_len: 0, num_parts: 0, first_share };
@@ -53,7 +63,7 @@ impl Cut {
         Self { part_len, num_parts: sequence.num_keys.div_ceil(part_len), first_share }
     }
 
-    /// The cuts of all sequences, and the number of elements of all shares.
+    /// Returns the cuts of all sequences and the number of elements of all shares together.
     fn all(sequences: &[Sequence<'_>], num_pairs: usize) -> (Vec<Self>, usize) {
         let mut num_elements = 0;
         let cut = |sequence: &Sequence<'_>| {
@@ -65,9 +75,10 @@ impl Cut {
     }
 }
 
-/// Computes the three gradients. Rows of `dk` and `dv` of no sequence are left as they are, and those of sequences without queries.
+/// Computes the three gradients.
 ///
-/// Keys are cut into parts as is best for `num_pairs` pairs of a sequence and a key head, whatever other sequences there are.
+/// Rows of `dk` and `dv` that belong to no sequence, or to a sequence without queries, are left as they are. Keys are
+/// cut as suits `num_pairs` pairs of a sequence and a key head, whatever other sequences there are.
 pub(super) fn run(ctx: &Context, inputs: &Inputs<'_>, sequences: &[Sequence<'_>], num_pairs: usize, grads: &mut Grads) {
     let (cuts, num_shared) = Cut::all(sequences, num_pairs);
     let mut shares = ctx.zeros(&[num_shared], DType::F32);
@@ -110,6 +121,7 @@ fn add_shares(ctx: &Context, sequences: &[Sequence<'_>], cuts: &[Cut], shares: &
     });
 }
 
+/// The gradients' memory, lent to the tasks.
 struct Outputs<'a> {
     dq: Lent<'a, f32>,
     shares: Lent<'a, f32>,

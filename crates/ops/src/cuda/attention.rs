@@ -1,7 +1,7 @@
-//! [`attention`](crate::attention) on a GPU: bf16 tensors whose heads are whole vectors of 8 on tensor cores, in blocks of 64 rows; others
-//! in f32 on the plain units, blocks of 32 rows against 32 keys at a time. Where
-//! there are few rows, as in decoding, several blocks share the keys of one. Wider heads, whose keys are their values (what latent attention
-//! keeps), have a kernel forward alone.
+//! [`attention`](crate::attention) on a GPU: bf16 tensors whose heads are whole vectors of 8 on tensor cores, in
+//! blocks of 64 rows; others in f32 on the plain units, blocks of 32 rows against 32 keys at a time. Where there are
+//! few rows, as in decoding, several blocks share the keys of one. Wider heads, whose keys are their values (what
+//! latent attention keeps), have a kernel forward alone.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -19,7 +19,8 @@ const FEW_ROWS: usize = 16;
 const THREADS: usize = 128;
 /// Threads that add up what a head's sink gets.
 const SINK_THREADS: usize = 256;
-/// Blocks that keep a GPU busy, and the fewest keys for which one is worth it: of wide heads a key is as much as four others.
+/// Blocks that keep a GPU busy, and the fewest keys for which one is worth it: of wide heads a key is as much as four
+/// others.
 const WANTED_BLOCKS: usize = 256;
 const MIN_PART_KEYS: usize = 256;
 const MIN_WIDE_PART_KEYS: usize = 64;
@@ -29,12 +30,13 @@ const MAX_KEYS_DIM: usize = 192;
 /// The sizes of wider heads whose keys are their values, forward, as kernels' names end, and the threads of a block.
 const WIDE_DIMS: [usize; 2] = [320, 576];
 const WIDE_THREADS: usize = 256;
-/// Tiles of 64 rows or keys in shared memory on tensor cores: one of queries, two of keys and two of values; backward two that stay and
-/// two of half as many rows that come while two are computed with.
+/// Tiles of 64 rows or keys in shared memory on tensor cores: one of queries, two of keys and two of values; backward
+/// two that stay and two of half as many rows that come while two are computed with.
 const TENSOR_TILES: usize = 5;
 const TENSOR_TILES_BACK: usize = 4;
-/// The largest heads of which queries, keys and values are made by the kernel that attends to them, and what that has in shared memory
-/// besides what it asks for, with what aligns both. Of more blocks than a GPU has at a time each would wait for what it makes.
+/// The largest heads of which queries, keys and values are made by the kernel that attends to them, and what that has
+/// in shared memory besides what it asks for, with what aligns both. Of more blocks than a GPU has at a time each
+/// would wait for what it makes.
 const MAX_PLACED_DIM: usize = 128;
 const PLACED_OTHER_BYTES: usize = 2 << 10;
 const MAX_PLACED_BLOCKS: usize = 256;
@@ -64,8 +66,8 @@ fn wide_dim(on: On<'_>, head_dim: usize) -> Option<usize> {
     (head_dim > MAX_DIM && head_dim.is_multiple_of(8) && wide_bytes(dim) <= on.gpu.most_shared()).then_some(dim)
 }
 
-/// Shared memory of such a block: its rows of queries, two tiles of keys, scores, their weights, and three numbers a row
-/// (`attention_wide.cu`).
+/// Shared memory of such a block: its rows of queries, two tiles of keys, scores, their weights, and three numbers a
+/// row (`attention_wide.cu`).
 fn wide_bytes(dim: usize) -> usize {
     2 * (TENSOR_BLOCK + 2 * BLOCK) * dim + TENSOR_BLOCK * (4 * (BLOCK + 4) + 2 * (BLOCK + 8) + 3 * 4)
 }
@@ -79,7 +81,8 @@ fn is_wide(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> bool {
         && (std::ptr::eq(k, v) || on.gpu.address(k) == on.gpu.address(v))
 }
 
-/// Shared memory of a block on the plain units: tiles of queries and keys, of values and gradients, and one of scores for each of these.
+/// Shared memory of a block on the plain units: tiles of queries and keys, of values and gradients, and one of scores
+/// for each of these.
 fn shared_bytes(shape: &AttentionShape, tiles: usize) -> usize {
     let (q, v) = (shape.head_dim + 1, shape.value_dim + 1);
     BLOCK * (2 * q + tiles * v + tiles * (BLOCK + 1)) * 4
@@ -155,13 +158,15 @@ fn forward_bytes(shape: &AttentionShape) -> usize {
     tensor_bytes(shape, TENSOR_TILES) - other_rows
 }
 
-/// Shared memory of a block that also makes the queries that share a key head, the key and the value: these, and a number for each row.
+/// Shared memory of a block that also makes the queries that share a key head, the key and the value: these, and a
+/// number for each row.
 fn placed_bytes(shape: &AttentionShape) -> usize {
     let rows = shape.num_heads / shape.num_kv_heads + 1;
     forward_bytes(shape) + 2 * shape.value_dim + 4 * rows * (shape.head_dim + 1)
 }
 
-/// What makes queries, the newest keys and values, if that would be launched next and the kernel that attends can do it.
+/// What makes queries, the newest keys and values, if that would be launched next and the kernel that attends can do
+/// it.
 fn placed(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> Option<qkv_norm_rope_append::Placed> {
     let has_room = placed_bytes(shape) + PLACED_OTHER_BYTES <= on.gpu.most_shared();
     let are_few = are_few(shape) && shape.num_kv_heads * shape.batch <= MAX_PLACED_BLOCKS;
@@ -257,8 +262,8 @@ fn launch_placed(on: On<'_>, blocks: usize, shape: &AttentionShape, args: &[Arg<
     let kernel = &format!("attention_placed_{}", tensor_dim(shape));
     let (grid, shared) = ([blocks, shape.num_kv_heads, shape.batch], placed_bytes(shape));
     let launch = Launch { source: &ATTENTION_PLACED, kernel, grid, threads: THREADS, shared, args };
-    // SAFETY: as of `qkv_norm_rope_append` and of attention: of what a block makes, it alone reads the key and the value, and who reads the queries
-    // comes after it.
+    // SAFETY: as of `qkv_norm_rope_append` and of attention: of what a block makes, it alone reads the key and the
+    // value, and who reads the queries comes after it.
     unsafe { on.gpu.launch(&launch) };
 }
 
@@ -271,8 +276,8 @@ fn launch_wide(on: On<'_>, dim: usize, blocks: usize, shape: &AttentionShape, ar
     unsafe { on.gpu.launch(&launch) };
 }
 
-/// How many blocks share the keys of one row, as few queries have too few blocks to occupy a GPU, and how many keys each has, at least
-/// about `min_keys`.
+/// How many blocks share the keys of one row, as few queries have too few blocks to occupy a GPU, and how many keys
+/// each has, at least about `min_keys`.
 fn parts(shape: &AttentionShape, min_keys: usize) -> (usize, usize) {
     let blocks = row_blocks(shape, TENSOR_BLOCK) * shape.num_kv_heads * shape.batch;
     let seen = shape.window.map_or(shape.kv_len, |window| shape.kv_len.min(window + shape.seq_len + TENSOR_BLOCK));

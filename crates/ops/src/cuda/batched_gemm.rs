@@ -1,5 +1,5 @@
-//! Batches several small GEMMs that share an input into one launch, because launch latency would dominate, and because one of them alone
-//! would keep only a small part of a GPU busy.
+//! Batches several small GEMMs that share an input into one launch, because launch latency would dominate, and
+//! because one of them alone would keep only a small part of a GPU busy.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -123,8 +123,8 @@ impl BatchedGemm<'_> {
         }
         let grid = [num_blocks, rows.div_ceil(height), 1];
         let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared, args: &args };
-        // SAFETY: a block reads its columns' rows of one matrix and the rows of A, and writes their sums; the base is as large as the
-        // first result.
+        // SAFETY: a block reads its columns' rows of one matrix and the rows of A, and writes their sums; the base is
+        // as large as the first result.
         unsafe { on.gpu.launch(&launch) };
     }
 }

@@ -1,6 +1,6 @@
-//! Weights in [blocks](crate::quantized) on a GPU: multiplied with as they lie by up to some rows (`small_m_gemm.rs`); turned into bf16 for
-//! more, anew for each product, of a layer's experts those that have rows. Activations are rounded to bf16, not to whole numbers as they
-//! are on the host.
+//! Weights in [blocks](crate::quantized) on a GPU: multiplied with as they lie by up to some rows
+//! (`small_m_gemm.rs`); turned into bf16 for more, anew for each product, of a layer's experts those that have rows.
+//! Activations are rounded to bf16, not to whole numbers as they are on the host.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -31,8 +31,9 @@ fn code(dtype: DType) -> u32 {
     }
 }
 
-/// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are left out: what is in
-/// their place is unspecified. Of matrices that are `apart` there are those alone, one behind the other.
+/// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are
+/// left out: what is in their place is unspecified. Of matrices that are `apart` there are those alone, one behind
+/// the other.
 pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apart: Option<Apart<'_>>) -> Tensor {
     let (dtype, width) = (blocks.dtype(), blocks.cols());
     let groups = offsets.map_or(1, |offsets| offsets.len() - 1);

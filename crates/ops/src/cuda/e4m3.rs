@@ -1,4 +1,5 @@
-//! [`e4m3`](crate::e4m3) on a GPU: rounded to bf16 numbers, or to bytes with their scales beside them for products that take these.
+//! [`e4m3`](crate::e4m3) on a GPU: rounded to bf16 numbers, or to bytes with their scales beside them for products
+//! that take these.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -64,8 +65,8 @@ pub(super) fn pack_matrices(on: On<'_>, weights: &Tensor, rows: usize, offsets: 
     to
 }
 
-/// The transposes `[N, M]` of each group's matrices, side by side, and their blocks' scales alike; `rows` is a multiple of 16, and of
-/// [`BLOCK`] where a group has several matrices.
+/// The transposes `[N, M]` of each group's matrices, side by side, and their blocks' scales alike; `rows` is a
+/// multiple of 16, and of [`BLOCK`] where a group has several matrices.
 pub(super) fn pack_turned_matrices(on: On<'_>, weights: &Tensor, rows: usize, offsets: &Tensor) -> Packed {
     let mut to = Packed::for_matrices(on, weights, rows);
     let args = [Arg::none(), Arg::none(), on.write(&mut to.bytes), on.write(&mut to.scales)];
@@ -104,6 +105,7 @@ fn launch(
     ];
     let grid = [columns.div_ceil(BLOCK), rows.div_ceil(BLOCK), matrices];
     let launch = Launch { source: &E4M3, kernel: "e4m3_matrices", grid, threads: THREADS, shared: 0, args: &args };
-    // SAFETY: a block reads and writes its rows and columns of its matrix; there are offsets for each group of matrices.
+    // SAFETY: a block reads and writes its rows and columns of its matrix; there are offsets for each group of
+    // matrices.
     unsafe { on.gpu.launch(&launch) };
 }

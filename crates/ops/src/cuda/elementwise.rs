@@ -1,4 +1,5 @@
-//! [`elementwise`](crate::elementwise), [`adamw`](crate::adamw), [`embedding`](crate::embedding) and [`rope`](crate::rope) on a GPU.
+//! [`elementwise`](crate::elementwise), [`adamw`](crate::adamw), [`embedding`](crate::embedding) and
+//! [`rope`](crate::rope) on a GPU.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -268,8 +269,8 @@ pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DTy
 /// Rows that one block adds up: those of an id that is everywhere are the work of many.
 const ROWS_OF_PIECE: usize = 32;
 
-/// Tokens are put in the order of their ids first, so that one block has some rows of an id; the sums of these are then added to the
-/// id's row.
+/// Tokens are put in the order of their ids first, so that one block has some rows of an id; the sums of these are
+/// then added to the id's row.
 pub(crate) fn embedding_backward(on: On<'_>, ids: &[u32], dy: &Tensor, dtable: &mut Tensor) {
     let mut order: Vec<u32> = (0..ids.len() as u32).collect();
     order.sort_by_key(|&token| ids[token as usize]);
@@ -345,7 +346,8 @@ pub(crate) fn rope(on: On<'_>, x: &mut Tensor, rotation: &Rotation<'_>, position
     unsafe { on.launch(&ELEMENTWISE, "rotate", positions.len(), &args) };
 }
 
-/// Numbers that one call for bytes and two for halves of words give, in a group of which sixteen threads have a part each.
+/// Numbers that one call for bytes and two for halves of words give, in a group of which sixteen threads have a part
+/// each.
 const FACTOR_GROUP: u64 = 256;
 
 pub(crate) fn times_factors(on: On<'_>, x: &Tensor, factors: &random::Factors) -> Tensor {

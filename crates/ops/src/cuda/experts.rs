@@ -1,5 +1,5 @@
-//! [`experts`](crate::experts) on a GPU: the same phases in the same order, each product with its epilogue as one launch, and the
-//! rows of a token added up by the one block that has the token.
+//! [`experts`](crate::experts) on a GPU: the same phases in the same order, each product with its epilogue as one
+//! launch, and the rows of a token added up by the one block that has the token.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -170,7 +170,8 @@ enum Numbers {
 
 impl Numbers {
     fn of(on: On<'_>, is_fp8: bool, (d, f): (usize, usize), map: &Rows<'_>) -> Self {
-        // Copies of 16 bytes, blocks that are whole in both directions where gate and up are side by side, and more than few rows.
+        // Copies of 16 bytes, blocks that are whole in both directions where gate and up are side by side, and more
+        // than few rows.
         let has_kernel = d.is_multiple_of(16) && f.is_multiple_of(BLOCK) && map.groups().most() > FEW_ROWS;
         match is_fp8 {
             false => Self::Given,
@@ -197,7 +198,8 @@ impl Numbers {
         }
     }
 
-    /// The same for products with the matrices as they stand, which are those of eight-bit floats with the transposed ones.
+    /// The same for products with the matrices as they stand, which are those of eight-bit floats with the transposed
+    /// ones.
     fn matrices_of_backward(self, on: On<'_>, (weights, rows): (&Tensor, usize), map: &Rows<'_>) -> (Form, Operand) {
         match self {
             Self::Fp8 => (Form::Nt, e4m3::pack_turned_matrices(on, weights, rows, map.offsets.tensor()).into()),
@@ -377,15 +379,17 @@ pub(crate) fn bias_grad(
         ];
         let grid = [width.div_ceil(32), offsets.len() - 1, 1];
         let (source, kernel) = (&GROUPED, "sum_group_rows");
-        // SAFETY: a block reads its group's rows, or those of their tokens, and writes its columns of the group's sums.
+        // SAFETY: a block reads its group's rows, or those of their tokens, and writes its columns of the group's
+        // sums.
         unsafe { on.gpu.launch(&Launch { source, kernel, grid, threads: THREADS, shared: 0, args: &args }) };
     };
     sum(dh, false, gate_up);
     sum(dy, true, down);
 }
 
-/// Tokens whose rows are added up by the last blocks that make them: of more, a kernel of their own is quicker. (An H100: second products
-/// of eight of OLMoE's tokens with their sums went at 2.2 TB/s, of 64 without at 2.7, where the sums are 3 us.)
+/// Tokens whose rows are added up by the last blocks that make them: of more, a kernel of their own is quicker. (An
+/// H100: second products of eight of OLMoE's tokens with their sums went at 2.2 TB/s, of 64 without at 2.7, where the
+/// sums are 3 us.)
 const MAX_COMBINED_BY_LAST: usize = 4;
 
 /// Columns that a block adds up.
@@ -402,7 +406,8 @@ pub(crate) fn combine(
     combine_onto(on, outputs, rows, weights, shape, None)
 }
 
-/// The product that makes the few rows to be combined, if it would be launched next: it is not, and the caller's kernel does it.
+/// The product that makes the few rows to be combined, if it would be launched next: it is not, and the caller's
+/// kernel does it.
 fn product_of(on: On<'_>, outputs: &Tensor, num_tokens: usize) -> Option<CapturedLaunch> {
     if num_tokens > MAX_COMBINED_BY_LAST {
         return None;
@@ -437,7 +442,8 @@ fn combine_onto(
         args.truncate(args.len() - COMBINE_ARGS);
         args.extend([on.read(token_rows.tensor()), on.read_or_none(weights), on.read_or_none(base), on.write(&mut y)]);
         args.extend([shape[0].into(), rows.num_choices.into(), on.read(&counters)]);
-        // SAFETY: as of the product, after which the last block of some columns reads what all wrote there, and writes them of `y`.
+        // SAFETY: as of the product, after which the last block of some columns reads what all wrote there, and
+        // writes them of `y`.
         unsafe { on.gpu.launch(&Launch { args: &args, ..product.launch() }) };
         drop(args);
         return y;
@@ -532,8 +538,8 @@ pub(crate) fn backward(
     ExpertsBackward { dx, d_row_weights, dh, weighed: Some(weighed) }
 }
 
-/// The gradients of the weights, from the `weighed` activations of [`backward`]; `keeps_unused` leaves those of experts without rows as
-/// they are.
+/// The gradients of the weights, from the `weighed` activations of [`backward`]; `keeps_unused` leaves those of
+/// experts without rows as they are.
 pub(crate) fn weight_grad(
     on: On<'_>,
     (inputs, weighed): (WeightGradInputs<'_>, &Tensor),

@@ -1,8 +1,8 @@
 //! Products on a GPU: of groups of rows with matrices of their own, and plain ones as one group.
 //!
-//! Groups of few rows, as in decoding, have a kernel that reads each row of the matrices once; so have groups of some rows with matrices of
-//! bf16 or in blocks, on tensor cores. Other bf16 products whose sizes are
-//! whole vectors of 8 go to the tensor cores (asynchronous copies in four stages; on Hopper `wgmma`, and tensor copies of matrices;
+//! Groups of few rows, as in decoding, have a kernel that reads each row of the matrices once; so have groups of some
+//! rows with matrices of bf16 or in blocks, on tensor cores. Other bf16 products whose sizes are whole vectors of 8
+//! go to the tensor cores (asynchronous copies in four stages; on Hopper `wgmma`, and tensor copies of matrices;
 //! `mma.sync` elsewhere); all others to a plain kernel. Which one is taken depends on sizes, types and the GPU alone.
 
 use std::sync::OnceLock;
@@ -22,16 +22,16 @@ pub(super) const TILE: usize = 128;
 const SHARED: usize = 4 * 2 * TILE * 32 * 2;
 /// Bytes of a warp's sums on their way to an epilogue of Hopper's kernels (`hopper_finish.cuh`).
 const OWN_BUFFERS: usize = 4096;
-/// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, the depth of a stage, and their shared
-/// memory: four stages, sums of eight warps on their way, barriers, and how far the block is.
+/// Columns of a tile of Hopper's kernels, which has as many rows as the others', their threads, the depth of a stage,
+/// and their shared memory: four stages, sums of eight warps on their way, barriers, and how far the block is.
 pub(super) const HOPPER_COLUMNS: usize = 256;
 const HOPPER_THREADS: usize = 384;
 pub(super) const HOPPER_DEPTH: usize = 64;
 const HOPPER_SHARED: usize = 4 * (TILE + HOPPER_COLUMNS) * HOPPER_DEPTH * 2 + 8 * OWN_BUFFERS + 8 * 8 + 8;
 /// The same of products in eight-bit floats: square tiles, six stages of 128 in depth.
 const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * OWN_BUFFERS + 12 * 8 + 8;
-/// The depth in which Hopper's blocks may be apart, about; a power of two. All tiles at work have 0.6 MB of operands for each
-/// of its 16 stages, of 50 MB that an H100's second-level cache holds.
+/// The depth in which Hopper's blocks may be apart, about; a power of two. All tiles at work have 0.6 MB of operands
+/// for each of its 16 stages, of 50 MB that an H100's second-level cache holds.
 const EPOCH_DEPTH: usize = 1024;
 /// Set to anything to let blocks drift apart, to compare.
 const NO_PACE_VARIABLE: &str = "MOEWORKS_NO_PACE";
@@ -111,8 +111,8 @@ impl Kernel {
         }
     }
 
-    /// What a kernel's arguments end with: Hopper's have no dimension of blocks to tell them how long the list of tiles, or how many
-    /// groups there are; those without tensor cores are told to round.
+    /// What a kernel's arguments end with: Hopper's have no dimension of blocks to tell them how long the list of
+    /// tiles, or how many groups there are; those without tensor cores are told to round.
     pub(super) fn last_arg(self, compute: DType, listed: usize) -> Option<Arg<'static>> {
         match self {
             Self::Tensor | Self::SmallM(_) => None,
@@ -188,7 +188,8 @@ pub(super) struct RowsProduct<'a> {
     /// f32 or bf16: what elements are multiplied as.
     pub(super) compute: DType,
     pub(super) groups: Groups<'a>,
-    /// Whether A is bf16 in the order of levels, as products take it that [`reads_blocks`](RowsProduct::reads_blocks) says.
+    /// Whether A is bf16 in the order of levels, as products take it that [`reads_blocks`](RowsProduct::reads_blocks)
+    /// says.
     pub(super) a_in_levels: bool,
     /// The scales of A and B, where these are [eight-bit floats](super::e4m3::Packed) (of [`Form::Nt`], on Hopper).
     pub(super) scales: Option<[&'a Tensor; 2]>,
@@ -204,7 +205,8 @@ pub(super) enum Groups<'a> {
 }
 
 impl Groups<'_> {
-    /// The most rows that a group may have. What depends on it must not depend on how many it has: that is not known here.
+    /// The most rows that a group may have. What depends on it must not depend on how many it has: that is not known
+    /// here.
     pub(super) fn most(self) -> usize {
         match self {
             Self::One { rows } => rows,
@@ -213,12 +215,13 @@ impl Groups<'_> {
     }
 }
 
-/// Names of an epilogue's kernels on tensor cores (Hopper's with `hopper_` before), elsewhere, and for few rows (of `A B^T` alone),
-/// and its arguments.
+/// Names of an epilogue's kernels on tensor cores (Hopper's with `hopper_` before), elsewhere, and for few rows (of
+/// `A B^T` alone), and its arguments.
 pub(super) struct Epilogue<'a> {
     pub(super) kernels: [&'static str; 3],
     pub(super) args: Vec<Arg<'a>>,
-    /// The places of sums of the form `A B^T` that are stored as they are: such a launch may be fused with the next one.
+    /// The places of sums of the form `A B^T` that are stored as they are: such a launch may be fused with the next
+    /// one.
     pub(super) stored: Option<Stored<'a>>,
 }
 
@@ -254,8 +257,8 @@ impl RowsProduct<'_> {
         }
     }
 
-    /// Whether a product without tensor cores has so few tiles that most of a GPU would wait for them, as that of a router has: a warp for
-    /// each column of eight rows is then quicker, though it reads B again for every eight.
+    /// Whether a product without tensor cores has so few tiles that most of a GPU would wait for them, as that of a
+    /// router has: a warp for each column of eight rows is then quicker, though it reads B again for every eight.
     fn has_few_tiles(&self) -> bool {
         match self.groups {
             Groups::One { rows } if self.b.dtype() == DType::F32 => are_few_tiles(rows, self.columns),
@@ -263,7 +266,8 @@ impl RowsProduct<'_> {
         }
     }
 
-    /// Whether a warp that has few rows takes two columns at a time, since one is over before it has asked for enough.
+    /// Whether a warp that has few rows takes two columns at a time, since one is over before it has asked for
+    /// enough.
     fn has_short_rows(&self, on: On<'_>) -> bool {
         if self.b.dtype().is_quantized() {
             return false;
@@ -330,7 +334,8 @@ impl RowsProduct<'_> {
         }
     }
 
-    /// Computes all sums and hands them to the epilogue. Blocks that are not multiplied with as they lie are turned into bf16 first.
+    /// Computes all sums and hands them to the epilogue. Blocks that are not multiplied with as they lie are turned
+    /// into bf16 first.
     ///
     /// # Safety
     ///
@@ -371,9 +376,9 @@ impl RowsProduct<'_> {
         self.is_there() && matches!(self.kernel(on), Kernel::SmallM(_))
     }
 
-    /// Whether matrices of this type and depth, one for each group as of this product, are in blocks that are multiplied with as they lie.
-    /// Groups of more rows than are taken at once read their blocks several times, and the rows for every few columns; turned into bf16
-    /// first, blocks of four bits cost eight times their bytes.
+    /// Whether matrices of this type and depth, one for each group as of this product, are in blocks that are
+    /// multiplied with as they lie. Groups of more rows than are taken at once read their blocks several times, and
+    /// the rows for every few columns; turned into bf16 first, blocks of four bits cost eight times their bytes.
     pub(super) fn reads_blocks(&self, dtype: DType, depth: usize) -> bool {
         let (rows, groups) = self.rows_and_groups();
         let are_few = self.groups.most() <= small_m_gemm::ROWS || rows <= small_m_gemm::ROWS * groups;
@@ -422,8 +427,8 @@ impl RowsProduct<'_> {
         let launch = kernel.launch(source, &name, grid, &args);
         let launch = Launch { shared: layout.map_or(launch.shared, |layout| layout.shared), ..launch };
         let pending = epilogue.stored.and_then(|stored| self.pending(on, kernel, a, (launch.grid, stored)));
-        // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the operation's
-        // checks say; the epilogue is the caller's promise.
+        // SAFETY: tiles lie within the rows, the gathered rows within A, and the groups' matrices within B, as the
+        // operation's checks say; the epilogue is the caller's promise.
         unsafe {
             match pending {
                 Some(product) => on.gpu.launch_pending(&launch, Pending::Product(product)),
@@ -450,7 +455,8 @@ impl RowsProduct<'_> {
         Some(PendingProduct { kernel, a: on.read(a), gather, b_is_bf16, columns, depth, to, base, grid })
     }
 
-    /// What the arguments of every kernel begin with, for A as it is read, a list of tiles, the depth and the stride of B.
+    /// What the arguments of every kernel begin with, for A as it is read, a list of tiles, the depth and the stride
+    /// of B.
     fn operands<'a>(
         &'a self,
         on: On<'_>,
@@ -509,8 +515,8 @@ impl RowsProduct<'_> {
         y
     }
 
-    /// The map of B for tensor copies of Hopper's kernels, in the GPU's memory: boxes of a tile's columns, or of a pair's half of them,
-    /// where rows lie along the depth, and of a stage's depth where they lie across it.
+    /// The map of B for tensor copies of Hopper's kernels, in the GPU's memory: boxes of a tile's columns, or of a
+    /// pair's half of them, where rows lie along the depth, and of a stage's depth where they lie across it.
     fn b_map(&self, on: On<'_>, b_stride: usize) -> Option<Tensor> {
         if self.apart.is_some() {
             return None;

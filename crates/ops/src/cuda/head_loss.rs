@@ -16,8 +16,8 @@ pub(crate) struct Row {
     pub(crate) is_correct: bool,
 }
 
-/// What each row gives, for [`rows`]; with a scale, the logits are replaced by their gradient, of a type. Of a row without a target
-/// nothing is said.
+/// What each row gives, for [`rows`]; with a scale, the logits are replaced by their gradient, of a type. Of a row
+/// without a target nothing is said.
 pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], grads: Option<(f32, DType)>) -> Tensor {
     let (columns, list, grad_scale) = (logits.cols(), on.u32s(targets), grads.map(|(scale, _)| scale));
     let mut results = on.empty(&[targets.len(), 3], DType::F32);

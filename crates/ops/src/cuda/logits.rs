@@ -15,7 +15,8 @@ const PAIRS: [(u32, u32); 6] = [(0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0)];
 /// With fewer tokens plain kernels are as quick on the way back.
 const MIN_BACKWARD_TOKENS: usize = 256;
 
-/// Whether tensor cores take the logits of T tokens and E experts from D activations of a type: few tokens have a kernel of their own.
+/// Whether tensor cores take the logits of T tokens and E experts from D activations of a type: few tokens have a
+/// kernel of their own.
 pub(crate) fn takes([t, e, d]: [usize; 3], of: DType) -> bool {
     takes_sizes(e, d, of) && !grouped::are_few_tiles(t, e)
 }

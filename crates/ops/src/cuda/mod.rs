@@ -1,8 +1,8 @@
-//! Launchers of the operations on a GPU, one file an operation, with the arguments and results of its twin on the CPU. The kernels and
-//! everything below a launch are in `moeworks_gpu`.
+//! Launchers of the operations on a GPU, one file an operation, with the arguments and results of its twin on the
+//! CPU. The kernels and everything below a launch are in `moeworks_gpu`.
 //!
-//! The twin has checked shapes before it calls these. Each launch's safety rests on that: kernels stay inside the sizes that
-//! they are given.
+//! The twin has checked shapes before it calls these. Each launch's safety rests on that: kernels stay inside the
+//! sizes that they are given.
 
 pub(crate) mod attention;
 mod batched_gemm;

@@ -1,5 +1,5 @@
-//! [`peak`](crate::peak) of a GPU. The bf16 rate is that of the instruction that products use there: `wgmma` on Hopper, `mma.sync`
-//! elsewhere; that of eight-bit floats is Hopper's.
+//! [`peak`](crate::peak) of a GPU. The bf16 rate is that of the instruction that products use there: `wgmma` on
+//! Hopper, `mma.sync` elsewhere; that of eight-bit floats is Hopper's.
 
 use moeworks_tensor::DType;
 
@@ -12,12 +12,14 @@ use moeworks_gpu::{Arg, Launch};
 const SUMS: usize = 8;
 /// Multiply-adds of a product by `mma.sync`.
 const PRODUCT: usize = 16 * 8 * 16;
-/// Multiply-adds of a group of four warps in a step on Hopper, of bf16 or of bytes, and the shared memory of bf16 operands.
+/// Multiply-adds of a group of four warps in a step on Hopper, of bf16 or of bytes, and the shared memory of bf16
+/// operands.
 const HOPPER_PRODUCT: usize = 64 * 256 * 64;
 const HOPPER_BYTE_PRODUCT: usize = 64 * 128 * 128;
 const HOPPER_SHARED: usize = (128 + 256) * 64 * 2;
 
-/// How much is done: enough to fill any GPU for about a millisecond, or little, where the emulation would take minutes.
+/// How much is done: enough to fill any GPU for about a millisecond, or little, where the emulation would take
+/// minutes.
 struct Amount {
     blocks: usize,
     steps: usize,

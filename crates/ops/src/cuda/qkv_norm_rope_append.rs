@@ -54,8 +54,8 @@ pub(crate) fn run(
     let (grid, shared) = ([rows, 3, 1], 4 * [q, k, v].iter().map(|x| x.cols()).max().unwrap_or(0));
     let args = &args(&append);
     let launch = Launch { source: &QKV_NORM_ROPE_APPEND, kernel: &kernel, grid, threads: THREADS, shared, args };
-    // SAFETY: a block reads a row of one of the three and writes it to its place, which is within what is kept; positions are those of
-    // the table.
+    // SAFETY: a block reads a row of one of the three and writes it to its place, which is within what is kept;
+    // positions are those of the table.
     unsafe { on.gpu.launch_pending(&launch, Pending::QkvAppend(append)) };
     queries
 }
@@ -95,8 +95,8 @@ fn args<'a>(append: &PendingQkvAppend<'a>) -> [Arg<'a>; 23] {
 /// The arguments of a kernel that does this beside its own work.
 pub(super) type Placed = [Arg<'static>; 16];
 
-/// The operation of one token of each sequence, in bf16, if it would be launched next and makes the queries, the last key and the last value
-/// `qkv` of an attention of this shape: it is not launched, and the caller's kernel does it.
+/// The operation of one token of each sequence, in bf16, if it would be launched next and makes the queries, the last
+/// key and the last value `qkv` of an attention of this shape: it is not launched, and the caller's kernel does it.
 pub(super) fn take(on: On<'_>, qkv: [Arg<'_>; 3], shape: &AttentionShape) -> Option<Placed> {
     let (append, _) = on.gpu.fuse_with_last(|pending| match pending {
         Pending::QkvAppend(append) => (append.to == qkv && is_for(&append, shape)).then_some(append),

@@ -7,7 +7,8 @@ use crate::linear::Write;
 use moeworks_gpu::sources::{GROUPED, RMS_NORM};
 use moeworks_gpu::{Launch, Pending, PendingNorm};
 
-/// Rows that get a block each: more keep a GPU busy by warps. (512 rows of 2,048 by warps took an H100 14 us, 256 by blocks 5.)
+/// Rows that get a block each: more keep a GPU busy by warps. (512 rows of 2,048 by warps took an H100 14 us, 256 by
+/// blocks 5.)
 const FEW: usize = 4096;
 /// Rows whose part of the weight's gradient one block adds up.
 const ROWS_EACH: usize = 16;
@@ -40,8 +41,9 @@ pub(crate) fn forward(on: On<'_>, x: &Tensor, weight: &Tensor, eps: f32, out: DT
     (y, inv_rms)
 }
 
-/// Launches the kernel that combines experts' rows and norms the sums, instead of the combination that would be launched next if that makes
-/// the rows `x` of the norm. One row is left to the product that takes its norm ([`fused_norm`](super::fused_norm)).
+/// Launches the kernel that combines experts' rows and norms the sums, instead of the combination that would be
+/// launched next if that makes the rows `x` of the norm. One row is left to the product that takes its norm
+/// ([`fused_norm`](super::fused_norm)).
 fn combine_and_norm(on: On<'_>, x: &Tensor, norm: &PendingNorm<'_>) -> bool {
     let PendingNorm { weight, eps, y, y_is_bf16, inv_rms, rows, width, .. } = *norm;
     let is_kept = (2..=FEW).contains(&rows) && width.is_multiple_of(8) && width <= MAX_KEPT && x.dtype() == DType::F32;

@@ -1,8 +1,9 @@
-//! [`top_k`](crate::top_k), [`score_top_k`](mod@crate::score_top_k) and [`counting_sort`](crate::counting_sort) on a GPU.
+//! [`top_k`](crate::top_k), [`score_top_k`](mod@crate::score_top_k) and [`counting_sort`](crate::counting_sort) on a
+//! GPU.
 //!
-//! A warp has a row of scores. The sort counts choices by (expert, rank, block of 1,024 tokens), scans each expert's counts by a
-//! block, and gives rows out by warps that compare their lanes' experts: the order is that of the CPU, without atomics that
-//! could change it.
+//! A warp has a row of scores. The sort counts choices by (expert, rank, block of 1,024 tokens), scans each expert's
+//! counts by a block, and gives rows out by warps that compare their lanes' experts: the order is that of the CPU,
+//! without atomics that could change it.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -28,8 +29,9 @@ const MAX_FEW_CHOICES: usize = 512;
 const MAX_DECIDED: usize = 64;
 /// Columns of a block of `route_few`.
 const ROUTE_COLUMNS: usize = 4;
-/// Rows that a router's kernel norms itself, and bytes of them that are kept in shared memory. For each block to norm more of them takes
-/// longer than a kernel that does it once. (An H100, eight of OLMoE's tokens: 25 us so, 11 and 3 apart.)
+/// Rows that a router's kernel norms itself, and bytes of them that are kept in shared memory. For each block to norm
+/// more of them takes longer than a kernel that does it once. (An H100, eight of OLMoE's tokens: 25 us so, 11 and 3
+/// apart.)
 const MAX_NORMED_ROWS: usize = 2;
 const MAX_NORMED_BYTES: usize = 64 << 10;
 /// With more experts the sort's counts do not fit into a block's shared memory.
@@ -87,8 +89,8 @@ fn product_of(on: On<'_>, logits: Arg<'_>) -> Option<LogitsProduct> {
     taken.map(|(product, launch)| LogitsProduct { product, launch })
 }
 
-/// A router's whole decision for few rows, with the product that makes its logits, and the norm that makes what is multiplied if that would
-/// be launched next.
+/// A router's whole decision for few rows, with the product that makes its logits, and the norm that makes what is
+/// multiplied if that would be launched next.
 fn decide_for_few(on: On<'_>, product: Option<LogitsProduct>, rows: usize, decision: &[Arg<'_>]) {
     let Some(LogitsProduct { product, launch }) = product else {
         // SAFETY: a warp of the one block reads and writes its row of each; of choices as `sort_few_choices`.
@@ -108,8 +110,8 @@ fn decide_for_few(on: On<'_>, product: Option<LogitsProduct>, rows: usize, decis
     args.extend_from_slice(decision);
     args.push(on.read(&counters));
     let launch = Launch { source: &ROUTE_FEW, kernel: "route_few", grid, threads: THREADS, shared, args: &args };
-    // SAFETY: what the three kernels may do; the last blocks have what they decide alone, and kernels that use the counters follow one
-    // another.
+    // SAFETY: what the three kernels may do; the last blocks have what they decide alone, and kernels that use the
+    // counters follow one another.
     unsafe { on.gpu.launch(&launch) };
 }
 
@@ -323,8 +325,8 @@ pub(crate) fn sort_choices(
     sorted
 }
 
-/// What the sort counts: `cells [E, K, blocks]`, the choices before those of an expert, rank and block of tokens; `counts [E]`; and, where
-/// they are wanted, `offsets [E + 1]`, the sums of the counts before each.
+/// What the sort counts: `cells [E, K, blocks]`, the choices before those of an expert, rank and block of tokens;
+/// `counts [E]`; and, where they are wanted, `offsets [E + 1]`, the sums of the counts before each.
 struct Counted {
     cells: Tensor,
     counts: Tensor,
@@ -356,7 +358,8 @@ fn sort_few_choices(on: On<'_>, (ids, weights): (&Tensor, &Tensor), num_experts:
     let mut sorted = FewChoices::new(on, (ids.rows(), ids.cols()), num_experts);
     let mut args = vec![on.read(ids), on.read(weights), ids.cols().into()];
     args.extend(sorted.args(on));
-    // SAFETY: the one block reads all choices, of which there are no more than it has room for, and gives each a row of its own.
+    // SAFETY: the one block reads all choices, of which there are no more than it has room for, and gives each a row
+    // of its own.
     unsafe { on.launch(&ROUTER, "sort_few_choices", 1, &args) };
     drop(args);
     sorted.sorted()
@@ -405,8 +408,8 @@ impl FewChoices {
     }
 }
 
-/// `num_tiles` triples (group, first row, rows): the tiles of at most `height` rows of the groups that begin at `offsets`, and after
-/// them tiles without rows. There must be no more tiles than that.
+/// `num_tiles` triples (group, first row, rows): the tiles of at most `height` rows of the groups that begin at
+/// `offsets`, and after them tiles without rows. There must be no more tiles than that.
 pub(super) fn list_tiles(on: On<'_>, offsets: &Tensor, height: usize, num_tiles: usize) -> Tensor {
     let mut tiles = on.empty(&[num_tiles, 3], DType::U32);
     let args = [on.read(offsets), on.write(&mut tiles), (offsets.len() - 1).into(), height.into(), num_tiles.into()];

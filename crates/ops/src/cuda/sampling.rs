@@ -1,4 +1,5 @@
-//! [`sampling`](crate::sampling) on a GPU: the host gets the tokens and not the logits, and the GPU need not wait until it has.
+//! [`sampling`](crate::sampling) on a GPU: the host gets the tokens and not the logits, and the GPU need not wait
+//! until it has.
 
 use moeworks_tensor::{DType, Tensor};
 

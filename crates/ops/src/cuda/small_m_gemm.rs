@@ -1,4 +1,5 @@
-//! GEMMs of up to 32 rows with weights as they are stored: the types that have kernels, and the layout of their blocks.
+//! GEMMs of up to 32 rows with weights as they are stored: the types that have kernels, and the layout of their
+//! blocks.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -21,29 +22,32 @@ pub(super) const LINES: usize = 16;
 const TILES: usize = 2;
 pub(super) const LEAST_TILES: usize = 1;
 const MOST_TILES: usize = 8;
-/// Blocks of most tiles that are enough to keep all multiprocessors busy, two on each, and the depth up to which so many tiles are worth
-/// having there: blocks that are at work for longer are shared out better if they are small.
+/// Blocks of most tiles that are enough to keep all multiprocessors busy, two on each, and the depth up to which so
+/// many tiles are worth having there: blocks that are at work for longer are shared out better if they are small.
 const MANY_BLOCKS: usize = 256;
 const SHORT_DEPTH: usize = 2048;
-/// Chunks of lines that a warp has room for, where a multiprocessor has two blocks and where it has one; and elements that a depth is whole
-/// multiples of.
+/// Chunks of lines that a warp has room for, where a multiprocessor has two blocks and where it has one; and elements
+/// that a depth is whole multiples of.
 const STAGES: usize = 2;
 const STAGES_ALONE: usize = 4;
 const WHOLE_DEPTH: usize = 32;
 /// The depth of chunks: activations have room in whole ones.
 const CHUNK_DEPTH: usize = 256;
-/// Bytes of activations that a block has in shared memory at a time, where two blocks of a multiprocessor have room for so many and
-/// elsewhere; and bytes of a block besides. Kernels take what they are given, whole chunks of the depth: the fewer are one chunk of 32 rows.
+/// Bytes of activations that a block has in shared memory at a time, where two blocks of a multiprocessor have room
+/// for so many and elsewhere; and bytes of a block besides. Kernels take what they are given, whole chunks of the
+/// depth: the fewer are one chunk of 32 rows.
 const STAGED_BYTES: [usize; 2] = [32 << 10, 16 << 10];
 const OTHER_BYTES: usize = 2 << 10;
-/// Shared memory that two blocks on a multiprocessor of Hopper may ask for each, besides what kernels have of their own.
+/// Shared memory that two blocks on a multiprocessor of Hopper may ask for each, besides what kernels have of their
+/// own.
 const MAX_SHARED_OF_TWO: usize = 108 << 10;
 /// Rows that have room where they are normed, and blocks that each norm several of them at most.
 const NORMED_ROWS: usize = 8;
 const MAX_NORMING_BLOCKS: usize = 512;
 
-/// The layout of a product's blocks: tiles of lines that a block has, chunks that a warp has under way, and shared memory: chunks of lines
-/// in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps; and activations.
+/// The layout of a product's blocks: tiles of lines that a block has, chunks that a warp has under way, and shared
+/// memory: chunks of lines in whole pieces of 16 bytes, in which blocks may begin anywhere, with gaps; and
+/// activations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Layout {
     pub(super) tiles: usize,
@@ -52,8 +56,9 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The layout for a product whose tiles have up to `rows` rows, of one matrix if there `is_one`; `blocks` is the number of blocks for a
-    /// number of tiles each. The number of tiles of a block decides the order of sums and does not depend on the GPU's shared memory.
+    /// The layout for a product whose tiles have up to `rows` rows, of one matrix if there `is_one`; `blocks` is the
+    /// number of blocks for a number of tiles each. The number of tiles of a block decides the order of sums and does
+    /// not depend on the GPU's shared memory.
     pub(super) fn new(
         on: On<'_>,
         (dtype, depth): (DType, usize),
@@ -93,7 +98,8 @@ impl Layout {
         Self { tiles, stages: STAGES_ALONE, shared }.or_of_two(on, dtype)
     }
 
-    /// A layout for blocks that have all activations of up to 32 rows at once: each piece of them takes longer to come than to multiply with.
+    /// A layout for blocks that have all activations of up to 32 rows at once: each piece of them takes longer to
+    /// come than to multiply with.
     fn with_all_rows(on: On<'_>, (dtype, depth): (DType, usize), tiles: usize) -> Self {
         let shared = chunk_bytes(dtype, STAGES) + depth.next_multiple_of(CHUNK_DEPTH) * ROWS * 2;
         Self { tiles, stages: STAGES, shared }.or_of_two(on, dtype)
@@ -105,15 +111,16 @@ impl Layout {
         if has_room { self } else { Self::of_two(on, dtype, self.tiles) }
     }
 
-    /// The layout for so many blocks of one tile. Where each has a multiprocessor it asks for more than half of its memory, whether its warps have use
-    /// for it or not: blocks that come while others are still at work are else put two to a multiprocessor. (An H200, a text of OLMoE: 3%.)
+    /// The layout for so many blocks of one tile. Where each has a multiprocessor it asks for more than half of its
+    /// memory, whether its warps have use for it or not: blocks that come while others are still at work are else put
+    /// two to a multiprocessor. (An H200, a text of OLMoE: 3%.)
     pub(super) fn of_one_tile(on: On<'_>, dtype: DType, blocks: usize) -> Self {
         let is_alone = blocks <= on.gpu.processors();
         if is_alone { Self::alone(on, dtype, LEAST_TILES) } else { Self::of_two(on, dtype, LEAST_TILES) }
     }
 
-    /// The layout with room for so many rows of so many elements that each block norms; none if there is not enough shared memory. With
-    /// many blocks, a kernel that norms several rows once is quicker than all of them.
+    /// The layout with room for so many rows of so many elements that each block norms; none if there is not enough
+    /// shared memory. With many blocks, a kernel that norms several rows once is quicker than all of them.
     pub(super) fn with_norm(
         self,
         on: On<'_>,
@@ -183,8 +190,9 @@ pub(super) fn kind_of(dtype: DType, are_in_levels: bool) -> Arg<'static> {
     (u32::from(dtype == DType::BF16) + u32::from(are_in_levels)).into()
 }
 
-/// Activations as bf16 in the order in which kernels take them beside weights in blocks (`small_m_gemm.cuh`): made so once, blocks of threads
-/// copy them without looking at them, which is worth a launch where there `are_many` rows. None if they stay as they are.
+/// Activations as bf16 in the order in which kernels take them beside weights in blocks (`small_m_gemm.cuh`): made so
+/// once, blocks of threads copy them without looking at them, which is worth a launch where there `are_many` rows.
+/// None if they stay as they are.
 pub(super) fn in_levels(on: On<'_>, x: &Tensor, weights: DType, are_many: bool) -> Option<Tensor> {
     if !are_many || !weights.is_quantized() || !x.cols().is_multiple_of(WHOLE_DEPTH) {
         return None;

@@ -16,12 +16,14 @@ pub(super) struct TileLists {
     others: OnceCell<(usize, Tensor)>,
 }
 
-/// Rows of the tiles that are listed with the sort of so many tokens' choices: those of the kernels that most weights have then.
+/// Rows of the tiles that are listed with the sort of so many tokens' choices: those of the kernels that most weights
+/// have then.
 pub(super) fn listed_height(num_tokens: usize) -> usize {
     if num_tokens <= FEW_ROWS { FEW_ROWS } else { small_m_gemm::ROWS }
 }
 
-/// The most tiles of at most `height` that so many rows of some groups can have: each group with rows has at most one that is not full.
+/// The most tiles of at most `height` that so many rows of some groups can have: each group with rows has at most one
+/// that is not full.
 pub(super) fn num_tiles(height: usize, rows: usize, groups: usize) -> usize {
     rows / height + rows.min(groups)
 }

@@ -12,8 +12,8 @@ use moeworks_gpu::{Arg, BOX_COLUMNS, Matrices, Onto};
 const WANTED_TILES: usize = 128;
 const MIN_PART_DEPTH: usize = 512;
 
-/// In how many parts the sums `a^T b` over so many rows are taken: enough that there are tiles for all of a GPU. It depends on sizes
-/// alone.
+/// In how many parts the sums `a^T b` over so many rows are taken: enough that there are tiles for all of a GPU. It
+/// depends on sizes alone.
 fn parts_of_depth(rows: usize, columns: usize, depth: usize) -> usize {
     let num_tiles = rows.div_ceil(TILE) * columns.div_ceil(HOPPER_COLUMNS);
     (WANTED_TILES / num_tiles.max(1)).clamp(1, (depth / MIN_PART_DEPTH).max(1))
@@ -57,7 +57,8 @@ fn sums_by_kernels(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write
     WgradProduct { a, b, rows, columns, offsets, compute, keeps_unused: false }.run(on, write, to);
 }
 
-/// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` f32, or bf16, to which sums are rounded once.
+/// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` f32, or bf16, to which
+/// sums are rounded once.
 pub(super) struct WgradProduct<'a> {
     /// `[.., rows]`, and which of its rows.
     pub(super) a: (&'a Tensor, Option<&'a Tensor>),
@@ -72,7 +73,8 @@ pub(super) struct WgradProduct<'a> {
     pub(super) keeps_unused: bool,
 }
 
-/// The map for tensor copies of rows that lie across the depth and follow one another, of as many columns at once as a tile has.
+/// The map for tensor copies of rows that lie across the depth and follow one another, of as many columns at once as
+/// a tile has.
 fn depth_map(on: On<'_>, x: &Tensor, (width, tile): (usize, usize)) -> Option<Tensor> {
     let (address, box_blocks) = (on.gpu.address(x), tile / BOX_COLUMNS as usize);
     let rows = x.len() / width.max(1);
@@ -128,8 +130,8 @@ impl WgradProduct<'_> {
         }
         let (source, name) = kernel.source_and_name(["wgrad_tn", "plain_wgrad_tn", ""]);
         let launch = kernel.launch(source, &name, grid, &args);
-        // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block writes its own
-        // tile of its group's matrix.
+        // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block
+        // writes its own tile of its group's matrix.
         unsafe { on.gpu.launch(&launch) };
     }
 }

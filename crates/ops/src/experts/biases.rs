@@ -38,8 +38,8 @@ fn expert_of(rows: ExpertRows<'_>, row: usize) -> usize {
     rows.offsets.partition_point(|&offset| offset as usize <= row) - 1
 }
 
-/// The part of the gradient of the row weights `[R]` (f32) that the experts' second biases `down` `[E, D]` make: `<dy, b2>`
-/// is added. `dy` is `[T, D]`, f32 or bf16.
+/// The part of the gradient of the row weights `[R]` (f32) that the experts' second biases `down` `[E, D]` make:
+/// `<dy, b2>` is added. `dy` is `[T, D]`, f32 or bf16.
 pub fn add_bias_row_weight_grads(
     ctx: &Context,
     dy: &Tensor,
@@ -59,7 +59,8 @@ pub fn add_bias_row_weight_grads(
 }
 
 /// The gradients of [`ExpertBiases`] (f32, same shapes), from the output's gradient `dy` `[T, D]` and what
-/// [`experts_backward`](super::experts_backward) found in `dh`. An expert without rows gets zeros with [`Write::Replace`].
+/// [`experts_backward`](super::experts_backward) found in `dh`. An expert without rows gets zeros with
+/// [`Write::Replace`].
 pub fn experts_bias_grad(
     ctx: &Context,
     (dy, dh): (&Tensor, &Tensor),

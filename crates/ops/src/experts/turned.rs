@@ -1,5 +1,5 @@
-//! Experts whose matrices a file has transposed, `[E, D, 2 F]` and `[E, F, D]`, the columns of gate and up in turn (GPT-OSS in floats):
-//! multiplied where they lie.
+//! Experts whose matrices a file has transposed, `[E, D, 2 F]` and `[E, F, D]`, the columns of gate and up in turn
+//! (GPT-OSS in floats): multiplied where they lie.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -13,7 +13,8 @@ use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel};
 use crate::{Activation, Context};
 
-/// `A W` for each expert's rows of A (those of its tokens, or as they stand) and its matrix of a transposed stack `[E, K, N]`.
+/// `A W` for each expert's rows of A (those of its tokens, or as they stand) and its matrix of a transposed stack
+/// `[E, K, N]`.
 pub(super) fn product(
     ctx: &Context,
     (a, tokens): (&Tensor, Option<&[u32]>),

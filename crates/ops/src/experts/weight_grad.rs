@@ -13,8 +13,8 @@ use crate::parallel::{Lent, PIECE};
 use crate::simd::with_float;
 use crate::{Activation, Context};
 
-/// Buffers for the gradients of [`ExpertWeights`](super::ExpertWeights), same shapes, f32, or bf16 where half the bytes are worth a rounding: sums are taken
-/// in f32 and rounded once.
+/// Buffers for the gradients of [`ExpertWeights`](super::ExpertWeights), same shapes, f32, or bf16 where half the
+/// bytes are worth a rounding: sums are taken in f32 and rounded once.
 pub struct ExpertGrads<'a> {
     /// Gradient of `gate_up`.
     pub gate_up: &'a mut Tensor,
@@ -50,9 +50,9 @@ pub fn experts_weight_grad(
     weight_grad(ctx, inputs, activation, (rows, write == Write::Add), write, grads);
 }
 
-/// As [`experts_weight_grad`] with [`Write::Replace`], but the gradients of experts without rows stay as they are: for a
-/// caller who knows that they are zeros, or who looks at those of the others alone. With few tokens most of the time of
-/// replacing goes into zeros.
+/// As [`experts_weight_grad`] with [`Write::Replace`], but the gradients of experts without rows stay as they are:
+/// for a caller who knows that they are zeros, or who looks at those of the others alone. With few tokens most of the
+/// time of replacing goes into zeros.
 pub fn experts_weight_grad_of_used(
     ctx: &Context,
     inputs: WeightGradInputs<'_>,
@@ -122,8 +122,8 @@ pub(super) struct GradOf<'a> {
     /// Whose gradients are written.
     pub(super) experts: &'a [Expert],
     pub(super) write: Write,
-    /// The product `A B` with the matrices whose gradients these are, for the same rows and with what becomes of it, if it is computed
-    /// beside.
+    /// The product `A B` with the matrices whose gradients these are, for the same rows and with what becomes of it,
+    /// if it is computed beside.
     pub(super) beside: Option<(&'a Product<'a>, &'a dyn Finish)>,
 }
 

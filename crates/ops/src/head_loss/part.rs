@@ -1,8 +1,9 @@
 //! The loss where several ranks hold the output layer's rows between them (Megatron-LM, 1909.08053, section 3).
 //!
-//! Each rank has the logits of its part of the vocabulary. Of a token it tells the others the largest, the sum of exponentials
-//! against it, and the target's logit if it has it; from all ranks' it finds the same loss as they, and the gradients of its own
-//! logits. One collective a chunk of tokens carries this: the sums are brought to the common largest logit afterwards.
+//! Each rank has the logits of its part of the vocabulary. Of a token it tells the others the largest, the sum of
+//! exponentials against it, and the target's logit if it has it; from all ranks' it finds the same loss as they, and
+//! the gradients of its own logits. One collective a chunk of tokens carries this: the sums are brought to the common
+//! largest logit afterwards.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -33,12 +34,12 @@ impl VocabularyPart<'_> {
     }
 }
 
-/// What a rank tells of a token: its largest logit, the sum of `exp(logit - largest)`, the target's logit if it is here, and
-/// whether that is the first of the largest.
+/// What a rank tells of a token: its largest logit, the sum of `exp(logit - largest)`, the target's logit if it is
+/// here, and whether that is the first of the largest.
 type Told = [f32; 4];
 
-/// As [`head_loss_biased`](super::head_loss_biased) with the rows `w [V', D]` and the bias `[V']` of this rank's `part`, and `targets`
-/// among all ranks' classes: the loss of the whole vocabulary, on every rank.
+/// As [`head_loss_biased`](super::head_loss_biased) with the rows `w [V', D]` and the bias `[V']` of this rank's
+/// `part`, and `targets` among all ranks' classes: the loss of the whole vocabulary, on every rank.
 pub fn head_loss_of_part(
     ctx: &Context,
     x: &Tensor,
@@ -51,9 +52,9 @@ pub fn head_loss_of_part(
     forward(ctx, x, weights, (targets, step), softmax)
 }
 
-/// As [`head_loss_backward_biased`](super::head_loss_backward_biased) with the rows `w [V', D]` and the bias `[V']` of this rank's
-/// `part`, and `targets` among all ranks' classes. The loss is that of the whole vocabulary; the gradient of `x` is this rank's
-/// share, to be summed over the ranks; those of the weights are of this rank's rows.
+/// As [`head_loss_backward_biased`](super::head_loss_backward_biased) with the rows `w [V', D]` and the bias `[V']`
+/// of this rank's `part`, and `targets` among all ranks' classes. The loss is that of the whole vocabulary; the
+/// gradient of `x` is this rank's share, to be summed over the ranks; those of the weights are of this rank's rows.
 pub fn head_loss_backward_of_part(
     ctx: &Context,
     x: &Tensor,
@@ -69,8 +70,8 @@ pub fn head_loss_backward_of_part(
     backward(ctx, x, weights, (targets, step), (write, softmax), grads)
 }
 
-/// The loss of a chunk; with a scale, the logits of this rank's classes are replaced by their gradient, rounded to the type that
-/// products take them in.
+/// The loss of a chunk; with a scale, the logits of this rank's classes are replaced by their gradient, rounded to
+/// the type that products take them in.
 fn softmax_rows(
     ctx: &Context,
     logits: &mut Tensor,
@@ -97,7 +98,8 @@ fn softmax_rows(
     loss
 }
 
-/// The loss of a chunk by what all ranks told, and of each token what makes probabilities of this rank's exponentials.
+/// The loss of a chunk by what all ranks told, and of each token what makes probabilities of this rank's
+/// exponentials.
 fn combine(all: &[&[Told]], targets: &[u32], part: &VocabularyPart<'_>) -> (HeadLoss, Vec<f32>) {
     let mut loss = HeadLoss::default();
     let mut factors = vec![0.0; targets.len()];

@@ -1,5 +1,5 @@
-//! The norm of rows of which some columns are here and others elsewhere: what all parts of a row have to know is a number each way,
-//! the sum over the parts of what [`row_products`] gives.
+//! The norm of rows of which some columns are here and others elsewhere: what all parts of a row have to know is a
+//! number each way, the sum over the parts of what [`row_products`] gives.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -9,8 +9,8 @@ use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
 
-/// `sum over columns of a b weight` of each row of `a` and `b`, `[rows]` f32; without `weight`, which is as wide as a row, of
-/// `a b`. Forward takes that of `x` and `x`, backward that of `dy`, `x` and the weight.
+/// `sum over columns of a b weight` of each row of `a` and `b`, `[rows]` f32; without `weight`, which is as wide as a
+/// row, of `a b`. Forward takes that of `x` and `x`, backward that of `dy`, `x` and the weight.
 #[must_use]
 pub fn row_products(ctx: &Context, (a, b): (&Tensor, &Tensor), width: usize, weight: Option<&Tensor>) -> Tensor {
     let weight = weight.map_or_else(|| vec![1.0; width], Tensor::to_f32_vec);
@@ -70,8 +70,9 @@ pub fn rms_norm_part(ctx: &Context, x: &Tensor, weight: &Tensor, inv_rms: &Tenso
     y
 }
 
-/// The part of [`rms_norm_backward`](super::rms_norm_backward) of rows whose `1 / rms` are `inv_rms` and whose means of `dy x weight`
-/// over all parts are `means` (`[rows]` f32 both): returns `dx` and writes or adds the gradient of the weight's part.
+/// The part of [`rms_norm_backward`](super::rms_norm_backward) of rows whose `1 / rms` are `inv_rms` and whose means
+/// of `dy x weight` over all parts are `means` (`[rows]` f32 both): returns `dx` and writes or adds the gradient of
+/// the weight's part.
 #[must_use]
 pub fn rms_norm_part_backward(
     ctx: &Context,

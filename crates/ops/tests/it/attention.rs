@@ -133,7 +133,8 @@ impl Case {
         let weights_slack: Vec<f64> = weighed_sizes.iter().map(|size| slack * size).collect();
         assert_within(&what("o"), &o, &expected_o, 1e-5 + slack, &weights_slack);
         assert_close(&what("lse"), &lse, &expected_lse, 1e-5);
-        // The gradients of q and k see o's rounding through rowsum(d_o o), a sum over the elements of a head of values.
+        // The gradients of q and k see o's rounding through rowsum(d_o o), a sum over the elements of a head of
+        // values.
         let slack = slack * (self.shape.value_dim.max(self.shape.head_dim) as f64).sqrt() * 4.0;
         assert_close(&what("dq"), &dq, &expected_dq, 5e-5 + slack);
         assert_close(&what("dk"), &dk, &expected_dk, 5e-5 + slack);
@@ -191,7 +192,8 @@ fn awkward_shapes() -> Vec<AttentionShape> {
         AttentionShape { value_dim: 3, window: Some(1), ..shape(3, (1, 70), (4, 1), 5) },
         shape(2, (2, 1030), (8, 2), 64),
         AttentionShape { window: Some(700), ..shape(1, (1, 1500), (3, 1), 32) },
-        // As many queries of a key head as GPUs share keys among warps for, one more, and fewer: keys on the edges of warps' quarters.
+        // As many queries of a key head as GPUs share keys among warps for, one more, and fewer: keys on the edges of
+        // warps' quarters.
         shape(1, (1, 80), (16, 1), 128),
         shape(1, (17, 49), (1, 1), 64),
         AttentionShape { value_dim: 72, window: Some(60), ..shape(2, (3, 144), (5, 1), 104) },

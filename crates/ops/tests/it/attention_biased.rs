@@ -65,7 +65,7 @@ impl Case {
     fn run(&self, ctx: &Context) -> Tensor {
         let [q, k, v] = &self.qkv;
         let rule = ScoreRule { bias: self.bias.as_deref(), is_causal: self.is_causal };
-        attention_biased(ctx, (q, k, v), &rule, &self.shape)
+        attention_biased(ctx, q, k, v, &rule, &self.shape)
     }
 
     fn d_o(&self, ctx: &Context) -> Tensor {
@@ -76,7 +76,7 @@ impl Case {
     fn backward(&self, ctx: &Context) -> BiasedGrads {
         let [q, k, v] = &self.qkv;
         let rule = ScoreRule { bias: self.bias.as_deref(), is_causal: self.is_causal };
-        attention_biased_backward(ctx, &self.d_o(ctx), (q, k, v), &rule, &self.shape)
+        attention_biased_backward(ctx, &self.d_o(ctx), q, k, v, &rule, &self.shape)
     }
 
     fn bias(&self) -> Option<Vec<f64>> {
@@ -159,8 +159,8 @@ fn shape(
     }
 }
 
-/// An encoder longer than a block of keys, a decoder's prefill and step, both kinds of cross-attention; with whether they are
-/// causal and have a bias.
+/// An encoder longer than a block of keys, a decoder's prefill and step, both kinds of cross-attention; with whether
+/// they are causal and have a bias.
 fn usual_shapes() -> [(AttentionShape, (bool, bool)); 5] {
     [
         (shape([2, 150, 150, 0], [2, 1, 16, 16]), (false, true)),

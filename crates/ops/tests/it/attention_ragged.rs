@@ -1,4 +1,5 @@
-//! Attention of sequences of different length, against the definition of each and against the bits that each gets alone.
+//! Attention of sequences of different length, against the definition of each and against the bits that each gets
+//! alone.
 
 use moeworks_ops::attention::{
     AttentionGrads, AttentionHeads, AttentionInputs, AttentionOutput, AttentionShape, KeyRows, RaggedSequence,
@@ -62,7 +63,8 @@ impl Sequence {
     }
 }
 
-/// One query and one key; keys around the edge of a block; queries in pieces; long enough for several blocks and ranges; no queries.
+/// One query and one key; keys around the edge of a block; queries in pieces; long enough for several blocks and
+/// ranges; no queries.
 fn adversarial_lists() -> Vec<Vec<Sequence>> {
     let shared = |num_queries, num_keys| Sequence {
         num_queries,

@@ -62,7 +62,8 @@ fn the_second_of_two_equal_steps_is_of_graphs_and_a_short_one_never() {
             drop(ctx.capture_replay(|| doubled(&ctx, &x, times)));
             since(&ctx, &before)
         };
-        // The first of them small, so that the GPU begins while the host puts the rest together: 12, 24 and the other 24.
+        // The first of them small, so that the GPU begins while the host puts the rest together: 12, 24 and the other
+        // 24.
         assert_eq!((step(20).graphs, step(20).graphs, step(20).launches), (0, 3, 0));
         assert_eq!((step(2).graphs, step(2).graphs), (0, 0));
     }

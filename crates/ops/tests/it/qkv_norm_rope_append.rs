@@ -1,4 +1,5 @@
-//! What becomes of projections, by one operation, against what the operations that it is made of give on the processor.
+//! What becomes of projections, by one operation, against what the operations that it is made of give on the
+//! processor.
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{AttentionShape, attention_with_sinks};
@@ -12,7 +13,8 @@ use crate::common::{assert_close, below, contexts, doubles, gpu_contexts, normal
 
 const EPS: f32 = 1e-5;
 
-/// Heads of queries, heads of keys, elements of a head, of a value; how many of those before the rotated ones stay, and pairs.
+/// Heads of queries, heads of keys, elements of a head, of a value; how many of those before the rotated ones stay,
+/// and pairs.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     heads: [usize; 2],

@@ -1,4 +1,5 @@
-//! A block of query rows in attention backward: its scores with a block of keys, and what it adds to the three gradients.
+//! A block of query rows in attention backward: its scores with a block of keys, and what it adds to the three
+//! gradients.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -10,21 +11,22 @@ use super::scores::{Columns, Scores, Statistics, score_grads};
 use crate::Context;
 use crate::attention::blocks::{COL_UNIT, KEYS, ROWS, RowBlock, SCORE_COLS};
 use crate::attention::operands::{OperandFormat, Rows, transpose};
-use crate::attention::products::{Left, Products, Right, Size};
+use crate::attention::products::{Left, Products, Right, ScoreBlock, Size};
 use crate::attention::sequences::AttentionHeads;
 
-/// A block of keys and values in words.
+/// A block of keys and values, packed as operands.
 pub(super) struct Keys<'a> {
     keys: &'a Range<usize>,
-    /// `[KEYS, width]` elements, words along the rows.
+    /// `[KEYS, width]` elements, packed along `h`.
     k: &'a [f32],
-    /// `[KEYS, width]` elements, words along the keys, as [`Products::copy_of_keys`] makes them.
+    /// `[KEYS, width]` elements, packed along the keys, as [`Products::pack_keys`] does.
     k_right: &'a [f32],
-    /// `[KEYS, value_width]` elements, words along the rows.
+    /// `[KEYS, value_width]` elements, packed along the values' elements.
     v: &'a [f32],
 }
 
 impl<'a> Keys<'a> {
+    /// Splits a copy that [`Task::run`](super::task::Task::run) has packed into its operands.
     pub(super) fn new(format: OperandFormat, width: usize, keys: &'a Range<usize>, copy: &'a [f32]) -> Self {
         let (k, v) = copy.split_at(KEYS * width);
         let (k, k_right) = match format {
@@ -35,6 +37,7 @@ impl<'a> Keys<'a> {
     }
 }
 
+/// The memory of a [`State`].
 pub(super) struct Scratch {
     memory: Tensor,
 }
@@ -46,6 +49,7 @@ impl Scratch {
         Self { memory: ctx.empty(&[elements], DType::F32) }
     }
 
+    /// Elements of a head of keys, rounded up to whole vectors.
     pub(super) fn split(&mut self, products: Products, width: usize, value_width: usize) -> State<'_> {
         let (q, memory) = self.memory.f32s_mut().split_at_mut(ROWS * width);
         let (q_transposed, memory) = memory.split_at_mut(ROWS * width);
@@ -64,44 +68,46 @@ impl Scratch {
     }
 }
 
-/// A block of query rows, and room for what it makes of a block of keys.
+/// A block of query rows, and buffers for its products with a block of keys.
 pub(super) struct State<'a> {
     pub(super) products: Products,
     /// Head elements, rounded up to whole vectors.
     width: usize,
-    /// Elements of a head of values, rounded up likewise.
+    /// Elements of a head of values, rounded up to whole vectors.
     value_width: usize,
-    /// `[ROWS, width]` elements, words along the rows of queries.
+    /// `[ROWS, width]` elements, packed along the query rows.
     q: &'a mut [f32],
-    /// `[h, ROWS]` elements, words along h.
+    /// `[h, ROWS]` elements, packed along `h`.
     q_transposed: &'a mut [f32],
-    /// `[ROWS, width]`, with tiles `[width, ROWS]`: the gradient of the rows, without the scale.
+    /// `[ROWS, width]`, with AMX tiles `[width, ROWS]`: the gradient of the rows before it is multiplied by the
+    /// scale.
     pub(super) dq: &'a mut [f32],
-    /// `[ROWS, value_width]` elements, words along the rows of queries.
+    /// `[ROWS, value_width]` elements, packed along the query rows.
     d_o: &'a mut [f32],
-    /// `[value_dim, ROWS]` elements, words along `value_dim`.
+    /// `[value_dim, ROWS]` elements, packed along `value_dim`.
     d_o_transposed: &'a mut [f32],
-    /// Rows on their way to words.
+    /// Scratch for rows that are packed or transposed.
     pub(super) copy: &'a mut [f32],
     scores: Scores<'a>,
     statistics: Statistics,
 }
 
 impl State<'_> {
+    /// Packs the rows of `q` and `d_o` and computes each row's `delta = rowsum(d_o o)`.
     pub(super) fn load_rows(&mut self, heads: &AttentionHeads, inputs: &Inputs<'_>, rows: RowBlock<'_>) {
         let Products { isa, format, .. } = self.products;
         let (width, value_width) = (self.width, self.value_width);
         let (elements, value_elements) = (&rows.elements()[..rows.len], &rows.value_elements()[..rows.len]);
         let copied = Rows { starts: elements, cols: heads.head_dim, width };
         inputs.q.pack_along_cols(isa, format, copied, self.copy);
-        let size = (rows.len, format.count(width));
-        transpose(isa, self.copy, size, format.count(heads.head_dim), self.q_transposed);
+        let row = format.count(width);
+        transpose(isa, self.copy, rows.len, row, format.count(heads.head_dim), self.q_transposed);
         inputs.q.pack_along_rows(isa, format, copied, self.q);
         let copied = Rows { starts: value_elements, cols: heads.value_dim, width: value_width };
-        // Rounded alike, so is what cancels in `d_o v^T - rowsum(d_o o)`.
+        // `d_o` is rounded once for both operands, so that rounding cancels in `d_o v^T - rowsum(d_o o)`.
         inputs.d_o.pack_both_ways(isa, format, copied, self.copy, self.d_o);
-        let size = (rows.len, format.count(value_width));
-        transpose(isa, self.copy, size, format.count(heads.value_dim), self.d_o_transposed);
+        let row = format.count(value_width);
+        transpose(isa, self.copy, rows.len, row, format.count(heads.value_dim), self.d_o_transposed);
         let statistics = &mut self.statistics;
         statistics.delta.fill(0.0);
         inputs.o.row_dots(isa, format, copied, self.copy, &mut statistics.delta);
@@ -111,25 +117,28 @@ impl State<'_> {
         statistics.lse = std::array::from_fn(|row| if row < rows.len { inputs.lse[at[row]] * LOG2_E } else { 0.0 });
     }
 
-    /// Adds what the rows and the keys at hand contribute to the three gradients.
+    /// Adds the products of the rows with a block of keys to the three gradients. `dk` and `dv` begin at the block's
+    /// first key.
     pub(super) fn add_block(
         &mut self,
         heads: &AttentionHeads,
         rows: RowBlock<'_>,
         block: Keys<'_>,
-        (dk, dv): (&mut [f32], &mut [f32]),
+        dk: &mut [f32],
+        dv: &mut [f32],
     ) {
         self.compute_scores(heads, rows, &block);
         let (products, width, value_width, keys) = (&self.products, self.width, self.value_width, block.keys);
         let format = products.format;
         let [p, ds, ds_along_keys] = self.scores.left_operands(format);
         for key in (0..keys.len()).step_by(format.key_unit()) {
-            // Rows before the first that sees the panel contribute nothing; their scores were not computed.
+            // Rows before the first that sees the panel contribute nothing, and their scores were not computed.
             let first = rows.first_that_sees(keys.start + key);
             if first == rows.len {
                 break;
             }
-            // The first word of those that this row is in: their other rows have scores, too, which are zero.
+            // Products begin at a whole word (or tile) that holds this row; the scores of the rows before it there
+            // are zero.
             let first = format.start(first);
             let inner = format.count(rows.len) - first;
             let size = Size { rows: format.key_unit(), cols: value_width, inner, format };
@@ -143,16 +152,16 @@ impl State<'_> {
         }
         for col in (0..rows.padded_len(format)).step_by(SCORE_COLS) {
             let weights = Right { values: &ds_along_keys[col..], stride: ROWS };
-            products.sum_of_keys((rows, col, keys), weights, (block.k_right, width), true, self.dq);
+            products.sum_of_keys(ScoreBlock { rows, col, keys }, weights, block.k_right, width, true, self.dq);
         }
     }
 
-    /// The softmax of the rows and the keys at hand, and the gradient of their scores.
+    /// Computes the softmax of the rows and a block of keys, and the gradient of their scores.
     fn compute_scores(&mut self, heads: &AttentionHeads, rows: RowBlock<'_>, block: &Keys<'_>) {
         let (isa, format, keys) = (self.products.isa, self.products.format, block.keys);
         let (width, value_width) = (format.count(self.width), format.count(self.value_width));
         for col in (0..rows.padded_len(format)).step_by(SCORE_COLS) {
-            // As pairs they go elsewhere, and what they are made from should stay in the nearest cache.
+            // Pairs are written elsewhere; the scores that they are made of should stay in the nearest cache.
             let (at, stride) = if format.are_pairs() { (0, SCORE_COLS) } else { (col, ROWS) };
             for part in rows.score_parts(format, col, keys) {
                 let size =

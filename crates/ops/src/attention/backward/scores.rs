@@ -5,21 +5,22 @@ use crate::attention::operands::OperandFormat;
 use crate::attention::softmax::powers;
 use crate::simd::{Level, kernel};
 
-/// What the rows and a block of keys are to each other.
+/// The scores of a block of rows and a block of keys, a row for each key.
 pub(super) struct Scores<'a> {
     /// `[KEYS, ROWS]`: scores, then the softmax.
     pub(super) p: &'a mut [f32],
-    /// `[KEYS, ROWS]`: gradient of the softmax, then of the scores.
+    /// `[KEYS, ROWS]`: the gradient of the softmax, then of the scores.
     pub(super) ds: &'a mut [f32],
-    /// Both as pairs along the rows of queries, and the second as pairs along the keys.
+    /// `[KEYS, ROWS / 2]`: the softmax as pairs along the query rows.
     pub(super) p_words: &'a mut [f32],
+    /// `[KEYS, ROWS / 2]`: the gradient of the scores as pairs along the query rows.
     pub(super) ds_words: &'a mut [f32],
+    /// `[KEYS / 2, ROWS]`: the gradient of the scores as pairs along the keys.
     pub(super) ds_pairs: &'a mut [f32],
 }
 
 impl Scores<'_> {
-    /// The softmax and the gradient of the scores as left operands with the inner dimension along the rows of queries, and
-    /// the latter with the inner dimension along the keys.
+    /// The format of the products that take the results.
     pub(super) fn left_operands(&self, format: OperandFormat) -> [&[f32]; 3] {
         match format {
             OperandFormat::F32 => [self.p, self.ds, self.ds],
@@ -30,13 +31,13 @@ impl Scores<'_> {
 
 /// One number for each query row.
 pub(super) struct Statistics {
-    /// Times log2(e).
+    /// The log of the softmax's sum, times log2(e).
     pub(super) lse: [f32; ROWS],
-    /// Sum over a row of `d_o o`.
+    /// `rowsum(d_o o)`.
     pub(super) delta: [f32; ROWS],
     /// The first key that the row sees.
     pub(super) seen_from: [i32; ROWS],
-    /// The first key behind the row.
+    /// The first key behind those that the row sees.
     pub(super) visible: [i32; ROWS],
 }
 
@@ -56,36 +57,38 @@ impl Statistics {
     fn of(&self, columns: Columns) -> SomeRows {
         let Columns { first_col, first_key, num_keys, .. } = columns;
         let (seen_from, visible) = (*lanes_of(&self.seen_from, first_col), *lanes_of(&self.visible, first_col));
-        let num_open = seen_by_all(first_key, num_keys, (&seen_from, &visible));
+        let num_open = seen_by_all(first_key, num_keys, &seen_from, &visible);
         let (lse, delta) = (*lanes_of(&self.lse, first_col), *lanes_of(&self.delta, first_col));
         SomeRows { lse, delta, seen_from, visible, first_key, num_open }
     }
 }
 
-/// Which scores [`score_grads`] treats: [`COL_UNIT`] query rows and a number of keys.
+/// A part of the scores: [`COL_UNIT`] query rows and a number of keys.
 #[derive(Clone, Copy)]
 pub(super) struct Columns {
     pub(super) first_col: usize,
-    /// Where the first key's scores are, and what the next one's are from there.
+    /// The offset of the first key's scores.
     pub(super) at: usize,
+    /// The distance from one key's scores to the next key's.
     pub(super) stride: usize,
     pub(super) first_key: usize,
     pub(super) num_keys: usize,
-    /// What the softmax and the gradients are for.
+    /// The format of the products that take the softmax and the gradients.
     pub(super) format: OperandFormat,
 }
 
 kernel! {
     bf16
-    /// Turns scores, to be multiplied by `scale`, into the softmax and its gradient into that of the scores; both zero
-    /// where a row does not see the key. They stay in place, or go to `p_words`, `ds_words` and `ds_pairs`.
+    /// Turns scores, times `scale`, into the softmax, and its gradient into the gradient of the scores. Both are zero
+    /// where a row does not see the key. Results stay in place, or go to `p_words`, `ds_words` and `ds_pairs` where
+    /// the format has pairs.
     pub(super) fn score_grads<S: Level>(columns: Columns, scale: f32, scores: &mut Scores<'_>, statistics: &Statistics) {
         let Columns { first_col, at, stride, num_keys, format, .. } = columns;
         let rows = statistics.of(columns);
         if format == OperandFormat::F32 {
             let keys = scores.p.chunks_exact_mut(stride).zip(scores.ds.chunks_exact_mut(stride)).take(num_keys);
             for (key, (p, ds)) in keys.enumerate() {
-                grads_of_key::<S>((&rows, scale, format), key, lanes_of_mut(p, at), lanes_of_mut(ds, at));
+                grads_of_key::<S>(&rows, scale, format, key, lanes_of_mut(p, at), lanes_of_mut(ds, at));
             }
             return;
         }
@@ -94,19 +97,21 @@ kernel! {
         let ds_words = scores.ds_words.chunks_exact_mut(ROWS).zip(scores.ds_pairs.chunks_exact_mut(ROWS));
         for (pair, ((p, ds), (p_words, (ds_words, ds_pairs)))) in pairs.zip(p_words.zip(ds_words)).enumerate() {
             let (mut low, mut ds_low) = (*lanes_of(p, at), *lanes_of(ds, at));
-            grads_of_key::<S>((&rows, scale, format), 2 * pair, &mut low, &mut ds_low);
+            grads_of_key::<S>(&rows, scale, format, 2 * pair, &mut low, &mut ds_low);
             let (mut high, mut ds_high) = (*lanes_of(p, stride + at), *lanes_of(ds, stride + at));
-            grads_of_key::<S>((&rows, scale, format), 2 * pair + 1, &mut high, &mut ds_high);
+            grads_of_key::<S>(&rows, scale, format, 2 * pair + 1, &mut high, &mut ds_high);
             _ = pack_two_keys::<S>(&low, &high, first_col, p_words);
             *lanes_of_mut(ds_pairs, first_col) = pack_two_keys::<S>(&ds_low, &ds_high, first_col, ds_words);
         }
     }
 }
 
-/// The softmax and the gradient of the scores of key number `key` and some rows, in place.
+/// Computes the softmax and the gradient of the scores of one key and [`COL_UNIT`] rows, in place.
 #[inline(always)]
 fn grads_of_key<S: Level>(
-    (rows, scale, format): (&SomeRows, f32, OperandFormat),
+    rows: &SomeRows,
+    scale: f32,
+    format: OperandFormat,
     key: usize,
     p: &mut [f32; COL_UNIT],
     ds: &mut [f32; COL_UNIT],
@@ -128,8 +133,8 @@ fn grads_of_key<S: Level>(
     }
 }
 
-/// Writes what two keys, one after the other, have for some rows as pairs along the rows of queries, at `first_col` of
-/// `words` `[2, ROWS / 2]`, and returns it as pairs along the keys.
+/// Writes the values of two consecutive keys as pairs along the query rows, at `first_col` of `words` `[2, ROWS /
+/// 2]`. Returns them as pairs along the keys.
 #[inline(always)]
 fn pack_two_keys<S: Level>(
     low: &[f32; COL_UNIT],

@@ -12,7 +12,7 @@ use crate::attention::products::Products;
 use crate::attention::sequences::{AttentionHeads, Sequence};
 use crate::{Context, Isa};
 
-/// The keys of one sequence and key head that a task answers for.
+/// A task: the keys of one part of a sequence and one key head.
 pub(super) struct Task<'a> {
     pub(super) sequence: &'a Sequence<'a>,
     pub(super) kv_head: usize,
@@ -21,7 +21,7 @@ pub(super) struct Task<'a> {
     pub(super) keys: Range<usize>,
 }
 
-/// Gradients of keys or values, a row of `width` elements each, of which those behind a head's are padding.
+/// Gradients of keys or values: rows of `width` elements, padded behind the head's own elements.
 #[derive(Clone, Copy)]
 struct PaddedRows<'a> {
     values: &'a [f32],
@@ -29,13 +29,14 @@ struct PaddedRows<'a> {
 }
 
 impl<'a> PaddedRows<'a> {
-    /// The first `len` elements of a row.
+    /// Returns the first `len` elements of a row.
     fn row(&self, row: usize, len: usize) -> &'a [f32] {
         &self.values[row * self.width..][..len]
     }
 }
 
 impl Task<'_> {
+    /// Computes the task's rows of `dk` and `dv` and its share of `dq`.
     pub(super) fn run(&self, ctx: &Context, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
         let (isa, heads, format) = (ctx.isa(), &self.sequence.heads, inputs.format);
         let [width, value_width] = [heads.head_dim, heads.value_dim].map(|dim| format.width(dim));
@@ -61,7 +62,7 @@ impl Task<'_> {
                     let row = keys.start - self.keys.start;
                     let (dk, dv) = (&mut dk[row * width..], &mut dv[row * value_width..]);
                     let block = Keys::new(format, width, &keys, copy);
-                    state.add_block(heads, rows, block, (dk, dv));
+                    state.add_block(heads, rows, block, dk, dv);
                 }
             }
             self.store_dq(rows, &mut state, outputs);
@@ -91,13 +92,14 @@ impl Task<'_> {
         }
     }
 
-    /// The starts of the rows of some keys and of their values.
+    /// Returns the offsets of the rows of some keys in `k` and of their values in `v`.
     fn key_elements(&self, keys: &Range<usize>) -> [[usize; KEYS]; 2] {
         let AttentionHeads { head_dim, value_dim, .. } = self.sequence.heads;
         [head_dim, value_dim].map(|dim| self.sequence.key_starts(self.kv_head, keys, dim))
     }
 
-    /// Asks for what a block of rows writes and for what the next one reads: short rows, far apart.
+    /// Prefetches the rows of `dq` that a block of rows writes and the rows that the next block reads. They are short
+    /// and far apart.
     fn prefetch(&self, block: usize, inputs: &Inputs<'_>, outputs: &Outputs<'_>) {
         let AttentionHeads { head_dim, value_dim, .. } = self.sequence.heads;
         let rows_of = |block| RowBlock::new(self.sequence, self.kv_head, block);
@@ -115,13 +117,13 @@ impl Task<'_> {
         }
     }
 
-    /// The keys in blocks.
+    /// Returns the keys in blocks of [`KEYS`].
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let Range { start, end } = self.keys;
         (start..end).step_by(KEYS).map(move |start| start..(start + KEYS).min(end))
     }
 
-    /// Copies a block of keys and values for [`Keys::new`]; `room` is as large as either of the two.
+    /// Packs a block of keys and values for [`Keys::new`]. `room` is as large as either of the two.
     fn load_keys(
         &self,
         products: &Products,
@@ -138,7 +140,7 @@ impl Task<'_> {
         if format.are_pairs() {
             let (along, down) = k.split_at_mut(KEYS * rows.width / 2);
             inputs.k.pack_along_cols(isa, format, rows, along);
-            products.copy_of_keys(inputs.k, rows, down, room);
+            products.pack_keys(inputs.k, rows, down, room);
         } else {
             inputs.k.copy_rows(isa, rows, k);
         }
@@ -146,7 +148,7 @@ impl Task<'_> {
         inputs.v.pack_along_cols(isa, format, values, v);
     }
 
-    /// The place for this part's share of the gradient of elements of one query row.
+    /// Lends the elements `range` of `dq`, or of this part's share of it.
     #[allow(clippy::mut_from_ref)] // lent memory
     fn share<'a>(&self, range: Range<usize>, outputs: &'a Outputs<'_>) -> &'a mut [f32] {
         // SAFETY: a row of a part belongs to one task, which asks for each element once.
@@ -163,7 +165,7 @@ impl Task<'_> {
         }
     }
 
-    /// The first part is seen by all rows; shares of later ones start as zeros.
+    /// Zeroes the rows of `dq` if this is the first part. Shares of later parts begin as zeros.
     fn clear_share(&self, rows: RowBlock<'_>, outputs: &Outputs<'_>) {
         if self.part == 0 {
             let row = |element| element..element + self.sequence.heads.head_dim;
@@ -171,10 +173,11 @@ impl Task<'_> {
         }
     }
 
+    /// Writes the sums of a block's rows to this part's share of `dq`.
     fn store_dq(&self, rows: RowBlock<'_>, state: &mut State<'_>, outputs: &Outputs<'_>) {
         let State { products, dq, copy, .. } = state;
         let elements = rows.elements();
-        products.each_row(dq, (rows.len, self.sequence.heads.head_dim), copy, |row, first, dq| {
+        products.each_row(dq, rows.len, self.sequence.heads.head_dim, copy, |row, first, dq| {
             let start = elements[row] + first;
             store_scaled(products.isa, dq, self.sequence.heads.scale, self.share(start..start + dq.len(), outputs));
         });
