@@ -231,9 +231,9 @@ const KEYS_AHEAD: usize = 8;
 
 /// Calls [`dots`] with the numbers of keys and of queries as constants.
 macro_rules! by_size {
-    ($size:expr, $K:ident, $keys:expr, $depth:expr, $a:expr, $put:expr, $($n:literal: $($r:literal)*),*) => {
+    ($size:expr, $K:ident, $keys:expr, $depth:expr, $a:expr, $group:expr, $put:expr, $($n:literal: $($r:literal)*),*) => {
         match $size {
-            $($(($n, $r) => dots::<S, $K, $n, $r>(std::array::from_fn($keys), $depth, $a, $put),)*)*
+            $($(($n, $r) => dots::<S, $K, $n, $r>(std::array::from_fn($keys), $depth, $a, $group, $put),)*)*
             _ => unreachable!("keys and queries are taken by fours, twos and ones"),
         }
     };
@@ -272,7 +272,7 @@ fn scores_of<S: Level, K: Weight>(
                 let size = (count, (group - head).min(most));
                 // SAFETY: `count` keys are at hand, and the group's queries are blocks that alternate, as asserted.
                 unsafe {
-                    by_size!(size, K, keys, head_dim, (a, group), put, 4: 1 2 3 4, 2: 1 2, 1: 1 2 3 4);
+                    by_size!(size, K, keys, head_dim, a, group, put, 4: 1 2 3 4, 2: 1 2, 1: 1 2 3 4);
                 }
             }
         }
@@ -331,7 +331,7 @@ fn weigh_values<S: Level, V: Weight>(
                 a: weights[head * num_keys + first..].as_ptr(),
                 a_stride: num_keys,
             };
-            let to = (sums[head * stride..].as_mut_ptr(), stride, group);
+            let to = axpy::SumRows { to: sums[head * stride..].as_mut_ptr(), stride, num_rows: group };
             // SAFETY: `count` values, their weights and whole blocks of the heads' sums exist, as asserted.
             unsafe {
                 match count {

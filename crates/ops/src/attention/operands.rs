@@ -380,7 +380,7 @@ pub(super) fn transpose(isa: Isa, from: &[f32], num_rows: usize, width: usize, c
         while first + 16 <= num_rows {
             let rows = std::array::from_fn(|row| units[(first + row) * width..][..cols].as_ptr());
             // SAFETY: the instruction set is there, and each row has `cols` units.
-            unsafe { crate::gemm::transpose::words(&rows, cols, (ROWS, 16), &mut to[first..]) };
+            unsafe { crate::gemm::transpose::words(&rows, cols, ROWS, 16, &mut to[first..]) };
             first += 16;
         }
     }

@@ -130,7 +130,7 @@ impl Products {
             assert!(!a.is_transposed, "tiles of a transpose");
             let (a, b) = (Matrix { words: a.values, stride: a.stride }, Matrix { words: b.values, stride: b.stride });
             let size = strided::Size { rows: size.rows, cols: size.cols, inner: size.inner };
-            return tiles.multiply(size, (a, b), add, c, c_stride);
+            return tiles.multiply(size, a, b, add, c, c_stride);
         }
         product(self.isa, size, a, b, add, c, c_stride);
     }

@@ -159,7 +159,9 @@ impl GradOf<'_> {
             let to = Lent::new(grad.slice_mut::<T>());
             let gradients = Gradients { to, offsets: &offsets, stride: size.1, write: self.write };
             match self.beside {
-                Some(beside) => product_with_gradients(self.ctx, beside, &product, gradients),
+                Some((forward, epilogue)) => {
+                    product_with_gradients(self.ctx, forward, epilogue, &product, gradients);
+                }
                 None => weight_gradients(self.ctx, &product, gradients),
             }
         });

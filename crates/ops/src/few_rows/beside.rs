@@ -1,14 +1,15 @@
-//! Gradients of matrices, written where a product `A B` of few rows reads them.
+//! The input gradient and the weight gradient of a matrix in one pass, for few rows.
 //!
-//! The gradient of B is `A^T X`: it has the shape of B, and its factors are those of the product. So a strip of the product, some rows
-//! and a block of columns of B at a time, writes the same rows and columns of the gradient as it goes. Memory takes what is written
-//! while it gives what is read: line by line both together take little more time than the longer one, and task by task much of the sum.
+//! The weight gradient `A^T X` has the shape of B and takes its factors from the same A as the input gradient `A B`.
+//! So while a strip of `A B` reads some rows and a block of columns of B, it writes the same rows and columns of the
+//! gradient. Reads and writes of memory overlap when they alternate line by line; run one after the other they take
+//! nearly the sum of both times.
 
 use std::ops::Range;
 
 use super::Gradients;
-use super::axpy::{self, Strip};
-use super::outer::{Operands, Put, Sums, tile_rows, weight_gradients_beside};
+use super::axpy::{self, Strip, StripSums};
+use super::outer::{GradientTile, Operands, Put, Sums, tile_rows, weight_gradients_beside};
 use crate::Context;
 use crate::gemm::kernel::Kernels;
 use crate::gemm::plan::{Chooser, GemmKernel};
@@ -18,19 +19,21 @@ use crate::linear::Write;
 use crate::parallel::{LINE, Lent};
 use crate::simd::{Float, Level};
 
-/// Gradients of fewer bytes may still be in a cache when they are read next. What is written here goes past the caches: stores that first
-/// fetch the lines that they overwrite are slower one by one in many rows than along a row.
+/// Below so many bytes the weight gradient is computed on its own, because it may still be in a cache when it is read
+/// next. Gradients written in this pass bypass the caches.
 const MIN_BYTES: usize = 2 << 20;
 
-/// Computes `product`, of the form `A B`, and the gradients of matrices `A^T X`, of the form `A^T B`. Groups of these that have rows are
-/// those of `product`, in its order and with its A; others are zeros.
+/// Computes `product`, of the form `A B`, and the weight gradients `matrices`, of the form `A^T B`. The groups of
+/// `matrices` with a depth above zero are those of `product`, in its order and with its A; gradients of the others
+/// are zeros.
 pub(crate) fn product_with_gradients<G: Float>(
     ctx: &Context,
-    (product, epilogue): (&Product<'_>, &dyn Finish),
+    product: &Product<'_>,
+    epilogue: &dyn Finish,
     matrices: &Product<'_>,
     gradients: Gradients<'_, G>,
 ) {
-    // Batch invariance is of forward passes alone.
+    // Only forward passes are batch invariant.
     let plans = Chooser::new(ctx.isa(), product.compute, false).choose_all(product);
     let Gradients { to, offsets, stride, write } = gradients;
     let is_taken = |index: usize, group: &Group<'_>, offset: usize| {
@@ -63,24 +66,25 @@ pub(crate) fn product_with_gradients<G: Float>(
     });
 }
 
-/// The rows of X of each group whose gradient is written here, and where it begins.
+/// The weight gradients written in the pass over `product`: for each group the rows of X and the offset of the
+/// gradient.
 struct Beside<'a, G> {
     taken: &'a [Option<(Source<'a>, usize)>],
     to: Lent<'a, G>,
     stride: usize,
 }
 
-/// [`Beside`] of any type of gradients.
+/// Weight gradients written during a product, whatever their element type.
 pub(crate) trait StripGradients: Sync {
-    /// Whether the gradient of a group is written here.
+    /// Returns whether the gradient of a group is written during the product.
     fn has(&self, group: usize) -> bool;
 
-    /// Sums up some columns of a group's product into `sums`, whose rows are `to_stride` long, from factors `a`, and writes the gradient
-    /// of those columns of B. `room` has [`room_words`].
-    fn sum_strip(&self, kernels: &Kernels, of: StripOf<'_>, a: &mut [f32], sums: (&mut [f32], usize), room: &mut [u32]);
+    /// Computes the sums of some columns of a group's product from the factors `a`, and writes the gradient of those
+    /// columns of B. `room` has [`room_words`] words.
+    fn sum_strip(&self, kernels: &Kernels, of: StripOf<'_>, a: &mut [f32], sums: StripSums<'_>, room: &mut [u32]);
 }
 
-/// Which columns of a group of a product.
+/// The columns of a group that a strip covers.
 pub(crate) struct StripOf<'a> {
     pub(crate) isa: crate::Isa,
     pub(crate) product: &'a Product<'a>,
@@ -88,7 +92,7 @@ pub(crate) struct StripOf<'a> {
     pub(crate) columns: Range<usize>,
 }
 
-/// Words of room that [`StripGradients::sum_strip`] needs.
+/// Returns how many words of scratch [`StripGradients::sum_strip`] needs.
 pub(super) fn room_words(product: &Product<'_>, group: &Group<'_>, columns: usize, kernels: &Kernels) -> usize {
     let operands = Operands::of(kernels, product.compute, group.rows);
     (operands.words_of_a(group.depth) + operands.words_of_b(columns)).next_multiple_of(LINE / 4)
@@ -99,32 +103,23 @@ impl<G: Float> StripGradients for Beside<'_, G> {
         self.taken[group].is_some()
     }
 
-    fn sum_strip(
-        &self,
-        kernels: &Kernels,
-        of: StripOf<'_>,
-        a: &mut [f32],
-        sums: (&mut [f32], usize),
-        room: &mut [u32],
-    ) {
+    fn sum_strip(&self, kernels: &Kernels, of: StripOf<'_>, a: &mut [f32], sums: StripSums<'_>, room: &mut [u32]) {
         let StripOf { isa, product, group: index, columns } = of;
         let group = &product.groups[index];
         let (x, offset) = self.taken[index].expect("a group whose gradient is written here");
-        // Both have the product's rows as their depth.
+        // The rows of the product are the depth of both operands.
         let operands = Operands::of(kernels, product.compute, group.rows);
         let (of_a, of_x) = room.split_at_mut(operands.words_of_a(group.depth));
         let of_x = &mut of_x[..operands.words_of_b(columns.len())];
-        operands.lay_out_a(isa, &group.a, (0, group.depth), of_a);
-        operands.lay_out_b(isa, &x, (columns.start, columns.len()), of_x);
+        operands.lay_out_a(isa, &group.a, 0..group.depth, of_a);
+        operands.lay_out_b(isa, &x, columns.clone(), of_x);
         let range = offset..offset + group.depth * self.stride;
         assert!(columns.end <= self.stride, "columns of a gradient");
         let to = self.to.start_of(&range).wrapping_add(columns.start);
         // SAFETY: the matrix is inside the slice that was lent, and no other task writes to these columns of it.
-        let gradient =
-            unsafe { Gradient::new(operands.sums(of_a, of_x), (to, self.stride), (group.depth, columns.len())) };
-        let (sums, to_stride) = sums;
+        let gradient = unsafe { Gradient::new(operands.sums(of_a, of_x), to, self.stride, group.depth, columns.len()) };
         with_elements!(group.b.elements, weights => {
-            axpy::run_beside(isa, Strip::of(group, weights, columns, a.len()), a, sums, to_stride, gradient);
+            axpy::run_beside(isa, Strip::of(group, weights, columns, a.len()), a, sums, gradient);
         });
     }
 }
@@ -137,18 +132,21 @@ pub(super) struct Gradient<'a, G> {
     to: *mut G,
     /// Elements from one row to the next.
     stride: usize,
-    /// Rows and columns.
-    size: (usize, usize),
+    num_rows: usize,
+    num_columns: usize,
 }
 
 impl<'a, G: Float> Gradient<'a, G> {
-    /// # Safety
-    /// While this lives so many rows and columns must be writable there, rows `stride` apart, and nobody else may write to them.
-    unsafe fn new(operands: Sums<'a>, (to, stride): (*mut G, usize), size: (usize, usize)) -> Self {
-        Self { operands, to, stride, size }
+    /// Describes the gradient of a strip.
+    ///
+    /// # Safety `num_rows` rows of `num_columns` elements, `stride` apart, must be writable at `to`, and nobody else
+    /// may write to them while this lives.
+    unsafe fn new(operands: Sums<'a>, to: *mut G, stride: usize, num_rows: usize, num_columns: usize) -> Self {
+        Self { operands, to, stride, num_rows, num_columns }
     }
 
-    /// Writes a block of two vectors of columns of some rows. False where these are not whole tiles, which are then left.
+    /// Writes a block of two vectors of columns of some rows. Returns false, and writes nothing, if the rows are not
+    /// whole tiles.
     #[inline(always)]
     pub(super) fn write<S: Level>(&self, rows: Range<usize>, column: usize) -> bool {
         let tile = tile_rows(S::WIDTH);
@@ -161,24 +159,26 @@ impl<'a, G: Float> Gradient<'a, G> {
         true
     }
 
-    /// As [`write`](Self::write) for all rows from one on that a tile begins with.
+    /// Writes a block of columns of all tiles from `row` on.
     #[inline(always)]
     pub(super) fn write_from<S: Level>(&self, row: usize, column: usize) {
-        for row in (row..self.size.0).step_by(tile_rows(S::WIDTH)) {
+        for row in (row..self.num_rows).step_by(tile_rows(S::WIDTH)) {
             self.write_tile::<S>(row, column);
         }
     }
 
     #[inline(always)]
     fn write_tile<S: Level>(&self, row: usize, column: usize) {
-        let (rows, columns) = self.size;
-        assert!(row < rows && column < columns, "a tile of a gradient");
-        let at = (row / tile_rows(S::WIDTH), column);
+        let Self { num_rows, num_columns, .. } = *self;
+        assert!(row < num_rows && column < num_columns, "a tile of a gradient");
+        let block = row / tile_rows(S::WIDTH);
+        let tile = GradientTile { block, column, num_rows: num_rows - row, num_columns: num_columns - column };
         let put = Put::Stream.where_aligned::<S, G>(self.to, self.stride);
-        // SAFETY: `new`'s caller promised the rows and columns from these on; blocks of columns of aligned rows are aligned.
+        // SAFETY: `new`'s caller promised the rows and columns from these on; blocks of columns of aligned rows are
+        // aligned.
         unsafe {
             let to = self.to.add(row * self.stride + column);
-            self.operands.put::<S, G>(at, (rows - row, columns - column), put, to, self.stride);
+            self.operands.put::<S, G>(tile, put, to, self.stride);
         }
     }
 }

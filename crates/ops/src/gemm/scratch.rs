@@ -19,18 +19,19 @@ pub(crate) struct ScratchPool<'a> {
 pub(crate) struct ScratchSlot {
     slot: usize,
     room: Option<Box<Room>>,
-    /// The group and the first row of the rows of A that are laid out in the slot's memory.
+    /// The group and the first row of the operand rows that are laid out in the slot's memory.
     pub(crate) rows_of: Option<(usize, usize)>,
 }
 
 impl ScratchSlot {
-    /// Room for epilogues.
+    /// Returns scratch for epilogues.
     pub(crate) fn room(&mut self) -> &mut Room {
         self.room.get_or_insert_with(|| Box::new(Room::new()))
     }
 }
 
 impl<'a> ScratchPool<'a> {
+    /// Divides a tensor into `num_slots` equal parts.
     pub(crate) fn new(tensor: &'a mut Tensor, num_slots: usize) -> Self {
         let memory = tensor.slice_mut::<u32>();
         let len = memory.len() / num_slots;
@@ -38,6 +39,7 @@ impl<'a> ScratchPool<'a> {
         Self { memory: Lent::new(memory), len, free: Mutex::new(free.collect()) }
     }
 
+    /// Calls `run` with a free slot and its memory.
     pub(crate) fn with(&self, run: impl FnOnce(&mut [u32], &mut ScratchSlot)) {
         let lock = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut held = lock().pop().expect("a slot for each thread");

@@ -15,7 +15,7 @@ use crate::gemm::plan::{Chooser, Dequantize, GemmKernel, GemmPlan, GemmProblem, 
 use crate::gemm::row_pieces::{OfPieces, RowPiece, row_pieces};
 use crate::gemm::scratch::{ScratchPool, ScratchSlot};
 use crate::gemm::source::Source;
-use crate::gemm::{self, Compute, Finish, Form, Panels, Place, tile_slice};
+use crate::gemm::{self, Compute, Finish, Form, Panels, Place, Span, tile_slice};
 use crate::parallel::piece_range;
 use crate::{Context, Isa};
 
@@ -178,7 +178,7 @@ impl<'a> Work<'a> {
         let tiles = &mut tiles[..product.num_tiles() * group.rows.div_ceil(MAX_ROWS)];
         for panel in task.panels.clone() {
             let (column, columns, _) = panels.panel(panel);
-            let places = Place::of_panel((task.group, group.rows), (column, columns), panel);
+            let places = Place::of_panel(task.group, group.rows, Span::new(column, columns), panel);
             places.clone().for_each(|at| epilogue.ask_ahead(at));
             for pair in 0..product.num_tiles() {
                 let weights = group.weights[pair].starting_at(column);

@@ -1,4 +1,5 @@
-//! `A B` and `A^T B`: a task packs its panels of B, whose rows are paired, then rows of A go by, 32 at a time, each against all panels.
+//! `A B` and `A^T B` in tiles: a task packs its panels of B, whose rows are interleaved, and multiplies rows of A, 32
+//! at a time, with all panels.
 
 use super::cut::part_units;
 use super::kernel::{Ahead, Call, Later, Rows};
@@ -7,15 +8,15 @@ use crate::gemm::kernel::{MAX_ROWS, Tile};
 use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::store::Room;
 use crate::gemm::tasks::Panels;
-use crate::gemm::{Finish, Form, Part, Place, Work, tile_slice};
+use crate::gemm::{Finish, Form, Part, Place, Span, Work, tile_slice};
 
-/// Tiles of the epilogue that the rows of a kernel are.
+/// Tiles of the epilogue that a kernel's rows fill.
 const TILES: usize = ROWS / MAX_ROWS;
 
-/// The rows of A that are packed after those that are multiplied.
+/// The rows of A that are packed after those being multiplied.
 #[derive(Clone, Copy)]
 struct RowsAfter {
-    /// Where their part of the depth begins; nowhere if they are packed already or not evenly spaced.
+    /// The address of their part of the depth; none if they are packed already or not evenly spaced.
     at: Option<*const u8>,
     row_step: usize,
 }
@@ -24,12 +25,12 @@ impl RowsAfter {
     fn of(work: &Work<'_>, row: usize, start: usize) -> Self {
         let a = &work.group.a;
         let is_even = work.product.form != Form::Tn && a.indices.is_none();
-        let at = is_even.then(|| a.address_later(work.task.rows.0 + row, ROWS, start));
+        let at = is_even.then(|| a.address_later(work.task.rows.first + row, ROWS, start));
         Self { at, row_step: a.row_step() }
     }
 
-    /// What the call with one of `count` panels asks for: of some of the rows a line with each block of the depth, and the sums of the
-    /// next call, which follow those of this one.
+    /// Returns the prefetches of the call with panel `panel` of `count`: one line per block of the depth of some of
+    /// the rows, and the sums of the next call, which follow those of this one.
     fn at_panel(&self, panel: usize, count: usize) -> (Option<Ahead>, Option<Later>) {
         let rows = ROWS.div_ceil(count);
         let first = (panel * rows).min(ROWS - rows);
@@ -38,16 +39,23 @@ impl RowsAfter {
     }
 }
 
+/// The packed operands of a part of the depth.
+#[derive(Clone, Copy)]
+struct Operands<'a> {
+    a: &'a [u32],
+    b: &'a [u32],
+}
+
 impl Work<'_> {
     /// Computes a task of the forms `A B` and `A^T B`.
     pub(super) fn run_straight_tiles(&self, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these kernels are selected only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };
-        let tiles_of_rows = task.panels.1 * product.num_tiles() * TILES;
+        let tiles_of_rows = task.panels.len * product.num_tiles() * TILES;
         let (b_room, rest) = scratch.split_at_mut(task.b_units);
         let (a_room, rest) = rest.split_at_mut(task.a_units);
-        // The sums of the two halves of a pair lie one after the other, each as four tiles of the epilogue.
+        // The sums of the two halves of paired columns are consecutive, four tiles of the epilogue each.
         let tiles = tile_slice(rest);
         let num_parts = group.depth.div_ceil(task.part).max(1);
         let mut room = Room::new();
@@ -56,24 +64,26 @@ impl Work<'_> {
             let depth = (group.depth - start).min(task.part);
             let num_units = self.format().units_of(depth);
             // The thread's last task may have left the same panels.
-            let columns = (task.group, task.panels.0);
+            let columns = (task.group, task.panels.first);
+            let span = Span::new(start, depth);
             if held.rows_of.replace(columns) != Some(columns) || num_parts > 1 {
-                crate::gemm::pack_b(self.isa, self, (start, depth), task.panels, b_room);
+                crate::gemm::pack_b(self.isa, self, span, task.panels, b_room);
             }
             if product.form == Form::Tn {
-                pack::transposed_rows(&group.a, task.rows, (start, depth), self.format(), a_room);
+                pack::transposed_rows(&group.a, task.rows, span, self.format(), a_room);
             }
             let part = Part { start, depth, num_units, is_first: part == 0, is_last: part + 1 == num_parts };
-            for row in (0..task.rows.1).step_by(ROWS) {
-                let rows = (task.rows.1 - row).min(ROWS);
+            for row in (0..task.rows.len).step_by(ROWS) {
+                let rows = (task.rows.len - row).min(ROWS);
                 let a = if product.form == Form::Tn {
                     &a_room[row * num_units..]
                 } else {
-                    pack::rows(&group.a, (task.rows.0 + row, rows), (start, depth), self.format(), a_room);
+                    pack::rows(&group.a, Span::new(task.rows.first + row, rows), span, self.format(), a_room);
                     &*a_room
                 };
                 let first = if num_parts > 1 { row / ROWS * tiles_of_rows } else { 0 };
-                self.multiply_rows_in_tiles((row, rows), part, (a, b_room), (&mut tiles[first..], &mut room), epilogue);
+                let (rows, operands) = (Span::new(row, rows), Operands { a, b: b_room });
+                self.multiply_rows_in_tiles(rows, part, operands, &mut tiles[first..], &mut room, epilogue);
             }
         }
         if num_parts > 1 {
@@ -82,17 +92,19 @@ impl Work<'_> {
         drop(registers);
     }
 
-    /// The sums of up to 32 rows with all packed panels, of as much of the depth at a time as the first-level cache holds of the rows.
-    /// Sums that are taken up again have places of their own in `tiles`.
+    /// Multiplies up to 32 rows with all packed panels, as much of the depth at a time as the L1 cache holds of the
+    /// rows. Partial sums have tiles of their own.
     fn multiply_rows_in_tiles(
         &self,
-        (row, rows): (usize, usize),
+        rows: Span,
         part: Part,
-        (a, b): (&[u32], &[u32]),
-        (tiles, room): (&mut [Tile], &mut Room),
+        operands: Operands<'_>,
+        tiles: &mut [Tile],
+        room: &mut Room,
         epilogue: &dyn Finish,
     ) {
         let Self { product, group, task, .. } = *self;
+        let (Span { first: row, len: rows }, Operands { a, b }) = (rows, operands);
         let (panels, tiles_of_panel) = (Panels::of(group.columns, BLOCK), TILES * product.num_tiles());
         let Part { num_units, is_first, is_last, .. } = part;
         let last = &a[(rows.div_ceil(BLOCK) - 1) * BLOCK * num_units..];
@@ -107,10 +119,10 @@ impl Work<'_> {
             let a = &[Rows::packed(&a[BLOCK * done..], units), Rows::packed(&last[BLOCK * done..], units)]
                 [..rows.div_ceil(BLOCK)];
             let mut b = b;
-            for (offset, panel) in (task.panels.0..task.panels.0 + task.panels.1).enumerate() {
+            for (offset, panel) in task.panels.range().enumerate() {
                 let (column, columns, width) = panels.panel(panel);
-                let at =
-                    Place { group: task.group, rows: (task.rows.0 + row, rows), columns: (column, columns), panel };
+                let (place_rows, columns) = (Span::new(task.rows.first + row, rows), Span::new(column, columns));
+                let at = Place { group: task.group, rows: place_rows, columns, panel };
                 let is_end = is_last && stretch + 1 == num_stretches;
                 if is_end {
                     epilogue.ask_ahead(at);
@@ -121,7 +133,8 @@ impl Work<'_> {
                     let (now, later) = b.split_at(num_units * width);
                     b = later;
                     let b = &now[done * width..];
-                    let (ahead, later) = if is_cut { rows_after.at_panel(offset, task.panels.1) } else { (None, None) };
+                    let (ahead, later) =
+                        if is_cut { rows_after.at_panel(offset, task.panels.len) } else { (None, None) };
                     let (is_continued, parts) = (!is_first || stretch > 0, self.kernels.parts);
                     let call = Call { a, b, width, is_continued, parts, ahead, later };
                     // SAFETY: the task has set the registers up.
@@ -137,9 +150,9 @@ impl Work<'_> {
     /// Gives the sums to the epilogue, eight rows at a time.
     fn finish_rows(&self, epilogue: &dyn Finish, at: Place, tiles: &mut [Tile], room: &mut Room) {
         let (first, second) = tiles.split_at_mut(TILES);
-        for (i, tile) in first.iter_mut().enumerate().take(at.rows.1.div_ceil(MAX_ROWS)) {
+        for (i, tile) in first.iter_mut().enumerate().take(at.rows.len.div_ceil(MAX_ROWS)) {
             let done = i * MAX_ROWS;
-            let rows = (at.rows.0 + done, (at.rows.1 - done).min(MAX_ROWS));
+            let rows = Span::new(at.rows.first + done, (at.rows.len - done).min(MAX_ROWS));
             epilogue.finish(self.isa, Place { rows, ..at }, tile, second.get_mut(i), room);
         }
     }

@@ -1,4 +1,4 @@
-//! The kernels for the vectors of x86-64.
+//! The x86-64 kernels.
 
 use core::arch::x86_64::{
     __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_setzero_ps,
@@ -12,7 +12,7 @@ use super::{
 use crate::gemm::pack::in_turn;
 use crate::simd::{Avx2, Avx512, Level};
 
-/// [`Math`] on pairs of bf16. Its functions are used in kernels alone that have the instructions.
+/// Implements [`Math`] for bf16 pairs. It is used only in kernels compiled with the instructions.
 macro_rules! pairs {
     ($name:ident, $vector:ident, $pairs:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $level:ident, $dot:ident) => {
         struct $name;
@@ -48,7 +48,8 @@ macro_rules! pairs {
 
             #[inline(always)]
             unsafe fn splat(row: *const u32, at: usize) -> $vector {
-                // SAFETY: see above; the caller promises a readable unit. Pairs of a file's bf16 begin at any even address.
+                // SAFETY: see above; the caller promises a readable unit. Pairs of bf16 in a file may begin at any
+                // even address.
                 unsafe { $level::splat_at(row.cast(), at) }
             }
 
@@ -100,7 +101,7 @@ impl Across for F32<Avx512> {
     }
 }
 
-/// Two rows are a unit: their elements are brought together in registers.
+/// A unit is two rows, whose elements are interleaved in registers.
 impl Across for Bf16Dot {
     #[inline(always)]
     unsafe fn across<const VECTORS: usize>(row: *const u32, step: usize) -> [__m512; VECTORS] {
@@ -156,7 +157,7 @@ pub(super) unsafe fn avx512<const ROWS: usize, const VECTORS: usize>(args: &Tile
     unsafe { tile::<F32<Avx512>, ROWS, VECTORS>(args) }
 }
 
-/// Of `VECTORS` vectors and half of one.
+/// Computes a tile of `VECTORS` vectors and half of one.
 ///
 /// # Safety
 /// As for [`super::Kernel`].
@@ -171,7 +172,7 @@ pub(super) unsafe fn half_bf16<const ROWS: usize, const VECTORS: usize>(args: &T
     }
 }
 
-/// Of `VECTORS` vectors and half of one.
+/// Computes a tile of `VECTORS` vectors and half of one.
 ///
 /// # Safety
 /// As for [`super::Kernel`].
