@@ -231,7 +231,7 @@ fn forward_product(
             indices: tokens.map(|tokens| &tokens[range.clone()]),
             first: range.start,
             rows: range.len(),
-            weights: quantized::matrix(weights, *e, (columns, is_paired)),
+            weights: quantized::matrix(weights, *e, columns, is_paired),
             columns,
         };
         let groups: Vec<_> = experts.iter().map(group).collect();

@@ -85,7 +85,7 @@ fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tenso
                 indices: None,
                 first: 0,
                 rows,
-                weights: quantized::matrix(w, 0, (w.rows(), false)),
+                weights: quantized::matrix(w, 0, w.rows(), false),
                 columns: w.rows(),
             }).collect();
             quantized::run(ctx, &quantized::Product { a: x, weights: ws[0], groups: &groups, is_paired: false }, &each);
