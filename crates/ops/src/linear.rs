@@ -1,9 +1,9 @@
 //! Matrix products of a linear map `y = x w^T`: forward, gradient of the input, gradient of the weight.
 //!
-//! All three are one call of the engine in `gemm`. Weights of f16 are multiplied as the f32 that they are. With bf16 weights
-//! products are those of bf16 numbers, exact, and sums are f32 in an order that depends on the instruction set; results of two
-//! instruction sets therefore differ by rounding of the sums, of order `sqrt(depth) * 2^-24` relative to the sum of
-//! magnitudes.
+//! Each is one call of the engine in `gemm`. Weights in f16 are multiplied as the f32 that they are exactly. With
+//! bf16 weights both factors are bf16, and sums are f32 in an order that depends on the instruction set. Results of
+//! two instruction sets therefore differ by the rounding of sums, of order `sqrt(depth) * 2^-24` relative to the sum
+//! of magnitudes.
 
 use moeworks_tensor::{DType, Device, Tensor};
 
@@ -18,18 +18,18 @@ use crate::parallel::Lent;
 use crate::simd::{Float, Level, with_float};
 use crate::{Context, quantized};
 
-/// Whether a gradient replaces what is in its buffer or is added to it.
+/// The way in which a gradient goes to its buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// The buffer's contents are overwritten, all of them.
+    /// Overwrites the whole buffer.
     Replace,
-    /// The gradient is added.
+    /// Adds the gradient to the buffer.
     Add,
 }
 
-/// `y [T, out] = x [T, in] w^T` with `w [out, in]`. Both may be f32 or bf16; products are taken in bf16 with f32 sums if
-/// `w` is bf16 (an f32 `x` is rounded first), in f32 otherwise. `w` may be f16 or quantized, too: see [`quantized`]. `out` is
-/// the type of `y`.
+/// Returns `y [T, out] = x [T, in] w^T` with `w [out, in]`. Both may be f32 or bf16. Products are bf16 with f32 sums
+/// if `w` is bf16 (an f32 `x` is rounded first), otherwise f32. `w` may also be f16 or quantized: see [`quantized`].
+/// `out` is the type of `y`.
 #[must_use]
 pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (x.rows(), x.cols(), w.rows());
@@ -42,7 +42,7 @@ pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     y
 }
 
-/// `base + x w^T`, f32 as `base [T, out]` is; types as in [`linear`].
+/// Returns `base + x w^T`, f32 like `base [T, out]`; types as in [`linear`].
 #[must_use]
 pub fn linear_onto(ctx: &Context, x: &Tensor, w: &Tensor, base: &Tensor) -> Tensor {
     assert_eq!(base.shape(), [x.rows(), w.rows()], "linear_onto: x {:?}, w {:?}", x.shape(), w.shape());
@@ -55,8 +55,8 @@ pub fn linear_onto(ctx: &Context, x: &Tensor, w: &Tensor, base: &Tensor) -> Tens
     y
 }
 
-/// `x w^T` as [`linear`] for several matrices: those next to each other that are of one type are multiplied in one go, which with
-/// few rows saves the time between one product and the next.
+/// Returns `x w^T` as [`linear`] does, for several matrices. Consecutive matrices of one type are multiplied
+/// together, which with few rows saves the time between products.
 #[must_use]
 pub fn linear_each<const N: usize>(ctx: &Context, x: &Tensor, ws: [&Tensor; N], out: DType) -> [Tensor; N] {
     ws.iter().for_each(|w| assert_eq!(w.cols(), x.cols(), "linear: x {:?}, w {:?}", x.shape(), w.shape()));
@@ -75,7 +75,7 @@ pub fn linear_each<const N: usize>(ctx: &Context, x: &Tensor, ws: [&Tensor; N], 
     ys
 }
 
-/// `y = x w^T` for matrices of one type.
+/// Computes `y = x w^T` for matrices of one type.
 fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tensor]) {
     let (rows, depth, dtype) = (x.rows(), x.cols(), ws[0].dtype());
     with_float!(ys[0].dtype(), T => {
@@ -99,13 +99,13 @@ fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tenso
     });
 }
 
-/// Sums to all of a matrix.
+/// Returns the epilogue that replaces a whole matrix.
 fn replaced<T: Float>(y: &mut Tensor) -> Store<'_, T> {
     let stride = y.cols();
     Store { to: Lent::new(y.slice_mut::<T>()), offsets: &[0], stride, write: Write::Replace }
 }
 
-/// A matrix for each group.
+/// An epilogue with a matrix for each group.
 struct Each<'a, T>(Vec<Store<'a, T>>);
 
 impl<T: Float> Epilogue for Each<'_, T> {
@@ -120,7 +120,7 @@ impl<T: Float> Epilogue for Each<'_, T> {
     }
 }
 
-/// `dx [T, in] = dy [T, out] w`, types as in [`linear`].
+/// Returns `dx [T, in] = dy [T, out] w`, types as in [`linear`].
 #[must_use]
 pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (dy.rows(), dy.cols(), w.cols());
@@ -134,7 +134,7 @@ pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType)
     dx
 }
 
-/// `base + dy w`, f32 as `base [T, in]` is; types as in [`linear`].
+/// Returns `base + dy w`, f32 like `base [T, in]`; types as in [`linear`].
 #[must_use]
 pub fn linear_backward_input_onto(ctx: &Context, dy: &Tensor, w: &Tensor, base: &Tensor) -> Tensor {
     assert_eq!(base.shape(), [dy.rows(), w.cols()], "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
@@ -147,8 +147,8 @@ pub fn linear_backward_input_onto(ctx: &Context, dy: &Tensor, w: &Tensor, base: 
     dx
 }
 
-/// `dw [out, in] = dy^T x` or `+=`, as `write` says; `dw` is f32 or bf16, then sums of f32, rounded once. Products are taken in
-/// `compute` (f32 or bf16).
+/// Computes `dw [out, in] = dy^T x`, replaced or added as `write` says. `dw` is f32, or bf16 rounded once from sums
+/// in f32. Products are taken in `compute` (f32 or bf16).
 pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {
     let (depth, rows, columns) = (dy.rows(), dy.cols(), x.cols());
     assert_eq!(

@@ -62,7 +62,7 @@ pub fn qkv_norm_rope_append(ctx: &Context, [q, k, v]: [Tensor; 3], how: &Placing
         rope(ctx, &mut x, how.table, how.positions, Rotation::Forward);
         x
     });
-    copy_rows_of_each(ctx, &k, (kept.keys, kept.held), kept.num_sequences);
-    copy_rows_of_each(ctx, &v, (kept.values, kept.held), kept.num_sequences);
+    copy_rows_of_each(ctx, &k, kept.keys, kept.held, kept.num_sequences);
+    copy_rows_of_each(ctx, &v, kept.values, kept.held, kept.num_sequences);
     q
 }

@@ -158,7 +158,7 @@ impl<'a> Engine<'a> {
         let ctx = &self.model.ctx;
         let Some(answer) = self.answers.get_mut(&id) else { return Ok(None) };
         let mut own = ctx.empty_there(&[1, logits.cols()], DType::F32);
-        copy_rows(ctx, (logits, row), (&mut own, 0), 1);
+        copy_rows(ctx, logits, row, &mut own, 0, 1);
         let drawn = answer.sampler.sample(ctx, &own);
         if drawn.has_nan {
             return Err(self.model.not_a_number().into());

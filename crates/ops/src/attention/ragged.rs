@@ -147,9 +147,9 @@ pub fn attention_ragged(ctx: &Context, inputs: AttentionInputs<'_>, shape: &Ragg
         let alone = shape.alone(sequence, sequence.num_keys);
         let (own_o, own_lse) = attention_with_sinks(ctx, (&own.q, &own.k, &own.v), inputs.sinks, &alone);
         let (first, count) = (sequence.first_query, sequence.num_queries);
-        copy_rows(ctx, (&own_o, 0), (&mut o, first), count);
+        copy_rows(ctx, &own_o, 0, &mut o, first, count);
         let own_lse = own_lse.reshaped(&[count * num_heads, 1]);
-        copy_rows(ctx, (&own_lse, 0), (&mut lse, first * num_heads), count * num_heads);
+        copy_rows(ctx, &own_lse, 0, &mut lse, first * num_heads, count * num_heads);
     }
     AttentionOutput { o, lse }
 }
@@ -203,9 +203,9 @@ fn backward_one_by_one(
         let alone = shape.alone(sequence, sequence.num_keys);
         let qkv = (&own.q, &own.k, &own.v);
         let (own_dq, own_dk, own_dv) = attention_backward(ctx, &own_d_o, qkv, (&own_o, &own_lse), &alone);
-        copy_rows(ctx, (&own_dq, 0), (&mut dq, first), count);
-        copy_rows(ctx, (&own_dk, 0), (&mut dk, first_key), sequence.num_keys);
-        copy_rows(ctx, (&own_dv, 0), (&mut dv, first_key), sequence.num_keys);
+        copy_rows(ctx, &own_dq, 0, &mut dq, first, count);
+        copy_rows(ctx, &own_dk, 0, &mut dk, first_key, sequence.num_keys);
+        copy_rows(ctx, &own_dv, 0, &mut dv, first_key, sequence.num_keys);
     }
     AttentionGrads { dq, dk, dv }
 }
@@ -263,6 +263,6 @@ impl OwnRows {
 /// Returns a copy of `count` rows from `first` on.
 fn rows_of(ctx: &Context, x: &Tensor, first: usize, count: usize) -> Tensor {
     let mut rows = ctx.empty_there(&[count, x.cols()], x.dtype());
-    copy_rows(ctx, (x, first), (&mut rows, 0), count);
+    copy_rows(ctx, x, first, &mut rows, 0, count);
     rows
 }

@@ -301,7 +301,7 @@ pub(crate) fn sort_choices(
             SortedChoices { counts, offsets, tokens, weights, token_rows, few_tiles: None }
         }
         // The number of rows decides sizes: the one thing that the host waits for.
-        (limit, _) => SortedChoices::with_room(on.ctx, counts, limit.unwrap_or(NO_ROW), (num_tokens, k), empty),
+        (limit, _) => SortedChoices::with_room(on.ctx, counts, limit.unwrap_or(NO_ROW), num_tokens, k, empty),
     };
     debug_assert_eq!(NO_ROW, u32::MAX, "what the kernel writes for a choice without a row");
     let args = [

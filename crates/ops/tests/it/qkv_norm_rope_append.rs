@@ -68,8 +68,8 @@ fn check(name: &str, ctx: &Context, (s, normed): (Sizes, Normed), (rows, num_seq
                 rope(ctx, &mut x, &table, &positions, Rotation::Forward);
                 x
             });
-            copy_rows_of_each(ctx, &k, (&mut keys, held), num_sequences);
-            copy_rows_of_each(ctx, &v, (&mut values, held), num_sequences);
+            copy_rows_of_each(ctx, &k, &mut keys, held, num_sequences);
+            copy_rows_of_each(ctx, &v, &mut values, held, num_sequences);
             q
         };
         [queries, keys, values].map(|x| doubles(&x))
