@@ -13,7 +13,7 @@ fn main() -> Result<(), CommError> {
     if is_launched() {
         let report = |rank: usize, error: &dyn Display| eprintln!("rank {rank}: {error}");
         return run_mpi(&MpiOptions::default().with_checks(false), report, |comm| {
-            let raw = RawMpi::of_run().map_err(CommError::from)?;
+            let raw = RawMpi::from_run().map_err(CommError::from)?;
             print_all((comm, most_bytes), Some(&raw))
         });
     }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use moeworks_comm::{CommError, Communicator, Meter, Metered, Shaped};
+use moeworks_comm::{CommError, Communicator, Meter, Metered, Throttled};
 use moeworks_moe::{ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -29,7 +29,7 @@ const SEED: u64 = 1;
 fn part(comm: &dyn Communicator, link: Option<Link>) -> Result<Box<dyn Communicator>, CommError> {
     let part = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
     Ok(match link {
-        Some(link) => Box::new(Shaped::new(part, Links { node: link, cluster: link })),
+        Some(link) => Box::new(Throttled::new(part, Links { node: link, cluster: link })),
         None => part,
     })
 }

@@ -37,7 +37,7 @@ impl Pass {
         let start = Instant::now();
         work()?;
         let seconds = start.elapsed().as_secs_f64();
-        let spent = |span: &Span| (!span.is_under_way).then_some(span.length.as_secs_f64());
+        let spent = |span: &Span| (!span.is_in_flight).then_some(span.length.as_secs_f64());
         let mut least: Vec<f64> = meter.take_spans().iter().filter_map(spent).collect();
         let whole: f64 = least.iter().sum();
         comm.all_reduce(&mut least, Reduce::Min)?;

@@ -94,7 +94,7 @@ fn check_target(from: &Path, to: &Path, is_forced: bool) -> Result<(), Failure> 
     {
         return Err(Failure::input(format!("{shown}: the folder to write is the one that is read; give another")));
     }
-    let holding = Holding::of(to).map_err(|error| Failure::input(format!("{shown}: {error}")))?;
+    let holding = Holding::new(to).map_err(|error| Failure::input(format!("{shown}: {error}")))?;
     let Some(problem) = holding.describe() else { return Ok(()) };
     match holding {
         Holding::File => Err(Failure::input(format!("{shown}: {problem}; give the name of a folder"))),

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use moeworks_infer::InferError;
 use moeworks_infer::compute::{ComputeOptions, FoundContext, MAX_THREADS};
-use moeworks_infer::open::{LoadedWeights, Model, OpenOptions, PartChecked, Precision, Source, WeightsToCheck};
+use moeworks_infer::open::{LoadedWeights, Model, OpenOptions, PartChecked, Source, WeightFormat, WeightsToCheck};
 use moeworks_model::{DecoderWeights, ModelConfig, WeightCheck};
 use moeworks_ops::Context;
 
@@ -19,7 +19,7 @@ pub(crate) fn open_path(path: &Path, compute: &ComputeArgs) -> Result<Model, Fai
 
 /// Opens the model of `source`.
 pub(crate) fn open(source: &Source, compute: &ComputeArgs) -> Result<Model, Failure> {
-    let options = OpenOptions { precision: precision(&compute.precision)?, check: compute.check.check_weights.into() };
+    let options = OpenOptions { format: weight_format(&compute.precision)?, check: compute.check.check_weights.into() };
     let model = Model::open(context(&compute.machine)?, source, options)?;
     say_part_checked(model.part_checked.as_ref());
     Ok(model)
@@ -78,7 +78,7 @@ pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
             Failure::input(format!("--expert-cache {expert_cache}: needs a GPU, --device cuda"))
         }
         InferError::BatchInvarianceOnGpu => {
-            Failure::input("--batch-invariant: works on the CPU alone; leave out --device or this option")
+            Failure::input("--batch-invariant: works only on the CPU; leave out --device or this option")
         }
         error => error.into(),
     })?;
@@ -88,11 +88,11 @@ pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
     Ok(ctx)
 }
 
-fn precision(name: &str) -> Result<Precision, Failure> {
+fn weight_format(name: &str) -> Result<WeightFormat, Failure> {
     match name {
-        "stored" => Ok(Precision::Stored),
-        "f32" => Ok(Precision::F32),
-        "bf16" => Ok(Precision::Bf16),
+        "stored" => Ok(WeightFormat::Stored),
+        "f32" => Ok(WeightFormat::F32),
+        "bf16" => Ok(WeightFormat::Bf16),
         _ => Err(Failure::input(format!("--precision {name}: must be stored, f32 or bf16"))),
     }
 }
@@ -101,7 +101,7 @@ fn precision(name: &str) -> Result<Precision, Failure> {
 pub(crate) fn with_options(error: InferError) -> Failure {
     match error {
         InferError::EmptyPrompt => {
-            Failure::input("--prompt is empty, and the tokenizer has no token that a text begins with")
+            Failure::input("--prompt is empty, and the tokenizer has no token that begins a text")
         }
         InferError::ManyTokens { asked, context, prompt_len, room } => Failure::input(format!(
             "--max-tokens {asked}: the model's context is {context} tokens and the prompt has {prompt_len}: \

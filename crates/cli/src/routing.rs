@@ -40,9 +40,9 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::input(format!("{}: is a dense model; it has no MoE layer to show", args.model.display())));
     }
     let token_ids = first_tokens(&sources, &model.tokenizer, args.max_tokens)?;
-    // Without a capacity both rules are the same.
-    let window = (SEQ_LEN.min(config.max_seq_len), Mode::TrainForward);
-    let text = RoutedText::new(&model.ctx, (&model.decoder, &model.weights), &model.tokenizer, token_ids, window)?;
+    let seq_len = SEQ_LEN.min(config.max_seq_len);
+    // Without a capacity the modes route alike.
+    let text = RoutedText::new(model.as_model_ref(), &model.tokenizer, token_ids, seq_len, Mode::TrainForward)?;
     let page = routing_page(&text, &name_of(&args.model), &facts(&model, source.run(), &text, &sources));
     write_whole(&out, &page)?;
     println!("{}", out.display());

@@ -4,19 +4,19 @@ use moeworks_tensor::Tensor;
 
 use crate::number::{Number, NumberKind};
 
-/// Memory that can be given to a started communication and comes back when it is finished.
+/// Memory that a started communication can own. [`Pending::finish`](crate::Pending::finish) gives it back.
 ///
 /// # Safety
-/// Between two changes of the value by its owner, `bytes` and `bytes_mut` give the same region, also after the value was
-/// moved: it lies behind a pointer, not in the value.
+/// `bytes` and `bytes_mut` return the same region until the owner changes the value. Moving the value leaves the
+/// region where it is: it lies behind a pointer.
 pub unsafe trait Buffer: Send + 'static {
-    /// The contents.
+    /// Returns the contents.
     fn bytes(&self) -> &[u8];
-    /// The contents, for writing.
+    /// Returns the contents for writing.
     fn bytes_mut(&mut self) -> &mut [u8];
-    /// Bytes of one element: counts are in elements.
+    /// Returns the bytes of one element. Counts of a call are in elements.
     fn element_size(&self) -> usize;
-    /// What a reduction takes the elements for; `None` where they are no numbers.
+    /// Returns the number type that a reduction works on; `None` if the elements cannot be reduced.
     fn number(&self) -> Option<NumberKind>;
 }
 
@@ -58,7 +58,7 @@ unsafe impl Buffer for Vec<u8> {
     }
 }
 
-// SAFETY: a tensor's elements lie in a block of its pool, or in memory of another owner, both behind a counted pointer.
+// SAFETY: a tensor's elements lie behind a counted pointer, in a block of its pool or in memory of another owner.
 unsafe impl Buffer for Tensor {
     fn bytes(&self) -> &[u8] {
         Self::bytes(self)

@@ -1,4 +1,4 @@
-//! One rank's door to a group of ranks.
+//! The interface of one rank to a group of ranks.
 
 use std::time::Duration;
 
@@ -10,81 +10,84 @@ use crate::operation::{Call, Memory, Operation};
 use crate::started::{Pending, RawPending};
 use crate::{Buffer, CommError};
 
-/// One rank's door to a group of ranks. Used as `&dyn Communicator`, which has the typed calls.
+/// One rank's interface to a group of ranks. Use it as `&dyn Communicator`, which has the typed calls.
 ///
-/// All ranks of a group make the same calls in the same order (point to point: the two concerned), and one thread at a
-/// time makes those of a rank. Between the start of a call and its end others may be started and finished, in any order.
+/// All ranks of a group make the same calls in the same order; a send and its receive concern only the two ranks. One
+/// thread at a time calls for a rank. Between the start of a call and its end others may be started and finished, in
+/// any order.
 pub trait Communicator: Send + Sync {
-    /// This rank's number in the group, from 0.
+    /// Returns this rank's number in the group, from 0.
     fn rank(&self) -> usize;
 
-    /// How many ranks there are in the group.
+    /// Returns the number of ranks in the group.
     fn size(&self) -> usize;
 
-    /// The number in the whole run of each rank of the group: the names in errors.
+    /// Returns, for each rank of the group, its number in the whole run. Errors use these numbers.
     fn world_ranks(&self) -> &[usize];
 
-    /// The node (machine) of each rank of the group, numbered from 0 in the order in which the group's ranks stand on them.
+    /// Returns the node (machine) of each rank of the group. Nodes are numbered from 0 in the order in which ranks
+    /// first name them.
     fn nodes(&self) -> &[usize];
 
     /// Starts an operation.
     ///
     /// # Safety
-    /// Until the result is finished or dropped the memory stays valid, nobody else writes to what is sent, and nobody else
-    /// reads or writes what is received. Both are aligned for the numbers of a reduction.
+    /// Until the result is finished or dropped, the memory stays valid, nobody else writes to the sent part, and
+    /// nobody else reads or writes the received part. Both parts are aligned for the numbers of a reduction.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError>;
 
-    /// Starts and finishes an operation; an implementation with a faster way takes it.
+    /// Starts and finishes an operation. An implementation may override it with a faster way.
     ///
     /// # Safety
-    /// As [`start`](Self::start), until this returns.
+    /// The promises of [`start`](Self::start) hold until this returns.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
         // SAFETY: the caller's promise.
         unsafe { self.start(operation, memory) }?.finish()
     }
 
-    /// Makes a group of those that give the same `color`, in the order of `key` and then of rank. With `None` a rank takes
-    /// part in the call, but is in no group. What is sent in one group is never received in another.
+    /// Makes a group of the ranks that pass the same `color`, ordered by `key` and then by rank. A rank that passes
+    /// `None` takes part in the call but joins no group. Messages of one group are never received in another.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError>;
 
-    /// How long a rank of the whole run waits for others before it takes them for hung.
+    /// Sets how long a rank waits for others before it reports them as hung. It holds for the whole run.
     fn set_timeout(&self, timeout: Duration);
 
-    /// Ends the whole run with this error: all ranks get it. Returns the error that the run ended with, which is an earlier
+    /// Ends the whole run with this error, which all ranks get. Returns the error that the run ended with: an earlier
     /// one if there was one.
     fn fail(&self, error: CommError) -> CommError;
 }
 
-/// The typed calls. Counts are in elements; pieces lie one after another in the order of ranks. All give the errors of
-/// [`CommError`]; after the first no call succeeds any more.
+/// Blocking typed calls. Counts are in elements, and pieces lie one after another in the order of ranks. All return
+/// [`CommError`]; after the first error no call succeeds any more.
 #[allow(clippy::missing_errors_doc)] // Said once, above.
 impl dyn Communicator + '_ {
-    /// Waits until all ranks are here.
+    /// Waits until all ranks have called it.
     pub fn barrier(&self) -> Result<(), CommError> {
         self.run_on(&Operation::plain(Call::Barrier), &[], &mut [])
     }
 
-    /// Gives everybody the root's `data`, which has the same length on all ranks.
+    /// Copies the root's `data` to all ranks. The length is the same everywhere.
     pub fn broadcast<T: Pod>(&self, data: &mut [T], root: usize) -> Result<(), CommError> {
         let bytes = size_of_val(data);
         self.run_on(&Operation::plain(Call::Broadcast { root, bytes }), &[], bytemuck::cast_slice_mut(data))
     }
 
-    /// Gives everybody everybody's `send`, of the same length on all ranks: `recv` has `size` times as many elements.
+    /// Gathers `send`, of the same length on all ranks, from all ranks to all. `recv` has `size` times as many
+    /// elements.
     pub fn all_gather<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         with_few(self.size(), |_| size_of_val(send), |counts| self.all_gather_bytes(send, recv, counts))
     }
 
-    /// Gives everybody everybody's `send`: `recv_counts[r]` elements from rank r, the same counts on all ranks.
+    /// Gathers `send` from all ranks to all: `recv_counts[r]` elements from rank r, the same counts on all ranks.
     pub fn all_gather_v<T: Pod>(&self, send: &[T], recv: &mut [T], recv_counts: &[usize]) -> Result<(), CommError> {
         in_bytes(recv_counts, size_of::<T>(), |counts| self.all_gather_bytes(send, recv, counts))
     }
@@ -94,14 +97,15 @@ impl dyn Communicator + '_ {
         self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
     }
 
-    /// Sends piece r of `send` to rank r, all pieces of the same length everywhere.
+    /// Sends piece r of `send` to rank r. All pieces have the same length on all ranks.
     pub fn all_to_all<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         let size = self.size();
         let piece = send.len() / size * size_of::<T>();
-        with_few(size, |_| piece, |counts| self.all_to_all_bytes((send, counts), (recv, counts)))
+        with_few(size, |_| piece, |counts| self.all_to_all_bytes(send, counts, recv, counts))
     }
 
-    /// Sends `send_counts[r]` elements to rank r and gets `recv_counts[r]` from it, which is what rank r sends here.
+    /// Sends `send_counts[r]` elements to rank r and receives `recv_counts[r]` from it. Both ranks must agree on the
+    /// count.
     pub fn all_to_all_v<T: Pod>(
         &self,
         send: &[T],
@@ -110,20 +114,23 @@ impl dyn Communicator + '_ {
         recv_counts: &[usize],
     ) -> Result<(), CommError> {
         in_bytes(send_counts, size_of::<T>(), |sent| {
-            in_bytes(recv_counts, size_of::<T>(), |received| self.all_to_all_bytes((send, sent), (recv, received)))
+            in_bytes(recv_counts, size_of::<T>(), |received| self.all_to_all_bytes(send, sent, recv, received))
         })
     }
 
     fn all_to_all_bytes<T: Pod>(
         &self,
-        (send, send_counts): (&[T], &[usize]),
-        (recv, recv_counts): (&mut [T], &[usize]),
+        send: &[T],
+        send_counts: &[usize],
+        recv: &mut [T],
+        recv_counts: &[usize],
     ) -> Result<(), CommError> {
         let operation = Operation { call: Call::AllToAllV, send_counts, recv_counts };
         self.run_on(&operation, bytemuck::cast_slice(send), bytemuck::cast_slice_mut(recv))
     }
 
-    /// Reduces everybody's `send`; this rank gets its share of the result: `counts[r]` elements belong to rank r.
+    /// Reduces `send` over all ranks and gives each rank its share of the result: `counts[r]` elements belong to rank
+    /// r.
     pub fn reduce_scatter<T: Number>(
         &self,
         send: &[T],
@@ -138,25 +145,26 @@ impl dyn Communicator + '_ {
         })
     }
 
-    /// Reduces everybody's `data` in place: all ranks get the same bits.
+    /// Reduces `data` in place. All ranks get the same bits.
     pub fn all_reduce<T: Number>(&self, data: &mut [T], reduce: Reduce) -> Result<(), CommError> {
         let call = Call::AllReduce { number: T::KIND, reduce, bytes: size_of_val(data) };
         self.run_on(&Operation::plain(call), &[], bytemuck::cast_slice_mut(data))
     }
 
-    /// Sends `data` to rank `to`; returns when it has been received. With `tag` the receiver tells what it wants.
+    /// Sends `data` to rank `to` and returns when it has been received. The receiver selects the message by `tag`.
     pub fn send<T: Pod>(&self, data: &[T], to: usize, tag: u32) -> Result<(), CommError> {
         let call = Call::Send { to, tag, bytes: size_of_val(data) };
         self.run_on(&Operation::plain(call), bytemuck::cast_slice(data), &mut [])
     }
 
-    /// Receives what rank `from` sends with `tag`, which has exactly the length of `data`.
+    /// Receives the message that rank `from` sends with `tag`. It must have exactly the length of `data`.
     pub fn receive<T: Pod>(&self, data: &mut [T], from: usize, tag: u32) -> Result<(), CommError> {
         let call = Call::Receive { from, tag, bytes: size_of_val(data) };
         self.run_on(&Operation::plain(call), &[], bytemuck::cast_slice_mut(data))
     }
 
-    /// Refuses a rank that runs something else than rank 0: `fingerprint` stands for `what`, such as "configuration".
+    /// Fails if a rank's `fingerprint` differs from that of rank 0. `what` names it in the error, such as
+    /// "configuration".
     pub fn check_same(&self, what: &str, fingerprint: &[u8; 32]) -> Result<(), CommError> {
         match self.first_other(fingerprint)? {
             Some(rank) => Err(self.fail(CommError::Refused { rank, what: what.to_owned() })),
@@ -164,7 +172,8 @@ impl dyn Communicator + '_ {
         }
     }
 
-    /// The first rank, by its number in the whole run, whose `fingerprint` is not that of this group's rank 0.
+    /// Returns the first rank, by its number in the whole run, whose `fingerprint` differs from that of the group's
+    /// rank 0.
     pub fn first_other(&self, fingerprint: &[u8; 32]) -> Result<Option<usize>, CommError> {
         let mut all = vec![[0; 32]; self.size()];
         self.all_gather(std::slice::from_ref(fingerprint), &mut all)?;
@@ -178,12 +187,13 @@ impl dyn Communicator + '_ {
 
     #[inline(always)] // As all up to the library's call: short calls have no time for it.
     fn run_on(&self, operation: &Operation<'_>, send: &[u8], recv: &mut [u8]) -> Result<(), CommError> {
-        // SAFETY: both regions are borrowed until `run` returns; the typed calls cast them from slices of their numbers.
+        // SAFETY: both regions are borrowed until `run` returns; the typed calls cast them from slices of their
+        // numbers.
         unsafe { self.run(operation, Memory::new(send, recv)) }
     }
 }
 
-/// The same calls, started now and finished later; meanwhile they own their memory. `finish` gives it back.
+/// Non-blocking typed calls. The started call owns its memory until `finish` gives it back.
 #[allow(clippy::missing_errors_doc)] // As above.
 impl dyn Communicator + '_ {
     /// Starts `broadcast`.
@@ -219,7 +229,7 @@ impl dyn Communicator + '_ {
         })
     }
 
-    /// Starts `reduce_scatter`. Panics where the elements of `send` are no numbers.
+    /// Starts `reduce_scatter`. Panics if the elements of `send` cannot be reduced.
     pub fn start_reduce_scatter<S: Buffer, R: Buffer>(
         &self,
         send: S,
@@ -234,7 +244,7 @@ impl dyn Communicator + '_ {
         })
     }
 
-    /// Starts `all_reduce`. Panics where the elements are no numbers.
+    /// Starts `all_reduce`. Panics if the elements cannot be reduced.
     pub fn start_all_reduce<B: Buffer>(&self, data: B, reduce: Reduce) -> Result<Pending<B>, CommError> {
         let number = data.number().expect("numbers are reduced");
         let call = Call::AllReduce { number, reduce, bytes: data.bytes().len() };
@@ -282,14 +292,14 @@ impl dyn Communicator + '_ {
     }
 }
 
-/// What `work` makes of counts of elements as counts of bytes. An overflow would need more memory than can be addressed, and saturates
-/// into a sum that fits no memory.
+/// Calls `work` with counts of elements converted to bytes. An overflow saturates, so that the sum fits no memory and
+/// is refused.
 #[inline(always)] // Else what it makes would be moved.
 fn in_bytes<R>(counts: &[usize], element_size: usize, work: impl FnOnce(&[usize]) -> R) -> R {
     with_few(counts.len(), |rank| counts[rank].saturating_mul(element_size), work)
 }
 
-/// The functions of a [`Communicator`] that wraps another, its field `inner`, and leaves these to it.
+/// Forwards the functions of a [`Communicator`] that a wrapper leaves unchanged to its field `inner`.
 macro_rules! forward_to_inner {
     () => {
         fn rank(&self) -> usize {

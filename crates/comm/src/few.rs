@@ -1,10 +1,10 @@
-//! Lists that are mostly short: these need no memory of the heap, which would take a part of a short call's time.
+//! Short lists on the stack: a heap allocation would take a noticeable part of a short call's time.
 
-/// The longest list without.
+/// The length up to which a list lies on the stack.
 pub(crate) const FEW: usize = 16;
 
-/// What `work` makes of a list of `len` items: `item(0)`, `item(1)` and so on. (It is lent, not given: to move it would take as long as
-/// the rest of a short call.)
+/// Calls `work` with the list `item(0)`, ..., `item(len - 1)`. The list is borrowed, because moving it would take as
+/// long as the rest of a short call.
 #[inline(always)]
 pub(crate) fn with_few<T: Copy + Default, R>(len: usize, item: impl Fn(usize) -> T, work: impl FnOnce(&[T]) -> R) -> R {
     if len > FEW {

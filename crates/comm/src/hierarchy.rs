@@ -1,9 +1,9 @@
-//! All-to-all by way of nodes: inside the node first, then between nodes with messages that are larger by the ranks of a
+//! Hierarchical all-to-all: within the node first, then between nodes, in messages larger by the number of ranks of a
 //! node (Tutel, arXiv 2206.03382, section 4.3, "two-dimensional hierarchical").
 //!
-//! Rank i of node a hands what is for rank j of any node to its neighbour j (j modulo the ranks of node a, where nodes
-//! differ); the neighbour sends what it got from all of its node on in one message. A rank thus talks to the ranks of its
-//! node and to one of each other node, instead of to all.
+//! Rank i of node a first hands its data for rank j of any node to rank j of its own node (modulo the ranks of node
+//! a, if nodes differ in size). That rank sends what it collected on its node to rank j of the other node in one
+//! message. A rank thus talks to the ranks of its node and to one rank of each other node instead of to all ranks.
 
 use bytemuck::Pod;
 use moeworks_plan::{Algorithm, Nodes};
@@ -11,29 +11,29 @@ use moeworks_plan::{Algorithm, Nodes};
 use crate::started::Pending;
 use crate::{CommError, Communicator};
 
-/// The tag of messages between nodes. They need no other: between two ranks they keep their order.
+/// The tag of messages between nodes. One suffices, because messages between two ranks keep their order.
 const BETWEEN_NODES: u32 = 32_000;
 
-/// A group of ranks with the nodes that they stand on.
+/// A group of ranks with the nodes that they run on.
 pub struct Hierarchy {
     comm: Box<dyn Communicator>,
-    /// The ranks of this node among themselves, in the order that they have in the group.
+    /// The communicator of this node's ranks, in the order of the group.
     pub(crate) node: Box<dyn Communicator>,
-    /// Who stands where.
+    /// The node of each rank.
     pub(crate) grid: Nodes,
 }
 
-/// What comes from the relay of a node.
+/// A message in flight from the relay of the node with this number.
 type FromNode = (usize, Pending<Vec<u8>>);
 
-/// Messages under way between nodes.
+/// The messages in flight between nodes.
 pub(crate) struct BetweenNodes {
     arriving: Vec<FromNode>,
     leaving: Vec<Pending<Vec<u8>>>,
 }
 
 impl BetweenNodes {
-    /// Waits for what comes and puts it in its places.
+    /// Waits for the messages and copies their pieces to their places in `recv`.
     fn finish(self, hierarchy: &Hierarchy, recv: &mut [u8], recvs: &Pieces) -> Result<(), CommError> {
         for (node, pending) in self.arriving {
             let message = pending.finish()?;
@@ -48,17 +48,17 @@ impl BetweenNodes {
     }
 }
 
-/// An all-to-all of bytes that was started.
-pub(crate) enum Exchanging {
-    Straight(Pending<(Vec<u8>, Vec<u8>)>),
+/// A started all-to-all of bytes.
+pub(crate) enum PendingAllToAll {
+    Direct(Pending<(Vec<u8>, Vec<u8>)>),
     ByNodes { started: BetweenNodes, recv: Vec<u8>, recvs: Pieces },
 }
 
-impl Exchanging {
-    /// Waits for the end and gives what was received.
+impl PendingAllToAll {
+    /// Waits for the end and returns the received bytes.
     pub(crate) fn finish(self, hierarchy: &Hierarchy) -> Result<Vec<u8>, CommError> {
         match self {
-            Self::Straight(pending) => Ok(pending.finish()?.1),
+            Self::Direct(pending) => Ok(pending.finish()?.1),
             Self::ByNodes { started, mut recv, recvs } => {
                 started.finish(hierarchy, &mut recv, &recvs)?;
                 Ok(recv)
@@ -66,10 +66,10 @@ impl Exchanging {
         }
     }
 
-    /// Lets it go on as far as goes without waiting.
+    /// Makes progress without waiting.
     pub(crate) fn advance(&mut self) -> Result<(), CommError> {
         match self {
-            Self::Straight(pending) => pending.is_finished().map(drop),
+            Self::Direct(pending) => pending.is_finished().map(drop),
             Self::ByNodes { started, .. } => {
                 started.arriving.iter_mut().try_for_each(|(_, pending)| pending.is_finished().map(drop))
             }
@@ -77,13 +77,13 @@ impl Exchanging {
     }
 }
 
-/// Sizes and places of pieces that lie one after another.
+/// The sizes and starts of consecutive pieces.
 pub(crate) struct Pieces {
     counts: Vec<usize>,
     starts: Vec<usize>,
 }
 
-/// Where each piece begins.
+/// Returns the start of each of several consecutive pieces.
 pub(crate) fn starts(counts: &[usize]) -> Vec<usize> {
     let mut end = 0;
     let ends = counts.iter().map(|&count| {
@@ -99,7 +99,7 @@ impl Pieces {
         Self { counts, starts }
     }
 
-    fn of<T>(counts: &[usize]) -> Self {
+    fn from_elements<T>(counts: &[usize]) -> Self {
         Self::new(counts.iter().map(|count| count * size_of::<T>()).collect())
     }
 
@@ -113,22 +113,22 @@ impl Pieces {
 }
 
 impl Hierarchy {
-    /// Of all ranks of `comm`, as a group of its own: a call that all of them make.
+    /// Makes a hierarchy of the ranks of `comm`, in a group of its own. All ranks must call it.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn new(comm: &dyn Communicator) -> Result<Self, CommError> {
         match comm.split(Some(0), comm.rank())? {
-            Some(all) => Self::of(all),
-            None => Err(comm.abort("a rank with a color is in no group")),
+            Some(all) => Self::from_comm(all),
+            None => Err(comm.abort("the split returned no group for a rank with a color")),
         }
     }
 
-    /// Of all ranks of a group: a call that all of them make.
+    /// Makes a hierarchy of the ranks of `comm`. All ranks must call it.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
-    pub fn of(comm: Box<dyn Communicator>) -> Result<Self, CommError> {
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
+    pub fn from_comm(comm: Box<dyn Communicator>) -> Result<Self, CommError> {
         let grid = Nodes::new(comm.nodes());
         let Some(node) = comm.split(u32::try_from(grid.of(comm.rank())).ok(), comm.rank())? else {
             return Err(comm.abort("more nodes than can be numbered"));
@@ -136,60 +136,63 @@ impl Hierarchy {
         Ok(Self { comm, node, grid })
     }
 
-    /// The group.
+    /// Returns the communicator of the whole group.
     #[must_use]
     pub fn comm(&self) -> &dyn Communicator {
         &*self.comm
     }
 
-    /// The nodes that its ranks stand on.
+    /// Returns the nodes that the ranks run on.
     #[must_use]
     pub fn nodes(&self) -> &Nodes {
         &self.grid
     }
 
-    /// `Communicator::all_to_all_v` by the given path: the same result, in other messages. A plain all-to-all has nothing that
-    /// could be sent once for two, so that `TwoHop` is `Hierarchical` here.
+    /// Does `Communicator::all_to_all_v` by the given path, with the same result. `TwoHop` equals `Hierarchical`
+    /// here: a plain all-to-all has no row that could be sent to a node once for several ranks.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn all_to_all_v<T: Pod>(
         &self,
         algorithm: Algorithm,
-        (send, send_counts): (&[T], &[usize]),
-        (recv, recv_counts): (&mut [T], &[usize]),
+        send: &[T],
+        send_counts: &[usize],
+        recv: &mut [T],
+        recv_counts: &[usize],
     ) -> Result<(), CommError> {
         if algorithm == Algorithm::Linear || self.grid.num() == 1 {
             return self.comm.all_to_all_v(send, send_counts, recv, recv_counts);
         }
-        let (sends, recvs) = (Pieces::of::<T>(send_counts), Pieces::of::<T>(recv_counts));
+        let (sends, recvs) = (Pieces::from_elements::<T>(send_counts), Pieces::from_elements::<T>(recv_counts));
         let sizes = (send_counts.len(), recv_counts.len(), sends.total(), recvs.total());
         if sizes != (self.comm.size(), self.comm.size(), size_of_val(send), size_of_val(recv)) {
-            // Says what is wrong with them.
+            // The plain call reports what is wrong with the sizes.
             return self.comm.all_to_all_v(send, send_counts, recv, recv_counts);
         }
         let recv = bytemuck::cast_slice_mut(recv);
         self.start_by_nodes(bytemuck::cast_slice(send), &sends, recv, &recvs)?.finish(self, recv, &recvs)
     }
 
-    /// Starts `all_to_all_v` of bytes; counts are in bytes. What is within a node is done here and now, what goes between
-    /// nodes goes on.
+    /// Starts `all_to_all_v` of bytes; counts are in bytes. The exchange within the node is complete on return, the
+    /// messages between nodes stay in flight.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub(crate) fn start_all_to_all_v(
         &self,
         algorithm: Algorithm,
-        (send, send_counts): (Vec<u8>, &[usize]),
+        send: Vec<u8>,
+        send_counts: &[usize],
         recv_counts: &[usize],
-    ) -> Result<Exchanging, CommError> {
+    ) -> Result<PendingAllToAll, CommError> {
         let mut recv = vec![0; recv_counts.iter().sum()];
         if algorithm == Algorithm::Linear || self.grid.num() == 1 {
-            return Ok(Exchanging::Straight(self.comm.start_all_to_all_v(send, send_counts, recv, recv_counts)?));
+            return Ok(PendingAllToAll::Direct(self.comm.start_all_to_all_v(send, send_counts, recv, recv_counts)?));
         }
         let (sends, recvs) = (Pieces::new(send_counts.to_vec()), Pieces::new(recv_counts.to_vec()));
         let started = self.start_by_nodes(&send, &sends, &mut recv, &recvs)?;
-        Ok(Exchanging::ByNodes { started, recv, recvs })
+        Ok(PendingAllToAll::ByNodes { started, recv, recvs })
     }
 
     fn start_by_nodes(
@@ -207,7 +210,7 @@ impl Hierarchy {
         for (index, &target) in targets[own].iter().enumerate() {
             let from_all = (0..self.node.size()).map(|from| from * targets[own].len() + index);
             if self.is_here(target) {
-                // Only this rank itself: from each of the node, what was for this one.
+                // The target on this node is this rank itself: each rank of the node gave what is for this one.
                 for (from, piece) in from_all.enumerate() {
                     let source = self.grid.ranks()[self.own_node()][from];
                     recv[recvs.range(source)].copy_from_slice(&collected[pieces.range(piece)]);
@@ -222,7 +225,8 @@ impl Hierarchy {
         Ok(BetweenNodes { arriving, leaving })
     }
 
-    /// The first step: what this rank has to pass on, for each rank of the node and each of this rank's targets.
+    /// Does the first step, within the node. Returns the bytes that this rank passes on, in pieces: for each rank of
+    /// the node one for each of this rank's targets.
     fn inside(&self, send: &[u8], sends: &Pieces, targets: &[Vec<usize>]) -> Result<(Vec<u8>, Pieces), CommError> {
         let (own, size) = (self.node.rank(), self.node.size());
         let lens: Vec<usize> = targets.iter().map(Vec::len).collect();
@@ -230,7 +234,7 @@ impl Hierarchy {
         let mut counts = vec![0_u64; size * lens[own]];
         self.node.all_to_all_v(&announced, &lens, &mut counts, &vec![lens[own]; size])?;
         let pieces = Pieces::new(counts.into_iter().map(|count| count as usize).collect());
-        // All pieces for the same place lie together: the one copy that brings the rows in order.
+        // All pieces for one rank lie together. This is the one copy that orders the rows.
         let packed = targets.iter().flatten().map(|&target| &send[sends.range(target)]).collect::<Vec<_>>().concat();
         let sum = |list: &[usize]| list.iter().map(|&target| sends.counts[target]).sum();
         let send_counts: Vec<usize> = targets.iter().map(|list| sum(list)).collect();
@@ -241,7 +245,7 @@ impl Hierarchy {
         Ok((collected, pieces))
     }
 
-    /// What other nodes send here, each through one of its ranks.
+    /// Starts to receive what other nodes send here, each through one of its ranks.
     fn start_arriving(&self, recvs: &Pieces) -> Result<Vec<FromNode>, CommError> {
         let mut arriving = Vec::new();
         for node in (0..self.grid.num()).filter(|&node| node != self.own_node()) {
@@ -262,7 +266,7 @@ impl Hierarchy {
         self.grid.of(rank) == self.own_node()
     }
 
-    /// The ranks that the rank at this place of this node passes pieces on to, itself among them.
+    /// Returns the ranks that the rank at this place of the node passes pieces on to, itself included.
     pub(crate) fn targets_of(&self, place: usize) -> Vec<usize> {
         self.grid.served_by(self.grid.ranks()[self.own_node()][place]).collect()
     }

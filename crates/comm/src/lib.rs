@@ -1,13 +1,13 @@
 //! Communication between ranks.
 //!
-//! A [`Communicator`] is one rank's door to a group of ranks: all-to-all, all-gather, reduce-scatter, all-reduce,
-//! broadcast, point to point, barrier and split, each as a call that returns when it is done and as one that is started now
-//! and finished later. [`run_ranks`] makes ranks of the threads of this process,
-//! [`mpi::run_mpi`] of processes that an MPI launcher has started. Nothing here knows of experts or models.
+//! A [`Communicator`] is one rank's interface to a group of ranks: all-to-all, all-gather, reduce-scatter,
+//! all-reduce, broadcast, point to point, barrier and split. Each is there as a blocking call and as one that is
+//! started now and finished later. [`run_ranks`] runs ranks as threads of this process, [`mpi::run_mpi`] as processes
+//! of an MPI launcher. Nothing here knows of experts or models.
 //!
-//! Results do not depend on the order in which ranks arrive: a reduction sums in the order of ranks, so that every rank
-//! gets the same bits in every run. Errors are values ([`CommError`]) that name the rank which died, hangs or calls something
-//! else than the others.
+//! Results do not depend on the order in which ranks arrive: a reduction sums in the order of ranks, so that every
+//! rank gets the same bits in every run. Errors are values ([`CommError`]) that name the rank which died, hangs or
+//! makes a different call.
 //!
 //! ```
 //! use moeworks_comm::{CommError, RankOptions, Reduce, run_ranks};
@@ -26,20 +26,20 @@ mod communicator;
 mod error;
 mod few;
 mod hierarchy;
+mod in_flight;
 #[cfg(unix)]
 mod meter;
 #[cfg(unix)]
 pub mod mpi;
+mod node_collectives;
 mod number;
-mod once;
 mod operation;
-mod patience;
 mod pin;
 mod rows;
-mod shaped;
 mod started;
 mod threads;
-mod under_way;
+mod throttle;
+mod wait_timer;
 mod wire;
 
 pub use buffer::Buffer;
@@ -50,7 +50,7 @@ pub use meter::{Meter, Metered, Span, Totals};
 pub use number::{Number, NumberKind, Reduce};
 pub use operation::{Call, Memory, Operation};
 pub use pin::{cores_by_numa_node, share_cores};
-pub use rows::{Combining, Dispatching, RowPlan};
-pub use shaped::{Lines, Shaped};
+pub use rows::{PendingCombine, PendingDispatch, RowPlan};
 pub use started::{Pending, RawPending};
 pub use threads::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};
+pub use throttle::{Lines, Throttled};

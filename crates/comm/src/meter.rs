@@ -1,7 +1,8 @@
-//! What a rank does and when: its communications, and the work that it names, as totals and as spans of time.
+//! A meter of a rank's communications and named pieces of work, as totals and as spans of time.
 //!
-//! [`Metered`] is a communicator that counts what goes through it. A communication is *under way* from its start to its end; the
-//! rank *stands* in it while it can do nothing else. What is under way while the rank does not stand is hidden under work.
+//! [`Metered`] is a communicator that counts the traffic through it. A communication is *in flight* from its start to
+//! its end; the rank *stands* in it while it waits and can do nothing else. Time in flight without standing is hidden
+//! under work.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,30 +11,31 @@ use crate::communicator::forward_to_inner;
 use crate::number::Reduce;
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
+use crate::throttle::Place;
 use crate::{CommError, Communicator};
 
-/// Spans that are kept at most: some hundred bytes each.
+/// The most spans that are kept, at some hundred bytes each.
 const MAX_SPANS: usize = 1 << 18;
 
 /// A stretch of a rank's time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// What it was spent on.
+    /// The name of the communication or work.
     pub name: &'static str,
-    /// From the meter's beginning.
+    /// Time from the meter's start to the span's start.
     pub start: Duration,
     /// Its length.
     pub length: Duration,
     /// Bytes sent, for a communication.
     pub bytes: u64,
-    /// Whether the rank may have done something else meanwhile: a communication under way.
-    pub is_under_way: bool,
+    /// True if this is a communication in flight, during which the rank may have done other work.
+    pub is_in_flight: bool,
 }
 
-/// What a rank did since the last time that it was asked.
+/// Totals since they were last taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Totals {
-    /// Seconds that the rank stood in communications, waiting for others included.
+    /// Seconds that the rank was blocked in communications, waiting for other ranks included.
     pub standing_s: f64,
     /// Bytes sent to ranks of the same node.
     pub node_bytes: u64,
@@ -41,7 +43,7 @@ pub struct Totals {
     pub cluster_bytes: u64,
 }
 
-/// A rank's account. Cheap to share; nothing is kept but totals unless spans are asked for.
+/// A rank's meter. It is cheap to share, and keeps only totals unless spans are asked for.
 #[derive(Debug)]
 pub struct Meter {
     begin: Instant,
@@ -53,33 +55,40 @@ pub struct Meter {
 struct Log {
     totals: Totals,
     spans: Vec<Span>,
-    /// What came when there were as many as are kept.
+    /// Spans that were dropped because the list was full.
     num_left_out: u64,
 }
 
+/// A named stretch of time, before it becomes a [`Span`].
+struct Interval {
+    name: &'static str,
+    start: Instant,
+    end: Instant,
+}
+
 impl Meter {
-    /// An account that begins now. With `keeps_spans` it remembers when everything was, up to 262,144 spans.
+    /// Makes a meter that starts now. With `keeps_spans` it also records up to 262,144 spans.
     #[must_use]
     pub fn new(keeps_spans: bool) -> Self {
         Self { begin: Instant::now(), keeps_spans, log: Mutex::default() }
     }
 
-    /// What was done since the last call.
+    /// Returns the totals since the last call and resets them.
     pub fn take_totals(&self) -> Totals {
         std::mem::take(&mut self.log().totals)
     }
 
-    /// The spans so far, in the order of their ends.
+    /// Returns the spans since the last call, in the order of their ends.
     pub fn take_spans(&self) -> Vec<Span> {
         std::mem::take(&mut self.log().spans)
     }
 
-    /// How many spans since the last of those that were kept.
+    /// Returns the number of spans that were dropped because the list was full.
     pub fn num_left_out(&self) -> u64 {
         self.log().num_left_out
     }
 
-    /// Does `work`, which is called `name`.
+    /// Runs `work` and records it under `name`.
     pub fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
         let start = Instant::now();
         let result = work();
@@ -87,19 +96,20 @@ impl Meter {
         result
     }
 
-    /// Keeps what was done from `start` until now as a span.
+    /// Records the time from `start` until now under `name`.
     pub fn record(&self, name: &'static str, start: Instant) {
-        self.add((name, start, Instant::now()), 0, false);
+        self.add(Interval { name, start, end: Instant::now() }, 0, false);
     }
 
-    fn add(&self, (name, start, end): (&'static str, Instant, Instant), bytes: u64, is_under_way: bool) {
+    fn add(&self, interval: Interval, bytes: u64, is_in_flight: bool) {
         if !self.keeps_spans {
             return;
         }
         let mut log = self.log();
         if log.spans.len() < MAX_SPANS {
+            let Interval { name, start, end } = interval;
             let (start, length) = (start.saturating_duration_since(self.begin), end.duration_since(start));
-            log.spans.push(Span { name, start, length, bytes, is_under_way });
+            log.spans.push(Span { name, start, length, bytes, is_in_flight });
         } else {
             log.num_left_out += 1;
         }
@@ -111,7 +121,7 @@ impl Meter {
         totals.cluster_bytes += cluster_bytes;
     }
 
-    /// The rank stood from `start` until now.
+    /// Counts the time from `start` until now as standing.
     fn stood(&self, start: Instant) {
         self.log().totals.standing_s += start.elapsed().as_secs_f64();
     }
@@ -121,26 +131,26 @@ impl Meter {
     }
 }
 
-/// A communicator that counts what goes through it, and through the parts made of it.
+/// A communicator that counts the traffic through it and through the groups split from it.
 pub struct Metered {
     inner: Box<dyn Communicator>,
     meter: Arc<Meter>,
 }
 
 impl Metered {
-    /// Counts what goes through `inner`.
+    /// Counts the traffic through `inner` in `meter`.
     #[must_use]
     pub fn new(inner: Box<dyn Communicator>, meter: Arc<Meter>) -> Self {
         Self { inner, meter }
     }
 
-    /// Bytes that this rank sends in an operation: within the node, and to others.
+    /// Returns the bytes that this rank sends in an operation: within the node, and to other nodes.
     fn bytes_of(&self, operation: &Operation<'_>, memory: &Memory) -> [u64; 2] {
-        let (size, own, nodes) = (self.inner.size(), self.inner.rank(), self.inner.nodes());
+        let (own, nodes) = (Place::new(&*self.inner), self.inner.nodes());
         let mut sent = [0; 2];
-        for rank in (0..size).filter(|&rank| rank != own) {
-            let bytes = operation.bytes_to(rank, (own, size), memory).unwrap_or(0);
-            sent[usize::from(nodes[rank] != nodes[own])] += bytes as u64;
+        for rank in (0..own.size).filter(|&rank| rank != own.rank) {
+            let bytes = operation.bytes_to(rank, own, memory).unwrap_or(0);
+            sent[usize::from(nodes[rank] != nodes[own.rank])] += bytes as u64;
         }
         sent
     }
@@ -182,7 +192,8 @@ impl Communicator for Metered {
         let result = unsafe { self.inner.run(operation, memory) };
         self.meter.stood(start);
         self.meter.sent(sent);
-        self.meter.add((name(operation.call), start, Instant::now()), sent[0] + sent[1], false);
+        let interval = Interval { name: name(operation.call), start, end: Instant::now() };
+        self.meter.add(interval, sent[0] + sent[1], false);
         result
     }
 
@@ -198,7 +209,7 @@ struct MeteredPending {
     name: &'static str,
     start: Instant,
     bytes: u64,
-    /// When it was first seen to be at its end.
+    /// The time at which it was first seen to have ended.
     end: Option<Instant>,
 }
 
@@ -207,7 +218,7 @@ impl MeteredPending {
         if self.end.is_none() {
             let end = Instant::now();
             self.end = Some(end);
-            self.meter.add((self.name, self.start, end), self.bytes, true);
+            self.meter.add(Interval { name: self.name, start: self.start, end }, self.bytes, true);
         }
     }
 }
@@ -227,7 +238,7 @@ impl RawPending for MeteredPending {
         let start = Instant::now();
         self.raw.finish()?;
         self.meter.stood(start);
-        self.meter.add((self.name, start, Instant::now()), self.bytes, false);
+        self.meter.add(Interval { name: self.name, start, end: Instant::now() }, self.bytes, false);
         self.note_end();
         Ok(())
     }

@@ -1,16 +1,16 @@
-//! What can be reduced, and how.
+//! Reductions and the number types that they work on.
 
 use half::bf16;
 
-/// How the values of several ranks become one. Sums are taken in the order of ranks (those of f32 by an MPI library in its own, where
-/// that is the quicker), bf16 in f32 and rounded once.
+/// The operation that combines the values of several ranks. Sums are taken in the order of ranks, except sums of f32
+/// that an MPI library takes in its own order where that is faster. bf16 is summed in f32 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduce {
-    /// The sum; whole numbers wrap around.
+    /// The sum. Integers wrap around.
     Sum,
-    /// The greatest; not a number if one is.
+    /// The maximum; NaN if any value is NaN.
     Max,
-    /// The least; not a number if one is.
+    /// The minimum; NaN if any value is NaN.
     Min,
 }
 
@@ -18,7 +18,7 @@ impl Reduce {
     pub(crate) const ALL: [Self; 3] = [Self::Sum, Self::Max, Self::Min];
 }
 
-/// The types that can be reduced.
+/// A number type that can be reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NumberKind {
     /// `f32`
@@ -36,7 +36,7 @@ pub enum NumberKind {
 impl NumberKind {
     pub(crate) const ALL: [Self; 5] = [Self::F32, Self::BF16, Self::F64, Self::U32, Self::U64];
 
-    /// Bytes of one.
+    /// Returns the bytes of one number.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -46,12 +46,12 @@ impl NumberKind {
         }
     }
 
-    /// Reduces `sources` (one region of `bytes` bytes a rank, in the order of ranks) into each of `targets`, which may be
-    /// some of them.
+    /// Reduces `sources`, one region of `bytes` bytes for each rank in the order of ranks, into each of `targets`. A
+    /// target may be one of the sources.
     ///
     /// # Safety
-    /// All regions are valid for `bytes` bytes and aligned for the type; nobody else writes to any of them or reads from
-    /// `targets` meanwhile. A target overlaps a source entirely or not at all, and no other target.
+    /// All regions are valid for `bytes` bytes and aligned for the type. Nobody else writes to any of them or reads
+    /// from `targets` meanwhile. A target overlaps a source entirely or not at all, and no other target.
     pub(crate) unsafe fn reduce(self, reduce: Reduce, sources: &[*const u8], targets: &[*mut u8], bytes: usize) {
         let len = bytes / self.size();
         // SAFETY: the caller's promise, for the type that this kind stands for.
@@ -67,11 +67,18 @@ impl NumberKind {
     }
 }
 
+/// A reduction: an operation on numbers of one type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reduction {
+    pub(crate) number: NumberKind,
+    pub(crate) reduce: Reduce,
+}
+
 /// A type that can be reduced.
 pub trait Number: bytemuck::Pod + Send + Sync {
-    /// The matching kind.
+    /// The value that names the type at run time.
     const KIND: NumberKind;
-    /// What a sum is kept in.
+    /// The type that a sum is accumulated in.
     #[doc(hidden)]
     type Wide: Copy + PartialOrd;
     #[doc(hidden)]
@@ -106,11 +113,11 @@ number!(f64, F64, f64, |x| x, |x| x, |a, b| a + b);
 number!(u32, U32, u32, |x| x, |x| x, u32::wrapping_add);
 number!(u64, U64, u64, |x| x, |x| x, u64::wrapping_add);
 
-/// Elements that are reduced at a time: they stay in registers while each source gives its own, and memory is passed once.
+/// The number of elements reduced at a time: they stay in registers over all sources, so that memory is read once.
 const BLOCK: usize = 32;
 
 /// # Safety
-/// As [`NumberKind::reduce`], with `len` elements of `N`.
+/// The promises of [`NumberKind::reduce`] hold, with `len` elements of `N`.
 unsafe fn reduce_as<N: Number>(reduce: Reduce, sources: &[*const u8], targets: &[*mut u8], len: usize) {
     let greater = |best: N::Wide, x: N::Wide| if best < x || is_nan(x) { x } else { best };
     let less = |best: N::Wide, x: N::Wide| if best > x || is_nan(x) { x } else { best };
@@ -125,7 +132,7 @@ unsafe fn reduce_as<N: Number>(reduce: Reduce, sources: &[*const u8], targets: &
 }
 
 /// # Safety
-/// As [`reduce_as`].
+/// The promises of [`reduce_as`] hold.
 unsafe fn reduce_by<N: Number>(
     sources: &[*const u8],
     targets: &[*mut u8],
@@ -144,10 +151,11 @@ unsafe fn reduce_by<N: Number>(
     }
 }
 
-/// Reduces the `B` elements from `start` on. They are read before any target, which may be the same memory, is written.
+/// Reduces the `B` elements from `start` on. They are read before any target is written, which may be the same
+/// memory.
 ///
 /// # Safety
-/// As [`reduce_as`], with at least `start + B` elements.
+/// The promises of [`reduce_as`] hold, with at least `start + B` elements.
 #[inline(always)]
 unsafe fn reduce_block<N: Number, const B: usize>(
     sources: &[*const u8],
@@ -158,7 +166,7 @@ unsafe fn reduce_block<N: Number, const B: usize>(
     // SAFETY: the caller's promise; an array of numbers is aligned as one of them.
     let load = |source: *const u8| unsafe { source.cast::<N>().add(start).cast::<[N; B]>().read() };
     let Some((&first, rest)) = sources.split_first() else { return };
-    // Plain loops over arrays, which the compiler keeps in registers (`map` it does not).
+    // Plain loops over arrays stay in registers; with `map` the compiler spills them.
     let mut values = load(first);
     let mut results = [values[0].widen(); B];
     for i in 0..B {
@@ -179,7 +187,7 @@ unsafe fn reduce_block<N: Number, const B: usize>(
     }
 }
 
-/// Once the best is not a number, nothing is less or greater than it: it stays.
+/// Returns whether `x` is NaN. Nothing compares less or greater than NaN, so that it stays the best once it is.
 fn is_nan<W: PartialOrd>(x: W) -> bool {
     x.partial_cmp(&x).is_none()
 }

@@ -1,60 +1,60 @@
-//! A communication as a plain value: what is called and what moves.
+//! A communication as a plain value: the call and the memory that moves.
 
 use std::fmt;
 
 use crate::CommError;
 use crate::number::{NumberKind, Reduce};
 
-/// What a rank calls. Sizes are bytes, ranks those of the communicator.
+/// A call of a rank. Sizes are in bytes; ranks are those of the communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// Wait until all are here.
+    /// Waits until all ranks are here.
     Barrier,
-    /// Make communicators of parts.
+    /// Splits the group into groups of its ranks.
     Split,
-    /// Everybody gets the root's memory.
+    /// Copies the root's memory to all ranks.
     Broadcast {
-        /// Who has it.
+        /// The rank that has the data.
         root: usize,
-        /// How much there is.
+        /// The size of the data.
         bytes: usize,
     },
-    /// Everybody gets a piece from everybody, the same ones everywhere.
+    /// Gathers a piece from each rank, the same result on all ranks.
     AllGatherV,
-    /// Everybody sends a piece of its own to everybody.
+    /// Sends a separate piece from each rank to each rank.
     AllToAllV,
-    /// Rank r gets share r of the reduced memory.
+    /// Reduces the memory and gives rank r share r of the result.
     ReduceScatter {
-        /// Of which numbers.
+        /// The number type.
         number: NumberKind,
-        /// How.
+        /// The reduction.
         reduce: Reduce,
     },
-    /// Everybody gets the reduced memory, in place.
+    /// Reduces the memory in place, the same result on all ranks.
     AllReduce {
-        /// Of which numbers.
+        /// The number type.
         number: NumberKind,
-        /// How.
+        /// The reduction.
         reduce: Reduce,
-        /// How much there is.
+        /// The size of the data.
         bytes: usize,
     },
-    /// Memory to another rank.
+    /// Sends memory to another rank.
     Send {
-        /// Who gets it.
+        /// The receiver.
         to: usize,
-        /// Which one, where there are several.
+        /// The tag that selects the message.
         tag: u32,
-        /// How much.
+        /// The size of the message.
         bytes: usize,
     },
-    /// Memory from another rank.
+    /// Receives memory from another rank.
     Receive {
-        /// Who sends it.
+        /// The sender.
         from: usize,
-        /// Which one, where there are several.
+        /// The tag that selects the message.
         tag: u32,
-        /// How much.
+        /// The size of the message.
         bytes: usize,
     },
 }
@@ -78,7 +78,7 @@ impl fmt::Display for Call {
 }
 
 impl Call {
-    /// The call in words, to compare with those of other processes.
+    /// Encodes the call in four words, for comparison with those of other processes.
     pub(crate) fn to_words(self) -> [u64; 4] {
         let reduction = |number: NumberKind, reduce: Reduce| (number as u64) << 8 | reduce as u64;
         match self {
@@ -94,7 +94,7 @@ impl Call {
         }
     }
 
-    /// The call that words stand for; `None` if they stand for none.
+    /// Decodes a call from four words; `None` if they are not the encoding of any call.
     pub(crate) fn from_words([kind, a, b, c]: [u64; 4]) -> Option<Self> {
         let number = NumberKind::ALL.get((a >> 8) as usize).copied();
         let reduce = Reduce::ALL.get((a & 0xff) as usize).copied();
@@ -116,23 +116,24 @@ impl Call {
 /// A call and the sizes of the pieces that move.
 #[derive(Clone, Copy, Debug)]
 pub struct Operation<'a> {
-    /// What is called.
+    /// The call.
     pub call: Call,
-    /// Bytes to each rank (all-to-all), or of each rank's share of what this rank gives (reduce-scatter); else nothing.
+    /// Bytes for each rank in an all-to-all, or bytes of each rank's share of the input in a reduce-scatter;
+    /// otherwise empty.
     pub send_counts: &'a [usize],
-    /// Bytes from each rank (all-to-all, all-gather); else nothing.
+    /// Bytes from each rank in an all-to-all or all-gather; otherwise empty.
     pub recv_counts: &'a [usize],
 }
 
 impl Operation<'_> {
-    /// An operation without counts.
+    /// Makes an operation without counts.
     #[must_use]
     pub fn plain(call: Call) -> Self {
         Self { call, send_counts: &[], recv_counts: &[] }
     }
 
-    /// Whether the call fits the memory it comes with, in a group of `size` ranks. `rank` is this rank there, `world_rank`
-    /// its name in errors.
+    /// Checks that the call fits its memory and its group of `size` ranks. `rank` is this rank's number in the group,
+    /// `world_rank` the one that errors name.
     #[inline(always)]
     pub(crate) fn check(&self, memory: &Memory, rank: usize, size: usize, world_rank: usize) -> Result<(), CommError> {
         match self.misfit(memory, rank, size) {
@@ -159,27 +160,28 @@ impl Operation<'_> {
                 (share != recv).then_some(Misfit::Share { share, bytes: recv })
             }),
             Call::Send { to: peer, tag, .. } | Call::Receive { from: peer, tag, .. } => {
-                unknown(peer, size).or_else(|| (tag > MAX_TAG).then_some(Misfit::Tag))
+                unknown(peer, size).or_else(|| (tag > MAX_TAG).then_some(Misfit::Tag { tag }))
             }
         }
     }
 }
 
-/// What every MPI library allows.
+/// The largest tag that every MPI library allows.
 const MAX_TAG: u32 = 32_767;
 
-/// Why a call does not fit its memory or its group: said only where there is something wrong, which short calls have no time for.
+/// The reason why a call does not fit its memory or its group. It becomes text only on failure, because short calls
+/// have no time for formatting.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 enum Misfit {
-    #[error("there is no rank {rank} among {size}")]
+    #[error("rank {rank} is out of range: the group has {size} ranks")]
     Rank { rank: usize, size: usize },
-    #[error("tags go up to {MAX_TAG}")]
-    Tag,
+    #[error("tag {tag} is out of range: at most {MAX_TAG}")]
+    Tag { tag: u32 },
     #[error("this rank gives {bytes} bytes, but its count is {count}")]
     Given { bytes: usize, count: usize },
     #[error("this rank's share is {share} bytes, but its memory has {bytes}")]
     Share { share: usize, bytes: usize },
-    #[error("{num} {what} counts for {size} ranks")]
+    #[error("{num} {what} counts, but the group has {size} ranks")]
     Counts { num: usize, what: &'static str, size: usize },
     #[error("the {what} counts add up to {sum} bytes, but the memory has {bytes}")]
     Sum { what: &'static str, sum: usize, bytes: usize },
@@ -204,26 +206,26 @@ fn total(what: &'static str, counts: &[usize], size: usize, bytes: usize) -> Opt
     }
 }
 
-/// The memory of an operation: what is read and what is written. In-place calls (broadcast, all-reduce) use `recv` alone.
+/// The memory that an operation reads and writes. In-place calls (broadcast, all-reduce) use `recv` alone.
 #[derive(Clone, Copy, Debug)]
 pub struct Memory {
-    /// Start of what is sent.
+    /// The start of the sent region.
     pub send: *const u8,
-    /// Its bytes.
+    /// The bytes of the sent region.
     pub send_bytes: usize,
-    /// Start of what is received.
+    /// The start of the received region.
     pub recv: *mut u8,
-    /// Its bytes.
+    /// The bytes of the received region.
     pub recv_bytes: usize,
 }
 
-// SAFETY: addresses; whoever reads or writes there says why it may.
+// SAFETY: these are plain addresses; each place that reads or writes through them states why it may.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Two regions.
+    /// Makes the memory of two regions.
     #[must_use]
     pub fn new(send: &[u8], recv: &mut [u8]) -> Self {
         Self { send: send.as_ptr(), send_bytes: send.len(), recv: recv.as_mut_ptr(), recv_bytes: recv.len() }

@@ -1,31 +1,32 @@
-//! Keeping ranks on cores of their own.
+//! Pinning of ranks to CPU cores of their own.
 //!
-//! The cores of a machine are shared out in the order of where they are, so that the cores of a rank are neighbours, and on one NUMA
-//! node where that is possible. The system gives a thread memory near the core that first writes to it, so that memory follows.
+//! The cores of a machine are divided in the order of their location, so that a rank's cores are neighbours and lie
+//! on one NUMA node where possible. Linux allocates a thread's memory near the core that first writes to it, so
+//! memory follows.
 //!
-//! Where cores are is read from Linux's own files. hwloc would say the same, for other systems too, but its crate (`hwlocality`) needs
-//! that C library, or the tools to make it, when it is built, which this program must not.
+//! The location of cores is read from Linux's sysfs. hwloc knows more systems, but its crate (`hwlocality`) needs the
+//! C library at build time, which this program avoids.
 
 use std::path::Path;
 
 use crate::{CommError, Communicator};
 
-/// Words of a set of cores.
+/// The number of words in a set of cores.
 const WORDS: usize = 16;
 
-/// A set of cores: bit c of the whole for core c.
+/// A set of cores: bit c stands for core c.
 pub(crate) type Cores = [u64; WORDS];
 
-/// Where Linux describes its cores.
+/// The folder in which Linux describes its cores.
 const SYSTEM: &str = "/sys/devices/system/cpu";
 
-/// Shares the cores that the ranks of a machine may use out among them, and gives how many fall to this one: less than one where
-/// there are more ranks than cores. With `pins` this thread, and those that it starts from now on, keep to them; not so where there
-/// are more ranks than cores, where the launcher has given ranks cores of their own already, and on systems other than Linux. A
-/// call of all ranks.
+/// Divides the cores that the ranks of a machine may use among them, and returns this rank's number of cores. It is
+/// below one where there are more ranks than cores. With `pins` this thread and those that it starts later are
+/// restricted to its share. There is no restriction where ranks outnumber cores, where the launcher has pinned ranks
+/// already, and on systems other than Linux. All ranks must call it.
 ///
 /// # Errors
-/// [`CommError`], as all calls.
+/// Returns a [`CommError`] if a rank died, hangs or disagrees.
 pub fn share_cores(comm: &dyn Communicator, pins: bool) -> Result<f64, CommError> {
     let own = allowed();
     let mut all = vec![[0; WORDS]; comm.size()];
@@ -51,18 +52,18 @@ pub fn share_cores(comm: &dyn Communicator, pins: bool) -> Result<f64, CommError
     Ok(share.len() as f64)
 }
 
-/// How many cores there are in any of several sets; 0 where that is not known.
+/// Returns the number of cores in the union of several sets; 0 where that is unknown.
 pub(crate) fn num_cores(sets: &[Cores]) -> usize {
     let of_word = |word: usize| sets.iter().fold(0, |all, set| all | set[word]).count_ones() as usize;
     (0..WORDS).map(of_word).sum()
 }
 
-/// The cores of a set, ascending.
+/// Lists the cores of a set in ascending order.
 fn list(set: &Cores) -> Vec<usize> {
     (0..64 * WORDS).filter(|core| set[core / 64] >> (core % 64) & 1 == 1).collect()
 }
 
-/// The cores in the order of NUMA nodes, sockets and physical cores, as far as the system in the folder `system` tells.
+/// Sorts cores by NUMA node, socket and physical core, as far as the description in the folder `system` tells.
 fn by_place(mut cores: Vec<usize>, system: &Path) -> Vec<usize> {
     cores.sort_by_cached_key(|core| {
         let folder = system.join(format!("cpu{core}"));
@@ -76,13 +77,13 @@ fn by_place(mut cores: Vec<usize>, system: &Path) -> Vec<usize> {
     cores
 }
 
-/// The NUMA node of the core that `folder` describes.
+/// Returns the NUMA node of the core that `folder` describes.
 fn numa_node(folder: &Path) -> Option<usize> {
     let names = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
     names.filter_map(|name| name.to_str()?.strip_prefix("node")?.parse::<usize>().ok()).min()
 }
 
-/// Of each NUMA node of this machine that has any, how many of the cores that this thread may use are on it; nothing where the
+/// Returns, for each NUMA node of this machine with cores that this thread may use, their number; empty where the
 /// system does not say.
 #[must_use]
 pub fn cores_by_numa_node() -> Vec<usize> {
@@ -98,7 +99,7 @@ fn by_numa_node(cores: &[usize], system: &Path) -> Vec<usize> {
     counts.into_values().collect()
 }
 
-/// The cores that this thread may use; none where that is not known.
+/// Returns the cores that this thread may use; none where that is unknown.
 #[cfg(target_os = "linux")]
 pub(crate) fn allowed() -> Cores {
     let mut cores = [0; WORDS];
@@ -123,7 +124,8 @@ fn restrict(cores: &[usize]) {
         // SAFETY: as in `allowed`, where the number comes from.
         unsafe { libc::CPU_SET(core, &mut set) };
     }
-    // SAFETY: `set` is valid for reading as many bytes as are said. Refused, the thread stays where it may be: only slower.
+    // SAFETY: `set` is valid for reading as many bytes as are said. If the call is refused the thread keeps its
+    // cores, which is only slower.
     unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) };
 }
 
@@ -140,7 +142,7 @@ mod tests {
     use super::*;
     use crate::{RankOptions, try_run_ranks};
 
-    /// For each rank how many cores it was told, and those that a thread which it starts may use.
+    /// Returns for each rank its number of cores, and the cores that a thread which it starts may use.
     fn shares(num_ranks: usize, pins: bool, before: impl Fn(usize) + Sync) -> Vec<(f64, Vec<usize>)> {
         try_run_ranks(&RankOptions::new(num_ranks), |comm| {
             before(comm.rank());

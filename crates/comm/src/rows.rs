@@ -1,68 +1,69 @@
-//! Rows that go to several ranks, and come back summed: what dispatch and combine are between ranks.
+//! Dispatch and combine of rows between ranks: rows go to several ranks and come back summed.
 //!
-//! A row (a token) goes once to each rank of a list. Linear and hierarchical paths send a copy for each rank; the two-hop
-//! path sends one to each node, to the rank there with the place of the sender, which hands it on inside the node and on the
-//! way back sums what comes from there (DeepEP, github.com/deepseek-ai/DeepEP). The result does not depend on the path: received rows lie in
-//! the order of source rank and then of row, and sums are taken over the ranks of a node first, in their order, then over
-//! nodes in theirs, on every path. Uncompressed they are the same bits.
+//! A row (a token) goes once to each rank of a list. The linear and hierarchical paths send a copy for each rank. The
+//! two-hop path sends one copy to each node, to the rank there that has the sender's place; that rank hands it on
+//! inside the node, and on the way back sums what comes from there (DeepEP, github.com/deepseek-ai/DeepEP). The
+//! result does not depend on the path. Received rows are ordered by source rank and then by row. Sums are taken over
+//! the ranks of a node first, in their order, then over nodes in theirs. Without compression all paths give the same
+//! bits.
 //!
-//! Rows may be cut into chunks, each with a plan of its own, so that one chunk is under way while another is worked on.
+//! Rows may be cut into chunks with a plan each, so that one chunk is in flight while another is computed.
 //!
 //! Letters: T rows of this rank, D their width, R rows received.
 
 mod form;
-mod moving;
+mod transfer;
 
 use std::ops::Range;
 
 use moeworks_plan::Algorithm;
 
-pub use moving::{Combining, Dispatching};
+pub use transfer::{PendingCombine, PendingDispatch};
 
 use crate::hierarchy::starts;
 use crate::{CommError, Communicator, Hierarchy};
 
-/// Which rows go where, agreed on by all ranks: good for any number of dispatches and combines, of any width.
+/// The routes of rows, agreed on by all ranks. It serves any number of dispatches and combines, of any width.
 pub struct RowPlan {
     algorithm: Algorithm,
-    /// Rows that there are, and those of them that this plan is for.
+    /// The number of rows of this rank, and the range of them that this plan covers.
     num_rows: usize,
     rows: Range<usize>,
-    /// Rows from each rank, in the order in which they are received.
+    /// The number of rows from each rank, in the order in which they are received.
     recv_counts: Vec<usize>,
-    /// What leaves this rank: copies for ranks, or for the relays of nodes.
+    /// The hop that leaves this rank: copies for ranks, or for the relays of nodes.
     leaving: Leg,
-    /// The second hop, inside the node.
+    /// The second hop, inside the node; only on the two-hop path.
     inside: Option<Leg>,
-    /// By the second hop: where each source's rows begin among those that come from inside the node.
+    /// The start of each source's rows among those that come from inside the node; only on the two-hop path.
     starts: Vec<usize>,
 }
 
-/// One hop: rows that are copied from a list, and how many go to and come from each rank.
+/// One hop: rows copied from a list, with the numbers that go to and come from each rank.
 struct Leg {
-    /// The row behind each that is sent, in the order of targets.
+    /// The source row of each row that is sent, in the order of targets.
     rows: Vec<u32>,
     send_counts: Vec<usize>,
     recv_counts: Vec<usize>,
 }
 
-/// For each chunk, for each target, the rows that go there.
+/// The rows for each target, for each chunk.
 type Lists = Vec<Vec<Vec<u32>>>;
 
 impl RowPlan {
-    /// The plan for `targets.len()` rows, each going to the ranks of its list (ascending, none twice; none at all is
-    /// possible). A call that all ranks of the hierarchy make, with the same `algorithm`.
+    /// Makes the plan for `targets.len()` rows. Each row goes to the ranks of its list, which is ascending without
+    /// repeats and may be empty. All ranks of the hierarchy must call it, with the same `algorithm`.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn new(hierarchy: &Hierarchy, algorithm: Algorithm, targets: &[&[usize]]) -> Result<Self, CommError> {
         let mut plans = Self::in_chunks(hierarchy, algorithm, targets, &[targets.len()])?;
         Ok(plans.swap_remove(0))
     }
 
-    /// As [`new`](Self::new), a plan for each chunk of the rows, agreed on in the messages of one: chunk c begins where the one
-    /// before it ends and ends before row `ends[c]`; the last ends with the rows. All ranks have the same number of chunks, at
-    /// least one.
+    /// Makes a plan for each chunk of the rows, agreed on in the messages of one plan. Chunk c begins where the one
+    /// before it ends and ends before row `ends[c]`; the last ends with the rows. All ranks pass the same number of
+    /// chunks, at least one.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -76,10 +77,14 @@ impl RowPlan {
         let is_valid =
             |list: &&[usize]| list.windows(2).all(|pair| pair[0] < pair[1]) && list.last() < Some(&comm.size());
         if let Some(row) = targets.iter().position(|list| !list.is_empty() && !is_valid(list)) {
-            return Err(comm.abort(&format!("row {row} goes to ranks {:?} of {}", targets[row], comm.size())));
+            let (ranks, size) = (targets[row], comm.size());
+            return Err(
+                comm.abort(&format!("row {row} goes to ranks {ranks:?}: they must be ascending and below {size}"))
+            );
         }
         if ends.last() != Some(&targets.len()) || ends.windows(2).any(|pair| pair[0] > pair[1]) {
-            return Err(comm.abort(&format!("chunks of {} rows that end at {ends:?}", targets.len())));
+            let num_rows = targets.len();
+            return Err(comm.abort(&format!("chunks end at rows {ends:?}: the ends must ascend to {num_rows}")));
         }
         if algorithm == Algorithm::TwoHop && hierarchy.grid.num() > 1 {
             return Self::two_hops(hierarchy, targets, ends);
@@ -120,8 +125,8 @@ impl RowPlan {
         Ok(plans)
     }
 
-    /// For each chunk how many rows of each source come here, as the relays of the node tell: those of one relay after those
-    /// of another.
+    /// Returns for each chunk the number of rows that come here from each source, as the relays of the node report
+    /// them: one relay's sources after another's.
     fn counts_by_source(
         hierarchy: &Hierarchy,
         leaving: &[Leg],
@@ -148,10 +153,10 @@ impl RowPlan {
         .collect()
     }
 
-    /// For each rank of the node which of the rows that arrive here it wants.
+    /// Returns, for each rank of the node, the rows arriving here that go to it.
     fn passed_on(hierarchy: &Hierarchy, leaving: &Leg, targets: &[&[usize]]) -> Result<Vec<Vec<u32>>, CommError> {
         let comm = hierarchy.comm();
-        // Bits for the ranks of the largest node, in words.
+        // A bit for each rank of the largest node, in words.
         let num_words = hierarchy.grid.ranks().iter().map(Vec::len).max().unwrap_or(0).div_ceil(32);
         let mut masks = vec![0_u32; leaving.rows.len() * num_words];
         let mut sent = 0;
@@ -175,7 +180,7 @@ impl RowPlan {
         Ok((0..hierarchy.node.size()).map(for_place).collect())
     }
 
-    /// From the counts that the relays of the node told, in their order: rows from each source, and where they begin.
+    /// Orders the counts that the relays reported by source rank: the rows from each source, and their start.
     fn by_source(hierarchy: &Hierarchy, counts: &[u64]) -> (Vec<usize>, Vec<usize>) {
         let size = hierarchy.comm().size();
         let (mut recv_counts, mut starts) = (vec![0; size], vec![0; size]);
@@ -188,40 +193,40 @@ impl RowPlan {
         (recv_counts, starts)
     }
 
-    /// How many rows are received from each rank: the rows of [`dispatch`](Self::dispatch) lie in this order, those of one
-    /// rank in the order in which it has them.
+    /// Returns the number of rows received from each rank. [`dispatch`](Self::dispatch) returns rows in this order,
+    /// and those of one rank in the order in which it has them.
     #[must_use]
     pub fn recv_counts(&self) -> &[usize] {
         &self.recv_counts
     }
 
-    /// R.
+    /// Returns R, the number of rows received.
     #[must_use]
     pub fn num_received(&self) -> usize {
         self.recv_counts.iter().sum()
     }
 
-    /// The rows of this rank that the plan is for.
+    /// Returns the range of this rank's rows that the plan covers.
     #[must_use]
     pub fn rows(&self) -> Range<usize> {
         self.rows.clone()
     }
 
-    /// How many rows leave this rank, copies counted; on the two-hop path those that are handed on are counted where they
-    /// leave the relay.
+    /// Returns the number of rows that leave this rank, counting copies. On the two-hop path a row that is handed on
+    /// is counted at the relay too.
     #[must_use]
     pub fn num_sent(&self) -> usize {
         self.leaving.rows.len() + self.inside.as_ref().map_or(0, |leg| leg.rows.len())
     }
 }
 
-/// The rows of each chunk.
+/// Returns the range of rows of each chunk.
 fn ranges(ends: &[usize]) -> impl Iterator<Item = Range<usize>> + '_ {
     let starts = std::iter::once(0).chain(ends.iter().copied());
     starts.zip(ends).map(|(start, &end)| start..end)
 }
 
-/// For each chunk the lists of `size` targets, to which `add` adds a row.
+/// Makes the lists of `size` targets for each chunk; `add` adds a row to them.
 fn lists(ends: &[usize], size: usize, add: impl Fn(usize, &mut [Vec<u32>])) -> Lists {
     let of_chunk = |range: Range<usize>| {
         let mut lists = vec![Vec::new(); size];
@@ -232,7 +237,7 @@ fn lists(ends: &[usize], size: usize, add: impl Fn(usize, &mut [Vec<u32>])) -> L
 }
 
 impl Leg {
-    /// Tells each rank how many rows of each chunk it gets.
+    /// Exchanges the numbers of rows of each chunk and makes the hop of each.
     fn agree(comm: &dyn Communicator, lists: Lists) -> Result<Vec<Self>, CommError> {
         let (num_chunks, size) = (lists.len(), comm.size());
         let told: Vec<u64> = (0..size).flat_map(|to| lists.iter().map(move |lists| lists[to].len() as u64)).collect();

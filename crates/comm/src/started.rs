@@ -2,23 +2,23 @@
 
 use crate::CommError;
 
-/// A started communication of an implementation, below [`Pending`]. Dropped before its end it first makes sure that
-/// nobody touches the memory any more.
+/// A started communication of an implementation, which [`Pending`] wraps. Dropping it before its end first makes sure
+/// that nobody uses its memory any more.
 pub trait RawPending: Send {
-    /// Does what can be done without waiting; whether the end is reached.
+    /// Makes progress without waiting. Returns whether the communication has ended.
     ///
     /// # Errors
-    /// As [`Pending::finish`].
+    /// Fails as [`Pending::finish`] does.
     fn is_finished(&mut self) -> Result<bool, CommError>;
 
     /// Waits for the end.
     ///
     /// # Errors
-    /// As [`Pending::finish`].
+    /// Fails as [`Pending::finish`] does.
     fn finish(&mut self) -> Result<(), CommError>;
 }
 
-/// A started communication that owns its memory: `B` is what [`finish`](Self::finish) gives back.
+/// A started communication that owns its memory. [`finish`](Self::finish) returns the buffers `B`.
 #[must_use = "a started communication is finished, or the other ranks wait for it"]
 pub struct Pending<B> {
     // Dropped before the buffers: fields are dropped in this order.
@@ -33,18 +33,18 @@ impl<B> Pending<B> {
         Self { raw, buffers }
     }
 
-    /// Moves on as far as goes without waiting; whether it is finished.
+    /// Makes progress without waiting. Returns whether the communication has ended.
     ///
     /// # Errors
-    /// As [`finish`](Self::finish).
+    /// Fails as [`finish`](Self::finish) does.
     pub fn is_finished(&mut self) -> Result<bool, CommError> {
         self.raw.is_finished()
     }
 
-    /// Waits for the end and gives the memory back: what was sent and what was received.
+    /// Waits for the end and returns the buffers, sent and received.
     ///
     /// # Errors
-    /// [`CommError`]: a rank died, hangs, or called something else.
+    /// Returns a [`CommError`] if a rank died, hangs or made a different call.
     pub fn finish(self) -> Result<B, CommError> {
         let Self { mut raw, buffers } = self;
         let result = raw.finish();

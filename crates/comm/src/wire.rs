@@ -1,9 +1,9 @@
-//! Rows as they travel: f32, or compressed.
+//! Encoding of rows for the wire: f32, bf16, f16 or scaled bytes.
 
 use half::{bf16, f16};
 use moeworks_plan::Wire;
 
-/// Writes a row in the wire's form.
+/// Encodes a row.
 pub(crate) fn encode(wire: Wire, row: &[f32], out: &mut [u8]) {
     match wire {
         Wire::F32 => out.copy_from_slice(bytemuck::cast_slice(row)),
@@ -17,7 +17,7 @@ pub(crate) fn encode(wire: Wire, row: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Reads a row in the wire's form.
+/// Decodes a row.
 pub(crate) fn decode(wire: Wire, bytes: &[u8], row: &mut [f32]) {
     match wire {
         Wire::F32 => bytemuck::cast_slice_mut(row).copy_from_slice(bytes),
@@ -31,8 +31,8 @@ pub(crate) fn decode(wire: Wire, bytes: &[u8], row: &mut [f32]) {
     }
 }
 
-/// The scales of all blocks, then the numbers as multiples of them from -127 to 127. A block with what is no finite number
-/// has a scale that is none either, so that all of it comes out as none: a fault stays visible.
+/// Writes the f32 scales of all blocks, then each number as a multiple of its scale from -127 to 127. A block with a
+/// number that is not finite gets a NaN scale, so that all of it decodes to NaN and a fault stays visible.
 fn encode_bytes(row: &[f32], block: usize, out: &mut [u8]) {
     let (scales, numbers) = out.split_at_mut(4 * row.len().div_ceil(block));
     let blocks = row.chunks(block).zip(scales.chunks_exact_mut(4)).zip(numbers.chunks_mut(block));

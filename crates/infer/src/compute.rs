@@ -1,31 +1,34 @@
-//! The context that computes: threads, a device, and how much of a GPU's memory holds experts.
+//! The compute context: threads, device, and the size of the expert cache.
 
 use moeworks_gpu::{DeviceChoice, GpuError};
 use moeworks_ops::Context;
 
 use crate::InferError;
 
-/// Threads at most: more than any machine has cores for.
+/// The most threads; no machine has that many cores.
 pub const MAX_THREADS: usize = 1024;
 
-/// Options of the context that computes.
+/// Options of the compute context.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ComputeOptions {
-    /// Threads; 0 for one on each core.
+    /// The number of threads; 0 for one on each core.
     pub threads: usize,
     /// The device.
     pub device: DeviceChoice,
-    /// Bytes of a GPU's memory for experts, of which the others stay in the host's memory until tokens choose them; 0 for all on the GPU.
+    /// Bytes of GPU memory that hold experts. The other experts stay in host memory until tokens choose them. 0 keeps
+    /// all on the GPU.
     pub expert_cache_bytes: usize,
-    /// Whether a token has the same bits in any batch and in any pieces of a prompt ([`Context::with_batch_invariance`]).
+    /// True if a token must have the same bits in any batch and for any split of the prompt
+    /// ([`Context::with_batch_invariance`]).
     pub is_batch_invariant: bool,
 }
 
-/// A context, and what it lacks.
+/// A compute context, with the reason if there is no GPU.
 pub struct FoundContext {
-    /// Computes.
+    /// The context.
     pub ctx: Context,
-    /// Says why the CPU computes where any device would do; none where that was asked for, or a GPU was found.
+    /// The reason why the CPU is used although any device was allowed; `None` if the CPU was asked for or a GPU was
+    /// found.
     pub missing: Option<GpuError>,
 }
 
@@ -33,7 +36,8 @@ impl ComputeOptions {
     /// Makes the context.
     ///
     /// # Errors
-    /// If there are too many threads, the device is not there, an expert cache is asked for without a GPU, or batch invariance with one.
+    /// Fails if there are too many threads, the device is missing, an expert cache is asked for without a GPU, or
+    /// batch invariance with one.
     pub fn context(self) -> Result<FoundContext, InferError> {
         let Self { threads, device, expert_cache_bytes, is_batch_invariant } = self;
         if threads > MAX_THREADS {

@@ -6,13 +6,13 @@ use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_moe::ConfigError;
 
 use crate::chat::{ChatError, SandboxError};
-use crate::data::DataError;
+use crate::data::{DataError, SpanTokensError};
 use crate::store::StoreError;
 
-/// An error of opening or using a model, as one line: what is wrong, where, and what would be right.
+/// An error of opening or using a model, as one line: the problem, its place, and what would be right.
 #[derive(Debug, thiserror::Error)]
 pub enum InferError {
-    /// The path means no model, or a checkpoint that is damaged.
+    /// The path names no model, or a checkpoint that is damaged.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// A model folder cannot be read.
@@ -36,44 +36,44 @@ pub enum InferError {
     /// The chat template cannot be read.
     #[error(transparent)]
     Chat(#[from] ChatError),
-    /// The chat template cannot be carried out.
+    /// The chat template cannot be rendered.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
-    /// More threads than any machine has cores for.
+    /// There are more threads than any machine has cores.
     #[error("{threads} threads: must be at most {most}; 0 for one on each core")]
     ManyThreads {
         /// The threads that were asked for.
         threads: usize,
-        /// The most that there can be.
+        /// The largest allowed number.
         most: usize,
     },
-    /// An expert cache without a GPU.
+    /// An expert cache was asked for without a GPU.
     #[error("an expert cache needs a GPU; choose the device cuda")]
     ExpertCacheWithoutGpu,
-    /// Batch invariance on a GPU, whose kernels are chosen by the number of rows.
-    #[error("batch invariance works on the CPU alone; choose the device cpu")]
+    /// Batch invariance was asked for on a GPU, whose kernels are chosen by the number of rows.
+    #[error("batch invariance works only on the CPU; choose the device cpu")]
     BatchInvarianceOnGpu,
     /// A result of the model is not a number.
     #[error("the model's result is not a number{}", explain(tensor.as_deref()))]
     NotANumber {
-        /// The tensor that is to blame; none if all weights are numbers.
+        /// The tensor with NaN or infinity; `None` if all weights are finite.
         tensor: Option<String>,
     },
-    /// A prompt without a token.
-    #[error("the prompt is empty, and the tokenizer has no token that a text begins with")]
+    /// The prompt has no token.
+    #[error("the prompt is empty, and the tokenizer has no token that begins a text")]
     EmptyPrompt,
-    /// A prompt that leaves no room for an answer.
+    /// The prompt leaves no space for an answer.
     #[error(
         "the prompt has {prompt_len} tokens, but the model's context is {context}: shorten it to at most {}",
         context.saturating_sub(1)
     )]
     LongPrompt {
-        /// Its tokens.
+        /// The tokens of the prompt.
         prompt_len: usize,
         /// The tokens of the model's context.
         context: usize,
     },
-    /// More new tokens than fit behind the prompt.
+    /// More new tokens were asked for than fit after the prompt.
     #[error(
         "{asked} new tokens: the model's context is {context} tokens and the prompt has {prompt_len}: give at most {room}, \
          or as many as fit"
@@ -91,7 +91,10 @@ pub enum InferError {
     /// The text cannot be read.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// Windows of a length that the model cannot read.
+    /// The tokenizer lacks the tokens of span corruption.
+    #[error(transparent)]
+    SpanTokens(#[from] SpanTokensError),
+    /// The window length is not possible for the model.
     #[error("windows of {seq_len} tokens: must be from {least} to the model's maximum, {longest}")]
     SeqLen {
         /// The length that was asked for.
@@ -101,25 +104,25 @@ pub enum InferError {
         /// The most that is possible.
         longest: usize,
     },
-    /// A text too short to be evaluated.
+    /// The text is too short to be evaluated.
     #[error("{num_tokens} tokens, but at least 2 are needed")]
     FewTokens {
         /// Its tokens.
         num_tokens: u64,
     },
-    /// A message that fills the model's context.
+    /// The message alone fills the model's context.
     #[error(
         "this message has {len} tokens with what the template puts around it, but the model's context is {context}: shorten it"
     )]
     LongMessage {
-        /// Its tokens.
+        /// The tokens of the message.
         len: usize,
         /// The tokens of the model's context.
         context: usize,
     },
 }
 
-/// Says why a result is not a number, as the rest of a line.
+/// Explains why a result is not a number, as the rest of a line.
 fn explain(tensor: Option<&str>) -> String {
     match tensor {
         Some(name) => format!(": tensor {name:?} holds NaN or infinity; the file may be damaged"),

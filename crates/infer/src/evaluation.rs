@@ -1,8 +1,9 @@
 //! Evaluation: the loss of a model on a text, and the experts that its tokens go to.
 //!
-//! A text is gone through in windows that follow each other. The last one is filled up and the filling is not counted. Each document
-//! begins with the tokens that the tokenizer puts before a text; they are read but not counted. A window that begins inside a document
-//! reads nothing before it, as in training. A model with an encoder finds the spans that are left out of each window, as T5 is trained.
+//! The text is divided into consecutive windows. The last one is padded, and padding is not counted. Each document
+//! begins with the tokens that the tokenizer puts before a text; they are read but not counted. A window that begins
+//! inside a document sees nothing before it, as in training. A model with an encoder predicts spans removed from each
+//! window, as T5 is trained.
 
 use std::f64::consts::LN_2;
 use std::ops::ControlFlow;
@@ -13,19 +14,19 @@ use crate::InferError;
 use crate::data::{Batch, SpanRule, TokenStore, evaluation_batches, span_batches};
 use crate::open::Model;
 
-/// Tokens of a batch, whatever the sequence length.
+/// The number of tokens of a batch, whatever the sequence length.
 const BATCH_TOKENS: usize = 4096;
-/// The longest sequence that is chosen without being asked for.
+/// The longest default sequence length.
 const DEFAULT_SEQ_LEN: usize = 1024;
-/// The longest window that is given to an encoder, which itself has no limit.
+/// The longest window for an encoder, which itself has no limit.
 const MAX_SOURCE_LEN: usize = 1 << 20;
 
 /// Options of an evaluation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EvaluationOptions {
-    /// Tokens of a window; none for the model's maximum, up to 1,024.
+    /// The tokens of a window; `None` for the model's maximum, up to 1,024.
     pub seq_len: Option<usize>,
-    /// Windows at most; 0 for all of the text.
+    /// The most windows; 0 for the whole text.
     pub max_sequences: usize,
 }
 
@@ -33,21 +34,21 @@ impl EvaluationOptions {
     /// Returns the tokens of a window.
     ///
     /// # Errors
-    /// If the model cannot read windows of the length that is asked for.
+    /// Fails if the model cannot read windows of that length.
     pub fn seq_len(&self, model: &Model) -> Result<usize, InferError> {
         let longest = model.decoder.config().max_seq_len;
         let seq_len = self.seq_len.unwrap_or(DEFAULT_SEQ_LEN.min(longest));
-        // An encoder needs something to be left out of a window.
+        // An encoder needs at least one token besides the removed span.
         let (least, longest) = if model.has_encoder() { (2, MAX_SOURCE_LEN) } else { (1, longest) };
         let is_possible = (least..=longest).contains(&seq_len);
         if is_possible { Ok(seq_len) } else { Err(InferError::SeqLen { seq_len, least, longest }) }
     }
 }
 
-/// Progress of an evaluation, after a batch.
+/// The progress of an evaluation after a batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EvaluationProgress {
-    /// Tokens that were gone through.
+    /// Tokens evaluated so far.
     pub num_tokens_done: u64,
     /// Tokens of the text.
     pub num_tokens: u64,
@@ -55,45 +56,46 @@ pub struct EvaluationProgress {
     pub mean_loss: f64,
 }
 
-/// Figures of an evaluation.
+/// The results of an evaluation.
 #[derive(Clone, Debug)]
 pub struct Evaluation {
-    /// Losses, and where tokens went in each MoE layer.
+    /// Losses, and the routing of tokens in each MoE layer.
     pub stats: PassStats,
-    /// Bytes of the text that the targets stand for; none where spans are left out.
+    /// Bytes of the text that the targets cover; `None` for span corruption.
     pub num_bytes: Option<f64>,
 }
 
 impl Evaluation {
-    /// The mean loss, in nats a token.
+    /// Returns the mean loss in nats per token.
     #[must_use]
     pub fn loss(&self) -> f64 {
         self.stats.mean_loss()
     }
 
-    /// The perplexity of a token.
+    /// Returns the perplexity per token.
     #[must_use]
     pub fn perplexity(&self) -> f64 {
         self.loss().exp()
     }
 
-    /// The loss in bits a byte of the text; none where spans are left out.
+    /// Returns the loss in bits per byte of the text; `None` for span corruption.
     #[must_use]
     pub fn bits_per_byte(&self) -> Option<f64> {
         self.num_bytes.map(|bytes| self.stats.loss_sum / LN_2 / bytes)
     }
 
-    /// The share of targets that the model finds the likeliest.
+    /// Returns the share of targets that are the model's most likely token.
     #[must_use]
     pub fn accuracy(&self) -> f64 {
         self.stats.num_correct as f64 / self.stats.num_targets.max(1) as f64
     }
 }
 
-/// Evaluates `model` on `tokens`. `on_batch` is called after each batch, and may end the evaluation there.
+/// Evaluates `model` on `tokens`. `on_batch` is called after each batch, and may end the evaluation.
 ///
 /// # Errors
-/// If there are fewer than two tokens, the tokenizer lacks what an encoder's task needs, or the loss is not a number.
+/// Fails if there are fewer than two tokens, the tokenizer lacks tokens for span corruption, or the loss is not a
+/// number.
 pub fn evaluate(
     model: &Model,
     tokens: &TokenStore,
@@ -104,7 +106,7 @@ pub fn evaluate(
     if tokens.len() < 2 {
         return Err(InferError::FewTokens { num_tokens: tokens.len() });
     }
-    let spans = SpanRule::of(model.decoder.config(), &model.tokenizer)?;
+    let spans = SpanRule::from_config(model.decoder.config(), &model.tokenizer)?;
     let sizes = BatchSizes::new(seq_len, options.max_sequences);
     let batches: Box<dyn Iterator<Item = Batch>> = match &spans {
         None => Box::new(evaluation_batches(tokens, seq_len, sizes.batch_size)),
@@ -127,13 +129,14 @@ pub fn evaluate(
     if !stats.mean_loss().is_finite() {
         return Err(model.not_a_number());
     }
-    // Every target but an end of text stands for some bytes: those of the whole text, in proportion to the tokens evaluated.
+    // Every target except an end of text covers some bytes. The bytes of the whole text are scaled by the share of
+    // tokens evaluated.
     let share = (stats.num_targets + num_ignored) as f64 / (tokens.len() - 1) as f64;
     let num_bytes = (!model.has_encoder()).then(|| tokens.num_text_bytes() as f64 * share);
     Ok(Evaluation { stats, num_bytes })
 }
 
-/// Sizes of batches. With a limit on sequences, batches of one sequence end exactly there.
+/// The sizes of batches. With a limit on sequences, batches have one sequence, so that they end exactly at the limit.
 struct BatchSizes {
     batch_size: usize,
     max_batches: usize,
@@ -148,7 +151,7 @@ impl BatchSizes {
     }
 }
 
-/// Adds the figures of a batch.
+/// Adds the results of a batch.
 fn add(sum: &mut PassStats, stats: PassStats) {
     sum.loss_sum += stats.loss_sum;
     sum.num_targets += stats.num_targets;

@@ -1,9 +1,11 @@
-//! Models in use: everything that a program, a server or Python needs to open a model and let it answer, without training.
+//! Models in use: opening a model, generation, chat, evaluation and reading text, for programs, servers and Python.
+//! Nothing here trains.
 //!
-//! [`open`] finds the model that a path means (a run, a checkpoint, a model folder, a GGUF file) and loads it; [`generation`] draws
-//! tokens; [`chat`] holds conversations by the model's own template; [`data`] reads text and makes tokens of it, [`evaluation`] says how
-//! well a model predicts it; [`store`] knows run folders and their checkpoints; [`system`] knows
-//! the machine. Nothing here prints or ends the process: what there is to say comes back as values, and errors are [`InferError`].
+//! [`open`] finds the model that a path names (a run, a checkpoint, a model folder, a GGUF file) and loads it.
+//! [`generation`] draws tokens. [`chat`] renders conversations by the model's own template. [`data`] reads text and
+//! tokenises it; [`evaluation`] measures how well a model predicts it. [`store`] manages run folders and their
+//! checkpoints. [`system`] describes the machine. Nothing here prints or ends the process: results are values, and
+//! errors are [`InferError`].
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;

@@ -1,4 +1,4 @@
-//! Opening the model that a path means: a run, a checkpoint, a model folder or a GGUF file.
+//! Opening the model that a path names: a run, a checkpoint, a model folder or a GGUF file.
 
 use std::path::{Path, PathBuf};
 
@@ -15,28 +15,28 @@ use crate::system::System;
 
 /// The files of a model.
 pub enum Source {
-    /// A model folder, perhaps that of a checkpoint of a run.
+    /// A model folder; it may be that of a run's checkpoint.
     Folder(Resolved),
-    /// A file of llama.cpp's format.
+    /// A GGUF file.
     Gguf(GgufFile),
 }
 
-/// The weights that are looked at for NaN and infinity.
+/// The weights that are checked for NaN and infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightsToCheck {
-    /// All of them.
+    /// All weights.
     All,
-    /// All, except those of experts where the model is larger than half of the machine's memory.
+    /// All weights; those of experts only if the model is at most half as large as the machine's memory.
     #[default]
     Auto,
-    /// None of them.
+    /// No weights.
     None,
 }
 
-/// The precision of the products.
+/// The number format in which weights are multiplied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Precision {
-    /// The type of the weights in the files.
+pub enum WeightFormat {
+    /// That of the weights in the files.
     #[default]
     Stored,
     /// Single precision.
@@ -45,8 +45,8 @@ pub enum Precision {
     Bf16,
 }
 
-impl Precision {
-    /// The type of the weights to compute with; none for that of the files.
+impl WeightFormat {
+    /// Returns the type of the weights; `None` for that of the files.
     fn dtype(self) -> Option<DType> {
         match self {
             Self::Stored => None,
@@ -59,9 +59,9 @@ impl Precision {
 /// Options of opening a model.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OpenOptions {
-    /// The precision of the products.
-    pub precision: Precision,
-    /// The weights that are looked at first.
+    /// The number format in which weights are multiplied.
+    pub format: WeightFormat,
+    /// The weights that are checked for NaN and infinity.
     pub check: WeightsToCheck,
 }
 
@@ -70,36 +70,36 @@ pub struct OpenOptions {
 pub struct FileDefaults {
     /// The settings.
     pub sampling: SamplingDefaults,
-    /// The name of the file that has them, for people.
+    /// The name of the file, for messages.
     pub file: &'static str,
 }
 
-/// A configuration with weights as they are stored.
+/// A configuration with its weights as stored.
 pub struct LoadedWeights {
     /// The configuration.
     pub config: ModelConfig,
     /// The weights.
     pub weights: DecoderWeights,
-    /// Set where not all weights were looked at.
+    /// Set if not all weights were checked.
     pub part_checked: Option<PartChecked>,
 }
 
-/// Weights that were looked at in part, because the model is large.
+/// The extent of a partial check of the weights of a large model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartChecked {
     /// The model's folder or file.
     pub path: PathBuf,
-    /// Bytes that were looked at.
+    /// Bytes that were checked.
     pub num_checked: u64,
-    /// Bytes that there are.
+    /// Bytes of all weights.
     pub num_bytes: u64,
 }
 
 impl Source {
-    /// Finds the model that `path` means and reads what says so, not the weights.
+    /// Finds the model that `path` names and reads its metadata, not the weights.
     ///
     /// # Errors
-    /// If there is none, or a file or checkpoint is damaged.
+    /// Fails if there is no model, or a file or checkpoint is damaged.
     pub fn open(path: &Path) -> Result<Self, InferError> {
         if gguf::is_gguf(path) {
             return Ok(Self::Gguf(GgufFile::open(path)?));
@@ -110,7 +110,7 @@ impl Source {
         Ok(Self::Folder(resolve_run(path, Pick::Latest)?))
     }
 
-    /// The folder or file.
+    /// Returns the folder or file.
     #[must_use]
     pub fn path(&self) -> &Path {
         match self {
@@ -119,7 +119,7 @@ impl Source {
         }
     }
 
-    /// The run, if the folder belongs to one.
+    /// Returns the run, if the folder belongs to one.
     #[must_use]
     pub fn run(&self) -> Option<&Resolved> {
         match self {
@@ -128,7 +128,7 @@ impl Source {
         }
     }
 
-    /// Loads configuration and weights as they are stored. Weights that are no numbers are warned of.
+    /// Loads configuration and weights as stored, and warns of NaN and infinity among the weights.
     pub fn load(&self, ctx: &Context, check: WeightsToCheck) -> Result<LoadedWeights, InferError> {
         let (config, weights) = match self {
             Self::Folder(run) => hf::load_model(ctx, &run.model_dir)?,
@@ -180,8 +180,8 @@ impl Source {
     }
 }
 
-/// Warns of weights at `path` that are no numbers. `find` looks at them; it is told the bytes above which experts are left out. Returns
-/// what was looked at where that is not all.
+/// Warns of NaN and infinity among the weights at `path`. `find` does the check; its argument is the size in bytes
+/// above which experts are left out. Returns the extent of the check if it was partial.
 pub fn check_weights(
     path: &Path,
     which: WeightsToCheck,
@@ -202,29 +202,29 @@ pub fn check_weights(
 
 /// A model ready to compute.
 pub struct Model {
-    /// Computes.
+    /// The compute context.
     pub ctx: Context,
     /// The layers.
     pub decoder: Decoder,
-    /// The weights, in the precision that was asked for.
+    /// The weights, in the format that was asked for.
     pub weights: DecoderWeights,
-    /// Text to ids and back.
+    /// The tokenizer.
     pub tokenizer: Tokenizer,
-    /// The ids at which it ends a text.
+    /// The ids at which the model ends a text.
     pub stop_ids: Vec<u32>,
-    /// Set where not all weights were looked at.
+    /// Set if not all weights were checked.
     pub part_checked: Option<PartChecked>,
 }
 
 impl Model {
-    /// Loads the model of `source`, to compute by `ctx`.
+    /// Loads the model of `source`, to compute with `ctx`.
     pub fn open(ctx: Context, source: &Source, options: OpenOptions) -> Result<Self, InferError> {
         let LoadedWeights { config, weights, part_checked } = source.load(&ctx, options.check)?;
         let tokenizer = source.tokenizer()?;
-        // A GPU's kernels know no f16.
+        // GPU kernels have no f16.
         let is_half = ctx.device() == Device::Cuda && weights.compute_dtype() == DType::F16;
-        let weights = match options.precision.dtype().or(is_half.then_some(DType::F32)) {
-            // In the host's memory: a GPU gets what it reads.
+        let weights = match options.format.dtype().or(is_half.then_some(DType::F32)) {
+            // The copy is made in host memory; a GPU gets what it reads.
             Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx.on_host(), dtype),
             _ => weights,
         };
@@ -233,19 +233,19 @@ impl Model {
         Ok(Self { ctx, decoder, weights, tokenizer, stop_ids, part_checked })
     }
 
-    /// The parts that compute.
+    /// Returns the parts that compute.
     #[must_use]
     pub fn as_model_ref(&self) -> ModelRef<'_> {
         ModelRef { ctx: &self.ctx, decoder: &self.decoder, weights: &self.weights }
     }
 
-    /// Whether it answers a text instead of continuing it.
+    /// Returns whether the model has an encoder: it answers a text instead of continuing it.
     #[must_use]
     pub fn has_encoder(&self) -> bool {
         self.decoder.config().variant.encoder.is_some()
     }
 
-    /// Returns the error of a result that is not a number, with the tensor that is to blame if it is one.
+    /// Returns the error of a result that is not a number, with the tensor that holds NaN or infinity, if one does.
     #[must_use]
     pub fn not_a_number(&self) -> InferError {
         InferError::NotANumber { tensor: self.weights.first_not_finite(&self.ctx) }

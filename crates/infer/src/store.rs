@@ -1,10 +1,9 @@
-//! Checkpoint folders of a run, written so that a kill at any moment leaves the older ones whole.
+//! Checkpoint folders of a run, written so that a kill at any moment leaves older checkpoints intact.
 //!
-//! A checkpoint is written into a folder with a temporary name, every file and folder is synced, and one rename makes it
-//! `checkpoints/step-00000123`. Its manifest, `checkpoint.json`, is written last: it lists every file with its size and
-//! XXH3 checksum, so a checkpoint that is incomplete or damaged is found out and named. Nothing is deleted that the
-//! manifest does not list; leftovers of killed saves have names of their own and are removed when a trainer next opens
-//! the run.
+//! A checkpoint is written into a folder with a temporary name, every file and folder is synced, and one rename makes
+//! it `checkpoints/step-00000123`. Its manifest, `checkpoint.json`, is written last and lists every file with its
+//! size and XXH3 checksum, so that an incomplete or damaged checkpoint is detected. Only files in the manifest are
+//! ever deleted. Leftovers of killed saves have names of their own and are removed when a trainer next opens the run.
 
 mod disk;
 mod holding;
@@ -23,25 +22,26 @@ pub use holding::Holding;
 pub use manifest::{Checkpoint, Metadata};
 pub use resolve::{Pick, Resolved, newest_run, resolve_run};
 
-/// Folder of the checkpoints in a run folder.
+/// The folder of the checkpoints in a run folder.
 pub const CHECKPOINTS_DIR: &str = "checkpoints";
 /// The effective configuration in a run folder.
 pub const CONFIG_FILE: &str = "config.toml";
 /// The manifest in a checkpoint folder.
 pub const MANIFEST_FILE: &str = "checkpoint.json";
-/// File of the records in a run folder: one JSON object a line.
+/// The file of the records in a run folder: one JSON object per line.
 pub const METRICS_JSONL: &str = "metrics.jsonl";
-/// Held by the trainer of a run while it works.
+/// The lock file, which the trainer of a run holds while it works.
 const LOCK_FILE: &str = ".lock";
-/// Names of what is being written, replaced or deleted. Nothing else begins like this, so leftovers can be removed.
+/// The prefix of folders being written, replaced or deleted. No other name begins like this, so leftovers can be
+/// removed.
 const SAVING_PREFIX: &str = ".tmp-save-";
 const DELETING_PREFIX: &str = ".tmp-delete-";
 const REPLACED_PREFIX: &str = ".tmp-replaced-";
 
-/// Why a checkpoint cannot be written, found or read.
+/// The reason why a checkpoint cannot be written, found or read.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// Writing failed: a full disk, missing rights. Older checkpoints are as they were.
+    /// Writing failed: the disk is full, or rights are missing. Older checkpoints are intact.
     #[error("cannot save the checkpoint of step {step}: {}: {source}; {}", path.display(), advice(source))]
     Save {
         /// The step that was being saved.
@@ -52,7 +52,7 @@ pub enum StoreError {
         #[source]
         source: io::Error,
     },
-    /// The caller's own files could not be written. Older checkpoints are as they were.
+    /// The caller's own files could not be written. Older checkpoints are intact.
     #[error("cannot save the checkpoint of step {step}: {source}; older checkpoints are unharmed")]
     Content {
         /// The step that was being saved.
@@ -61,7 +61,7 @@ pub enum StoreError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A folder or file that cannot be read or made.
+    /// A folder or file cannot be read or made.
     #[error("{}: {source}", path.display())]
     Access {
         /// The file or folder.
@@ -70,12 +70,12 @@ pub enum StoreError {
         #[source]
         source: io::Error,
     },
-    /// A checkpoint that is incomplete or not as it was written.
+    /// The checkpoint is incomplete or was changed.
     #[error("{}: {problem}", path.display())]
     Damaged {
         /// The checkpoint folder, or the file in it.
         path: PathBuf,
-        /// The fault and what would be right.
+        /// The problem, with what would be right.
         problem: String,
     },
     /// Another process trains in this run folder.
@@ -84,17 +84,17 @@ pub enum StoreError {
         /// The run folder.
         path: PathBuf,
     },
-    /// A path that is neither a run nor a checkpoint nor a model, or a run without a checkpoint.
+    /// The path is neither a run nor a checkpoint nor a model, or the run has no checkpoint.
     #[error("{}: {problem}", path.display())]
     NotFound {
         /// The path that was given.
         path: PathBuf,
-        /// The thing that is missing and what would be right.
+        /// The missing thing, with what would be right.
         problem: String,
     },
 }
 
-/// Advises what to do about an error of the system, and says that nothing is lost.
+/// Returns advice on an error of the system, which also says that nothing is lost.
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
@@ -111,12 +111,12 @@ impl StoreError {
     }
 }
 
-/// Which checkpoints are kept.
+/// The checkpoints to keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keep {
-    /// The newest this many, at least 1.
+    /// The number of newest checkpoints, at least 1.
     pub last: usize,
-    /// Also the one with the lowest validation loss.
+    /// True to keep the one with the lowest validation loss as well.
     pub best: bool,
 }
 
@@ -130,20 +130,20 @@ impl Default for Keep {
 #[derive(Debug)]
 pub struct Store {
     dir: PathBuf,
-    /// Held while the store can write: it keeps another trainer out.
+    /// The lock on the run folder, which keeps another trainer out; held if the store can write.
     lock: Option<File>,
     disk: Disk,
 }
 
 impl Store {
-    /// Opens the checkpoints of a run to read them. Changes nothing on disk, also while a trainer works.
+    /// Opens the checkpoints of a run for reading. Changes nothing on disk, and works while a trainer runs.
     #[must_use]
     pub fn open(run_dir: &Path) -> Self {
         Self { dir: run_dir.join(CHECKPOINTS_DIR), lock: None, disk: Disk::default() }
     }
 
-    /// Opens the checkpoints of a run to write them, making the folders where they are missing: locks the run folder
-    /// against another trainer and removes what killed saves left behind.
+    /// Opens the checkpoints of a run for writing. Makes missing folders, locks the run folder against other
+    /// trainers, and removes leftovers of killed saves.
     pub fn open_to_write(run_dir: &Path) -> Result<Self, StoreError> {
         Self::open_with(run_dir, Disk::default())
     }
@@ -156,7 +156,7 @@ impl Store {
         match lock.try_lock() {
             Ok(()) => {}
             Err(fs::TryLockError::WouldBlock) => return Err(StoreError::Locked { path: run_dir.to_owned() }),
-            // Some network file systems have no locks; a run there is the user's to guard.
+            // Some network file systems have no locks; there the user has to keep other trainers out.
             Err(fs::TryLockError::Error(error)) => tracing::warn!("{}: cannot lock: {error}", lock_path.display()),
         }
         let store = Self { dir, lock: Some(lock), disk };
@@ -164,12 +164,12 @@ impl Store {
         Ok(store)
     }
 
-    /// Saves a checkpoint: `write` puts the files into the folder it is given, then they are synced and the folder
-    /// appears under its name in one step. Afterwards older checkpoints that `keep` does not ask for are deleted. A
-    /// checkpoint of the same step is replaced.
+    /// Saves a checkpoint. `write` writes the files into a given folder; then they are synced, and the folder gets
+    /// its name in one step. Afterwards older checkpoints that `keep` does not ask for are deleted. A checkpoint of
+    /// the same step is replaced.
     ///
     /// # Errors
-    /// If anything cannot be written. What was written is removed again and every older checkpoint is as it was.
+    /// Fails if anything cannot be written. The new files are removed again, and every older checkpoint is intact.
     pub fn save<E>(
         &self,
         metadata: &Metadata,
@@ -190,7 +190,7 @@ impl Store {
             Ok(checkpoint)
         });
         if written.is_err() {
-            // The error that is reported is the first one; what cannot be removed now is removed at the next start.
+            // The first error is reported. Files that cannot be removed now are removed at the next start.
             let _ = self.disk.remove_tree(tmp);
         } else {
             self.prune(keep);
@@ -230,8 +230,8 @@ impl Store {
         Ok(checkpoint)
     }
 
-    /// Renames a finished folder to its name. A folder that has the name is set aside first, under a name under which
-    /// it is still found if the process is killed between the two renames.
+    /// Renames a finished folder to its name. An existing folder of that name is set aside first, under a name by
+    /// which it is still found if the process is killed between the two renames.
     fn put_in_place(&self, tmp: &Path, final_path: &Path) -> Result<(), (PathBuf, io::Error)> {
         let at = |path: &Path| {
             let path = path.to_owned();
@@ -270,19 +270,20 @@ impl Store {
         Ok(())
     }
 
-    /// Every checkpoint whose manifest and file sizes are right, oldest first. Others are passed over with a warning.
+    /// Returns every checkpoint with a valid manifest and file sizes, oldest first. Others are skipped with a
+    /// warning.
     pub fn list(&self) -> Result<Vec<Checkpoint>, StoreError> {
         let mut checkpoints = Vec::new();
         for (_, path) in self.folders()? {
             match Checkpoint::read(&path) {
                 Ok(checkpoint) => checkpoints.push(checkpoint),
-                Err(error) => tracing::warn!("{error}; it is passed over"),
+                Err(error) => tracing::warn!("{error}; it is skipped"),
             }
         }
         Ok(checkpoints)
     }
 
-    /// Folders that have the name of a checkpoint, or of one that a killed save set aside, by step.
+    /// Returns the folders with the name of a checkpoint, or of one that a killed save set aside, by step.
     fn folders(&self) -> Result<Vec<(u64, PathBuf)>, StoreError> {
         let entries = match fs::read_dir(&self.dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -302,12 +303,12 @@ impl Store {
         Ok(folders)
     }
 
-    /// Whether the run has not come to a checkpoint yet: there is none, whole or damaged.
+    /// Returns whether the run has no checkpoint folder yet, intact or damaged.
     pub fn is_empty(&self) -> Result<bool, StoreError> {
         Ok(self.folders()?.is_empty())
     }
 
-    /// Removes every checkpoint, whole or damaged.
+    /// Removes every checkpoint, intact or damaged.
     pub fn remove_all(&self) -> Result<(), StoreError> {
         for (_, path) in self.folders()? {
             self.disk.remove_tree(&path).map_err(StoreError::access(&path))?;
@@ -315,13 +316,13 @@ impl Store {
         Ok(())
     }
 
-    /// The newest checkpoint that is whole: every file has the checksum of its manifest. Damaged ones are passed over
+    /// Returns the newest intact checkpoint: every file has the checksum of its manifest. Damaged ones are skipped
     /// with a warning that names them.
     pub fn latest(&self) -> Result<Option<Checkpoint>, StoreError> {
         Ok(self.list()?.into_iter().rev().find(Self::is_whole))
     }
 
-    /// The whole checkpoint with the lowest validation loss; the newest one if none was evaluated.
+    /// Returns the intact checkpoint with the lowest validation loss; the newest if none was evaluated.
     pub fn best(&self) -> Result<Option<Checkpoint>, StoreError> {
         let mut evaluated: Vec<Checkpoint> =
             self.list()?.into_iter().filter(|checkpoint| checkpoint.finite_val_loss().is_some()).collect();
@@ -333,10 +334,10 @@ impl Store {
         }
     }
 
-    /// The checkpoint of a step, `None` if there is no folder of it.
+    /// Returns the checkpoint of a step; `None` if it has no folder.
     ///
     /// # Errors
-    /// If it is damaged.
+    /// Fails if it is damaged.
     pub fn find(&self, step: u64) -> Result<Option<Checkpoint>, StoreError> {
         let Some((_, path)) = self.folders()?.into_iter().find(|(of, _)| *of == step) else { return Ok(None) };
         let checkpoint = Checkpoint::read(&path)?;
@@ -344,8 +345,7 @@ impl Store {
         Ok(Some(checkpoint))
     }
 
-    /// Deletes the checkpoints of steps after `step`: for a run that is taken up again from an older checkpoint, whose
-    /// later ones belong to a past that is given up.
+    /// Deletes the checkpoints after `step`, for a run that is resumed from an older checkpoint.
     pub fn discard_after(&self, step: u64) -> Result<(), StoreError> {
         for checkpoint in self.list()?.iter().rev().filter(|checkpoint| checkpoint.metadata.step > step) {
             self.delete(checkpoint).map_err(StoreError::access(&checkpoint.path))?;
@@ -354,10 +354,10 @@ impl Store {
     }
 
     fn is_whole(checkpoint: &Checkpoint) -> bool {
-        checkpoint.verify().inspect_err(|error| tracing::warn!("{error}; it is passed over")).is_ok()
+        checkpoint.verify().inspect_err(|error| tracing::warn!("{error}; it is skipped")).is_ok()
     }
 
-    /// Deletes what `keep` does not ask for. A checkpoint that cannot be deleted costs room, not the run: a warning.
+    /// Deletes the checkpoints that `keep` does not ask for. If one cannot be deleted, a warning is logged.
     fn prune(&self, keep: Keep) {
         let mut checkpoints = match self.list() {
             Ok(checkpoints) => checkpoints,
@@ -368,7 +368,7 @@ impl Store {
             .iter()
             .filter(|_| keep.best)
             .filter_map(|checkpoint| checkpoint.finite_val_loss().map(|loss| (loss, checkpoint.metadata.step)));
-        // Of equal ones the earliest.
+        // The earliest at ties.
         let best = best.min_by(|a, b| a.partial_cmp(b).unwrap_or(std::cmp::Ordering::Equal)).map(|(_, step)| step);
         for checkpoint in checkpoints.iter().skip(keep.last.max(1)) {
             if best != Some(checkpoint.metadata.step)
@@ -379,7 +379,7 @@ impl Store {
         }
     }
 
-    /// Deletes a checkpoint; one that holds files that are not in its manifest stays, with a warning.
+    /// Deletes a checkpoint. One with files that are not in its manifest stays, with a warning.
     fn delete(&self, checkpoint: &Checkpoint) -> io::Result<()> {
         if !checkpoint.holds_nothing_else() {
             tracing::warn!("{} holds files that were put there by others: it is kept", checkpoint.path.display());
@@ -393,14 +393,14 @@ impl Store {
         self.disk.remove_tree(&doomed)
     }
 
-    /// Removes what killed saves and deletions left, and puts back a checkpoint that was being replaced.
+    /// Removes leftovers of killed saves and deletions, and restores a checkpoint that was being replaced.
     fn clean(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.dir)? {
             let path = entry?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let rest =
                 [SAVING_PREFIX, DELETING_PREFIX, REPLACED_PREFIX].iter().find_map(|prefix| name.strip_prefix(prefix));
-            // Only names that this file makes.
+            // Only names made by this file count.
             let Some(step) = rest.and_then(|rest| step_of_folder(rest.strip_prefix(REPLACED_PREFIX).unwrap_or(rest)))
             else {
                 continue;
@@ -417,7 +417,8 @@ impl Store {
 }
 
 impl Drop for Store {
-    /// Unlocks at once. Closing the file alone would not while a process that was just started still holds a copy of it.
+    /// Unlocks at once. Closing the file alone would not, while a process that was just started still holds a copy of
+    /// it.
     fn drop(&mut self) {
         if let Some(lock) = &self.lock {
             let _ = lock.unlock();
@@ -431,11 +432,11 @@ fn folder_name(step: u64) -> String {
 
 fn step_of_folder(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
-    // Only the name that `folder_name` gives: not "step-1", not "step-+0000001".
+    // Only the exact name from `folder_name` counts: not "step-1", not "step-+0000001".
     (folder_name(step) == name).then_some(step)
 }
 
-/// `path.word`, or `path.word-2` and so on, the first that does not exist.
+/// Returns `path.word`, or `path.word-2` and so on, the first that does not exist.
 fn free_name(path: &Path, word: &str) -> PathBuf {
     let candidate = |number: u64| {
         let mut name = path.as_os_str().to_owned();

@@ -16,7 +16,7 @@ fn write_files(step: u64) -> impl FnOnce(&Path) -> io::Result<()> {
     }
 }
 
-/// A disk that does `limit` operations and then nothing any more, as if the process had been killed.
+/// Makes a disk that does `limit` operations and then none, as if the process had been killed.
 fn disk_killed_after(limit: u64) -> (Disk, Arc<AtomicU64>) {
     let count = Arc::new(AtomicU64::new(0));
     let counter = Arc::clone(&count);
@@ -32,7 +32,7 @@ fn kill_between_any_two_operations_leaves_a_whole_checkpoint_and_nothing_after_t
         let run = tempfile::tempdir().unwrap();
         let keep = Keep { last: 1, best: true };
         Store::open_to_write(run.path()).unwrap().save(&metadata(100), keep, write_files(100)).unwrap();
-        // The same step again, then a later one: replacing, saving and deleting are all in the window.
+        // The same step again, then a later one: replacing, saving and deleting are all covered.
         let (disk, count) = disk_killed_after(killed_after);
         let store = Store::open_with(run.path(), disk).unwrap();
         let _ = store.save(&metadata(100), keep, write_files(100));
@@ -89,7 +89,7 @@ fn metadata_reads_back_bit_for_bit() {
     assert_eq!(saved.path, run.path().join("checkpoints/step-00000007"));
     let found = Store::open(run.path()).latest().unwrap().unwrap();
     assert_eq!((&found.metadata, &found), (&metadata, &saved));
-    // The manifest is JSON that any program reads.
+    // Any program can read the manifest's JSON.
     let manifest = fs::read(saved.path.join(MANIFEST_FILE)).unwrap();
     let manifest: serde_json::Value = serde_json::from_slice(&manifest).unwrap();
     assert_eq!(manifest["manifest"]["files"][1]["path"], "state/optimizer.safetensors");
@@ -105,7 +105,7 @@ fn the_newest_and_the_best_are_kept() {
     {
         save(&store, step, val_loss, keep);
     }
-    // Of equally good ones the first.
+    // The first of equally good ones is kept.
     assert_eq!(steps(&store), [20, 50, 60]);
     assert_eq!(store.best().unwrap().unwrap().metadata.step, 20);
     assert_eq!(store.latest().unwrap().unwrap().metadata.step, 60);
@@ -208,7 +208,7 @@ fn a_full_disk_at_any_operation_is_one_error_and_leaves_the_older_checkpoint() {
         let run = tempfile::tempdir().unwrap();
         save(&Store::open_to_write(run.path()).unwrap(), 100, None, keep_all());
         let count = AtomicU64::new(0);
-        // Only this one operation fails; ENOSPC is 28 on every Unix that we know.
+        // Only this operation fails; ENOSPC is 28 on all common Unix systems.
         let store = Store::open_with(
             run.path(),
             Disk::with_hook(move |_, _| {
@@ -251,7 +251,7 @@ fn links_are_not_checkpoint_files() {
     assert!(result.unwrap_err().to_string().contains("not a plain file"));
 }
 
-/// Needs the right to mount: passes without having tested anything where it is missing, and says so.
+/// This test needs the right to mount. Without it the test says so and passes.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_disk_that_is_really_full_leaves_the_older_checkpoint() {
@@ -319,7 +319,7 @@ fn runs_checkpoints_and_models_are_told_apart() {
     let resolved = resolve_run(&latest.path, Pick::Best).unwrap();
     assert_eq!(resolved.run_dir.unwrap(), fs::canonicalize(out).unwrap());
     assert_eq!(resolved.checkpoint.unwrap().metadata.step, 2);
-    // A checkpoint that was copied elsewhere stands for itself; a damaged one is named.
+    // A checkpoint that was copied elsewhere is found by itself; a damaged one is named.
     let copied = out.join("copied");
     fs::rename(&latest.path, &copied).unwrap();
     let resolved = resolve_run(&copied, Pick::Latest).unwrap();
@@ -358,7 +358,7 @@ fn the_newest_run_is_the_one_written_last_that_can_be_gone_on_with_or_begun_agai
     fs::create_dir(out.path().join("not-a-run")).unwrap();
     fs::write(out.path().join("file"), "").unwrap();
     assert_eq!(newest_run(out.path()).unwrap(), Some(newest));
-    // With its configuration a run without a checkpoint can begin again; not one that has lost its checkpoints.
+    // A run with a configuration but no checkpoint can start again, but not one that lost its checkpoints.
     let begun = at("e", 500, false);
     fs::write(begun.join(CONFIG_FILE), "").unwrap();
     let damaged = at("f", 600, false);
@@ -367,7 +367,7 @@ fn the_newest_run_is_the_one_written_last_that_can_be_gone_on_with_or_begun_agai
     assert_eq!(newest_run(out.path()).unwrap(), Some(begun));
 }
 
-/// Not a test of its own: what the next test kills.
+/// This is not a test of its own: the next test starts and kills it.
 #[test]
 #[ignore = "run by the test below in a process of its own"]
 fn child_that_saves_until_it_is_killed() {

@@ -1,4 +1,4 @@
-//! What a model costs: parameters, floating-point operations and memory, from its configuration alone.
+//! The cost of a model from its configuration alone: parameters, floating-point operations and memory.
 
 use moeworks_plan::{Layout, ModelShape, Precision, RankMemory, Workload, rank_memory};
 
@@ -6,31 +6,32 @@ use crate::config::ModelConfig;
 use crate::split::TensorSplit;
 use crate::weights::{WeightGroup, WeightPlace, WeightRole, WeightSpec, WeightTable};
 
-/// Parameters of one kind of part, over all layers.
+/// The number of parameters of one group of weights, over all layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     /// The group of weights.
     pub group: WeightGroup,
-    /// Its name, such as `experts`.
+    /// The group's name, such as `experts`.
     pub name: &'static str,
-    /// Parameters in all.
+    /// The number of parameters.
     pub total: u64,
-    /// Trained parameters.
+    /// The number of trained parameters.
     pub trainable: u64,
-    /// Parameters that one token passes through.
+    /// The number of parameters that one token uses.
     pub active: u64,
-    /// Those of `active` that are in matrix products.
+    /// The part of `active` that is multiplied with.
     pub in_products: u64,
 }
 
-/// The parameter count of a model by part.
+/// The number of parameters of a model by group of weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameters {
-    /// The parts, in the order in which a token meets them; parts without parameters are left out.
+    /// The groups in the order in which tokens pass them; groups without parameters are left out.
     pub parts: Vec<Part>,
 }
 
-/// Floating-point operations of one layer's router for a token: what it takes, and what scoring every expert would take.
+/// Returns the floating-point operations of one layer's router per token: those of the scheme, and those of scoring
+/// every expert.
 #[must_use]
 pub fn routing_flops_per_token(config: &ModelConfig) -> (u64, u64) {
     let moe = config.moe();
@@ -38,13 +39,13 @@ pub fn routing_flops_per_token(config: &ModelConfig) -> (u64, u64) {
     (flops(moe.router_products()), flops(moe.num_choosable()))
 }
 
-/// Parameters of a tensor that a token passes, and of these those in products.
+/// Returns the number of parameters of a tensor that a token uses, and the part that is multiplied with.
 fn active(config: &ModelConfig, spec: &WeightSpec) -> [u64; 2] {
     let active = spec.active_elements(config.num_experts, config.top_k);
     [active, if spec.is_multiplied() { active } else { 0 }]
 }
 
-/// Counts what a token passes of routers that are not passed whole.
+/// Corrects the counts of routers that use only some of their weights per token.
 fn narrow_routers(config: &ModelConfig, parts: &mut [Part]) {
     let moe = config.moe();
     if moe.router.passes_all_weights() {
@@ -58,13 +59,13 @@ fn narrow_routers(config: &ModelConfig, parts: &mut [Part]) {
 }
 
 impl Parameters {
-    /// Counts the parameters of a model of `config`, whose `vocab_size` is set: those of every tensor that the model has.
+    /// Counts the parameters of a model of `config`, whose `vocab_size` must be set.
     #[must_use]
     pub fn of(config: &ModelConfig) -> Self {
         Self::of_table(config, &WeightTable::new(config))
     }
 
-    /// Counts as [`of`](Self::of) does, from the table of the model's weights, of which some may be frozen.
+    /// Counts the parameters of a table of weights, some of which may be frozen.
     #[must_use]
     pub fn of_table(config: &ModelConfig, table: &WeightTable) -> Self {
         let mut parts = WeightGroup::ALL.map(|group| Part {
@@ -86,52 +87,53 @@ impl Parameters {
         }
         narrow_routers(config, &mut parts);
         if config.tie_embeddings {
-            // A tied projection computes but has no parameters of its own.
+            // A tied projection computes, but has no parameters of its own.
             parts[WeightGroup::Head as usize].in_products += config.vocab_size as u64 * config.width as u64;
         }
         Self { parts: parts.into_iter().filter(|part| part.total + part.in_products > 0).collect() }
     }
 
-    /// Parameters in all.
+    /// Returns the number of parameters.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.parts.iter().map(|part| part.total).sum()
     }
 
-    /// Parameters that are trained.
+    /// Returns the number of trained parameters.
     #[must_use]
     pub fn trainable(&self) -> u64 {
         self.parts.iter().map(|part| part.trainable).sum()
     }
 
-    /// Parameters of a group that are trained.
+    /// Returns the number of trained parameters of a group.
     #[must_use]
     pub fn trainable_of(&self, group: WeightGroup) -> u64 {
         self.parts.iter().filter(|part| part.group == group).map(|part| part.trainable).sum()
     }
 
-    /// Parameters of routed experts: in all, and those that a token passes through.
+    /// Returns the number of parameters of routed experts, and of those that a token uses.
     #[must_use]
     pub fn experts(&self) -> [u64; 2] {
         let part = self.parts.iter().find(|part| part.group == WeightGroup::Experts);
         part.map_or([0, 0], |part| [part.total, part.active])
     }
 
-    /// Parameters that one token passes through: all but the experts it is not sent to.
+    /// Returns the number of parameters that one token uses: all but those of experts that it is not routed to.
     #[must_use]
     pub fn active(&self) -> u64 {
         self.parts.iter().map(|part| part.active).sum()
     }
 
-    /// Parameters in the matrix products of one token.
+    /// Returns the number of parameters that one token is multiplied with.
     #[must_use]
     pub fn in_products(&self) -> u64 {
         self.parts.iter().map(|part| part.in_products).sum()
     }
 }
 
-/// Floating-point operations of a forward pass for one token at the mean position of a sequence of `seq_len`: 2 for each
-/// parameter in a product, and `s H (d_qk + d_v)` a layer for causal attention (Megatron's count, halved for causality).
+/// Returns the floating-point operations of a forward pass per token at the mean position of a sequence of `seq_len`:
+/// 2 per multiplied parameter, and `s H (d_qk + d_v)` per layer for causal attention (Megatron's count, halved for
+/// causality).
 #[must_use]
 pub fn forward_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
     let elements = config.num_heads * (config.head_dim + config.value_dim());
@@ -139,19 +141,19 @@ pub fn forward_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
     2.0 * Parameters::of(config).in_products() as f64 + attention
 }
 
-/// Floating-point operations of a training step for one token: three forward passes. Recomputation is not counted, so
-/// that this over time is the model FLOPs utilisation.
+/// Returns the floating-point operations of a training step per token: three forward passes. Recomputation is not
+/// counted, so that this over time is the model FLOPs utilisation.
 #[must_use]
 pub fn training_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
     3.0 * forward_flops_per_token(config, seq_len)
 }
 
-/// As [`training_flops_per_token`] of a model with an encoder, for one token of an answer of `answer_len` to a source of
-/// `source_len`: those of the source are shared out among the answer's tokens.
+/// Returns the floating-point operations of a training step per token of an answer of `answer_len` to a source of
+/// `source_len`, in a model with an encoder. Those of the source are spread over the answer's tokens.
 #[must_use]
-pub fn training_flops_per_answer_token(config: &ModelConfig, (source_len, answer_len): (usize, usize)) -> f64 {
+pub fn training_flops_per_answer_token(config: &ModelConfig, source_len: usize, answer_len: usize) -> f64 {
     let (source, answer) = (source_len as f64, answer_len as f64);
-    // Keys and values of the decoder's attention to the source are made of the source.
+    // Cross-attention computes its keys and values from the source.
     let is_of_source = |spec: &&WeightSpec| {
         matches!(spec.place, WeightPlace::Encoder | WeightPlace::EncoderLayer(_))
             || matches!(spec.role, WeightRole::CrossK | WeightRole::CrossV)
@@ -165,8 +167,9 @@ pub fn training_flops_per_answer_token(config: &ModelConfig, (source_len, answer
     3.0 * 2.0 * (of_source as f64 * source + of_answer as f64 * answer + pairs * elements) / answer
 }
 
-/// The memory of a training step on one rank: weights, gradients, optimizer state, and what forward keeps for backward. The last is an
-/// estimate: buffers of single operations are not counted. With an encoder as many tokens are read as are written.
+/// Returns the memory of a training step on one rank: weights, gradients, optimizer state, and activations kept for
+/// backward. The last is an estimate that leaves out temporary buffers of single operations. With an encoder, sources
+/// and answers are taken to be of equal length.
 #[must_use]
 pub fn memory_on_one_rank(
     config: &ModelConfig,
@@ -178,16 +181,16 @@ pub fn memory_on_one_rank(
     rank_memory(&shape(config, table, 1, kept), workload, &Layout::new(1, 1, 1))
 }
 
-/// Settings of training that decide what is kept of a token for backward.
+/// The settings of training that decide which activations are kept for backward.
 #[derive(Clone, Copy, Debug)]
 pub struct Kept {
-    /// Number format of the products.
+    /// The number format of products.
     pub precision: Precision,
-    /// Whether layers keep only their input and compute the rest again.
+    /// Keeps only the inputs of layers and recomputes the rest.
     pub checkpoint_layers: bool,
 }
 
-/// Bytes that a stack of layers keeps of a token for backward.
+/// Returns the bytes that a stack of layers keeps per token for backward.
 fn kept_bytes_per_token(config: &ModelConfig, kept: Kept) -> usize {
     let product_bytes = kept.precision.bytes();
     let residual = 4 * config.width;
@@ -209,8 +212,8 @@ fn kept_bytes_per_token(config: &ModelConfig, kept: Kept) -> usize {
     }
 }
 
-/// The sizes that planning over ranks needs of a model of `config`, whose vocabulary is set, with the weights of `table`, on sequences of
-/// `seq_len`.
+/// Returns the sizes that planning over ranks needs: of a model of `config`, whose `vocab_size` must be set, with the
+/// weights of `table`, on sequences of `seq_len`.
 #[must_use]
 pub fn shape(config: &ModelConfig, table: &WeightTable, seq_len: usize, kept: Kept) -> ModelShape {
     let parameters = Parameters::of_table(config, table);
@@ -240,9 +243,9 @@ pub fn shape(config: &ModelConfig, table: &WeightTable, seq_len: usize, kept: Ke
     }
 }
 
-/// Bytes of what is kept of a sequence of `len` tokens from one step of decoding to the next, in f32: keys and values, of a
-/// sliding window those alone that are seen, of latent attention the narrow vectors. Room for further tokens is not counted.
-/// With an encoder it is a source as long that is kept as well.
+/// Returns the bytes that decoding keeps of a sequence of `len` tokens, in f32: keys and values (only those in sight
+/// of a sliding window), or the latent vectors of latent attention. Spare capacity is not counted. With an encoder,
+/// the keys and values of a source of the same length are included.
 #[must_use]
 pub fn kv_cache_bytes(config: &ModelConfig, len: usize) -> u64 {
     let heads = kv_elements(config);
@@ -252,7 +255,7 @@ pub fn kv_cache_bytes(config: &ModelConfig, len: usize) -> u64 {
     4 * (tokens * row + of_source) as u64
 }
 
-/// Elements of the keys and values of one token in one layer.
+/// Returns the number of elements of a token's keys and values in one layer.
 fn kv_elements(config: &ModelConfig) -> usize {
     config.num_kv_heads * (config.head_dim + config.value_dim())
 }

@@ -65,8 +65,8 @@ fn qwen3_235b_costs_its_published_flops() {
     assert!((gflops - 148.33).abs() < 0.5, "{gflops}");
 }
 
-/// DeepSeek-V3: 671 B parameters, 37 B active (2412.19437), its configuration file's sizes; without the layer that predicts
-/// further tokens, whose 14 B are counted apart there.
+/// DeepSeek-V3: 671 B parameters, 37 B active (2412.19437), with the sizes of its configuration file and without the
+/// multi-token-prediction layer, whose 14 B are counted separately there.
 #[test]
 fn deepseek_v3_has_its_published_size() {
     let latent = LatentAttention { query_rank: 1536, kv_rank: 512, plain_dim: 128, rotary_dim: 64 };
@@ -123,7 +123,7 @@ fn gpt_oss_20b_has_its_published_size_with_all_biases() {
     };
     let parameters = Parameters::of(&config);
     assert_eq!((parameters.total() as f64 / 1e7).round(), 2091.0);
-    // The card leaves out the embedding, of which a token needs a row.
+    // The card leaves out the embedding, of which a token needs one row.
     let embedding = 201_088 * 2880;
     assert_eq!(((parameters.active() - embedding) as f64 / 1e7).round(), 361.0);
 }
@@ -250,6 +250,6 @@ fn a_source_passes_the_encoder_and_an_answer_the_decoder() {
     let of_answer = 2 * (attention + attention / 2 + hidden) + 10 * 4;
     let pairs = 7 * 7 + 2 * (3 * 3) / 2 + 2 * 3 * 7;
     let flops = 6 * (7 * of_source + 3 * of_answer + pairs * 2 * (3 + 3));
-    let found = training_flops_per_answer_token(&config, (7, 3));
+    let found = training_flops_per_answer_token(&config, 7, 3);
     assert!((3.0 * found - f64::from(flops)).abs() < 1e-6, "{found}, {flops}");
 }

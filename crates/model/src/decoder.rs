@@ -10,7 +10,7 @@ mod training;
 
 use std::sync::Arc;
 
-use moeworks_moe::{ConfigError, MoeSaved, NamedTensor, WeightShape};
+use moeworks_moe::{ConfigError, ExpertIds, MoeSaved, NamedTensor, WeightShape};
 use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -121,6 +121,20 @@ impl Decoder {
         )
     }
 
+    /// Checks lists of expert ids that are to be handed in for `num_tokens` tokens in [`TokenBatch::expert_ids`]: `[num_tokens, K]` for each
+    /// MoE layer of the decoder, first to last.
+    ///
+    /// # Errors
+    /// If there is not a list for each layer, or a layer cannot take its list.
+    pub fn expert_ids(
+        &self,
+        ctx: &Context,
+        num_tokens: usize,
+        lists: &[Vec<u32>],
+    ) -> Result<Vec<ExpertIds>, BatchError> {
+        self.stage.expert_ids(ctx, num_tokens, lists)
+    }
+
     /// One training pass over microbatches, in the order that `options` names: the losses of each, and the gradient of every weight, summed
     /// over them in their order. `weights` are f32 or a compute copy; losses on routers are of each microbatch by itself.
     ///
@@ -169,6 +183,7 @@ impl Decoder {
         let sequences = Sequences::whole(batch.num_sequences, batch.seq_len);
         let mut pass = self.pass(ctx, weights, Mode::Infer, sequences, Ids::Known(batch.inputs), encoder_output);
         self.stage.set_documents(&mut pass, batch);
+        pass.expert_ids = batch.expert_ids;
         let mut watch = |index: usize, saved: &MoeSaved| watch(before + index, saved);
         let x = self.hidden(&pass, weights, Ids::Known(batch.inputs), None, Some(&mut watch));
         let loss = self.stage.head_loss(ctx, weights, &x, batch.targets);
@@ -193,6 +208,7 @@ impl Decoder {
         let (ids, sequences) = (Ids::Known(batch.inputs), Sequences::whole(batch.num_sequences, batch.seq_len));
         let mut pass = self.pass(ctx, weights, mode.without_backward(), sequences, ids, None);
         self.stage.set_documents(&mut pass, batch);
+        pass.expert_ids = batch.expert_ids;
         self.hidden(&pass, weights, ids, None, Some(hook));
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! Models with an encoder: the encoder reads a source once, the decoder writes a text and attends to what was read (T5,
-//! 1910.10683; Switch Transformers, 2101.03961).
+//! Models with an encoder: the encoder reads a source once, and the decoder writes a text while attending to the
+//! encoder's output (T5, 1910.10683; Switch Transformers, 2101.03961).
 
 use std::sync::Arc;
 
@@ -21,19 +21,19 @@ use crate::pass::{BatchError, PassOptions, TokenBatch};
 use crate::stage::{RoutingHook, Stage, TrainingPass};
 use crate::weights::{DecoderWeights, EncoderWeights, WeightTable};
 
-/// An encoder: a stage whose layers see the whole source, and a norm.
+/// An encoder: a stage whose layers see the whole source, and a final norm.
 #[derive(Debug)]
 pub(crate) struct Encoder {
     stage: Stage,
 }
 
-/// What an encoder made of the sources of a training pass, and what its backward needs.
+/// The encoder's output for the sources of a training pass, with the activations that its backward pass needs.
 pub(crate) struct Encoded<'a> {
     training: TrainingPass<'a>,
-    /// The residual stream behind the last layer, and the statistics of its norm.
+    /// The residual stream after the last layer, and the statistics of its norm.
     last: Tensor,
     norm: Tensor,
-    /// `[T, D]` in the type of the weights' products.
+    /// The output, `[T, D]`, in the type of the weights' products.
     pub(crate) result: Tensor,
 }
 
@@ -42,19 +42,20 @@ pub(crate) struct Encoded<'a> {
 pub struct SourceBatch<'a> {
     /// `[num_sequences, seq_len]`: token ids.
     pub ids: &'a [u32],
-    /// Sources.
+    /// The number of sources.
     pub num_sequences: usize,
 }
 
 impl SourceBatch<'_> {
-    /// The sequences of a pass over the sources, of which there is at least one.
+    /// Returns the sequences of a pass over the sources, of which there must be at least one.
     fn sequences(&self) -> Sequences {
         Sequences::whole(self.num_sequences, self.ids.len() / self.num_sequences)
     }
 }
 
 impl Encoder {
-    /// The encoder of a model with the weights of `table`, before so many layers of a decoder; `config` is that of its layers.
+    /// Makes the encoder of a model with the weights of `table`. `config` is that of its layers; `num_decoder_layers`
+    /// layers of a decoder follow.
     pub(crate) fn new(
         config: ModelConfig,
         table: Arc<WeightTable>,
@@ -63,7 +64,7 @@ impl Encoder {
         Ok(Self { stage: Stage::encoder(config, table, num_decoder_layers)? })
     }
 
-    /// The embedded ids.
+    /// Embeds the ids.
     fn embed(ctx: &Context, weights: &DecoderWeights, ids: &[u32]) -> ResidualStream {
         let table = of(weights).embedding.as_ref().unwrap_or(&weights.embedding);
         ResidualStream { x: embedding(ctx, ids, table, DType::F32), router_logits: None }
@@ -73,13 +74,13 @@ impl Encoder {
         Norm { eps: self.stage.config().norm_eps }
     }
 
-    /// The norm behind the last layer of `x`, and its statistics.
+    /// Applies the final norm to `x`; returns the output and the norm's statistics.
     fn end(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> (Tensor, Tensor) {
         let dtype = weights.compute_dtype().of_activations();
         self.norm().forward(ctx, &of(weights).final_norm, x, dtype)
     }
 
-    /// The result `[T, D]` for `sources`, in the type of the weights' products.
+    /// Returns the output `[T, D]` for `sources`, in the type of the weights' products.
     fn forward(
         &self,
         ctx: &Context,
@@ -95,7 +96,7 @@ impl Encoder {
         self.end(ctx, weights, &stream.x).0
     }
 
-    /// The result for a batch's sources by the rules of training.
+    /// Runs the forward pass of training over a batch's sources.
     pub(crate) fn training_forward<'a>(
         &'a self,
         ctx: &'a Context,
@@ -116,8 +117,8 @@ impl Encoder {
         Encoded { training, last, norm, result }
     }
 
-    /// Writes the gradients of the encoder's weights, from that of its result; `loss_grads` are those of its routers. Where its
-    /// embedding is the decoder's, it is added to what is there.
+    /// Computes the gradients of the encoder's weights from that of its output; `loss_grads` are those of its
+    /// routers. The gradient of an embedding that is shared with the decoder is added to the decoder's.
     pub(crate) fn backward(
         &self,
         weights: &DecoderWeights,
@@ -147,33 +148,33 @@ impl Encoder {
 }
 
 impl Encoded<'_> {
-    /// The statistics of the MoE layers.
+    /// Returns the statistics of the MoE layers.
     pub(crate) fn stats(&self) -> &[LayerStats] {
         self.training.stats()
     }
 
-    /// The result as the decoder's layers need it.
+    /// Prepares the output for the decoder's cross-attention.
     pub(crate) fn output(&self, weights: &DecoderWeights) -> EncoderOutput {
         let pass = &self.training.pass;
         EncoderOutput::new(pass.ctx, &weights.layers, &self.result, pass.sequences)
     }
 }
 
-/// The encoder's weights.
+/// Returns the encoder's weights. Panics if there is no encoder.
 fn of(weights: &DecoderWeights) -> &EncoderWeights {
     weights.encoder.as_ref().expect(WRONG_KIND)
 }
 
 impl<'a> TokenBatch<'a> {
-    /// The sources.
+    /// Returns the batch's sources.
     pub(crate) fn source_batch(&self) -> SourceBatch<'a> {
         SourceBatch { ids: self.sources, num_sequences: self.num_sequences }
     }
 }
 
 impl Decoder {
-    /// Reads `sources`, once for however much the decoder writes. `hook` sees what each MoE layer of the encoder decided. Fails if the
-    /// model has no encoder.
+    /// Encodes `sources`, once for everything that the decoder writes. `hook` sees the routing of each MoE layer of
+    /// the encoder. Fails if the model has no encoder.
     pub fn encode(
         &self,
         ctx: &Context,

@@ -1,8 +1,11 @@
-//! A decoder whose experts live on several ranks: each rank passes sequences of its own, and accounts are of all of them.
+//! Expert parallelism: a decoder whose experts are spread over ranks. Each rank passes its own sequences; statistics
+//! and losses are over all ranks.
 
 use std::ops::Range;
 
-use moeworks_moe::{ConfigError, ExpertRanks, LayerStats, LossGrad, MoeLayer, MoeSaved, RouterInput, WgradTarget};
+use moeworks_moe::{
+    ConfigError, ExpertIds, ExpertRanks, LayerStats, LossGrad, MoeLayer, MoeSaved, RouterInput, WgradTarget,
+};
 use moeworks_ops::Context;
 use moeworks_ops::head_loss::HeadLoss;
 use moeworks_ops::linear::Write;
@@ -19,16 +22,19 @@ use crate::stage::{Stage, StageRanks};
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::{DecoderWeights, FeedForwardWeights, LayerWeights, WeightTable};
 
-/// The loss of no token.
+/// The loss of a pass without tokens.
 pub(crate) const NO_LOSS: HeadLoss = HeadLoss { loss_sum: 0.0, num_targets: 0, num_correct: 0 };
 
-/// The pass of a rank without tokens, layer by layer: the experts here serve the rows of others, and that is all that they learn from.
+/// The pass of a rank without tokens, layer by layer: its experts serve the rows of other ranks, and get their
+/// gradients from these alone.
 pub(crate) struct IdlePass<'a> {
     stage: &'a Stage,
     mode: Mode,
     rules: RouterRules<'a>,
     checkpoint_layers: bool,
-    /// The layers passed; none for one without experts.
+    /// Empty lists of ids, if the other ranks hand in expert ids.
+    expert_ids: &'a [ExpertIds],
+    /// The layers that were passed; none for a layer without experts.
     layers: Vec<Option<IdleLayer<'a>>>,
     loss_grads: Vec<LossGrad>,
 }
@@ -41,25 +47,28 @@ struct IdleLayer<'a> {
 }
 
 impl<'a> IdlePass<'a> {
-    /// A training pass.
-    pub(crate) fn training(stage: &'a Stage, options: &PassOptions) -> Self {
+    /// Begins a training pass. `expert_ids` are empty lists of ids, if the other ranks hand theirs in.
+    pub(crate) fn training(stage: &'a Stage, options: &PassOptions, expert_ids: &'a [ExpertIds]) -> Self {
         let rules = RouterRules::without_tokens(options.has_gshard_loss());
         let checkpoint_layers = options.checkpoint_layers;
-        Self { stage, mode: Mode::Train, rules, checkpoint_layers, layers: Vec::new(), loss_grads: Vec::new() }
+        let (layers, loss_grads) = (Vec::new(), Vec::new());
+        Self { stage, mode: Mode::Train, rules, checkpoint_layers, expert_ids, layers, loss_grads }
     }
 
-    /// A pass in use.
+    /// Begins a pass of inference.
     fn inference(stage: &'a Stage) -> Self {
         let rules = RouterRules::without_tokens(false);
         let (layers, loss_grads) = (Vec::new(), Vec::new());
-        Self { stage, mode: Mode::Infer, rules, checkpoint_layers: false, layers, loss_grads }
+        Self { stage, mode: Mode::Infer, rules, checkpoint_layers: false, expert_ids: &[], layers, loss_grads }
     }
 
     fn input(&self, index: usize) -> RouterInput<'a> {
-        self.rules.input(self.mode, self.stage.layer_block(index).number)
+        let layer = self.stage.layer_block(index);
+        let expert_ids = layer.moe_index.and_then(|index| self.expert_ids.get(index));
+        RouterInput { expert_ids, ..self.rules.input(self.mode, layer.number) }
     }
 
-    /// Goes through the next layer, `index`, if it has experts.
+    /// Passes the next layer, `index`, if it has experts.
     pub(crate) fn forward(&mut self, ctx: &Context, index: usize, w: &LayerWeights) {
         let layer = &self.stage.layer_block(index).feed_forward.moe;
         let idle = match (&w.feed_forward, layer) {
@@ -73,12 +82,13 @@ impl<'a> IdlePass<'a> {
         self.layers.push(idle);
     }
 
-    /// The statistics of the layers passed.
+    /// Returns the statistics of the layers that were passed.
     pub(crate) fn stats(&self) -> Vec<LayerStats> {
         self.layers.iter().flatten().map(|idle| idle.saved.stats()).collect()
     }
 
-    /// Begins the way back: gradients that are to be replaced are zeros, to which those of the rows of others are added.
+    /// Begins the backward pass. Gradients to be replaced are set to zero, because those of other ranks' rows are
+    /// added to them.
     pub(crate) fn begin_backward(&mut self, loss_grads: Vec<LossGrad>, write: Write, grads: &mut DecoderWeights) {
         self.loss_grads = loss_grads;
         if write == Write::Replace {
@@ -86,13 +96,13 @@ impl<'a> IdlePass<'a> {
         }
     }
 
-    /// Goes back through layer `index`, the last that it has not been through.
+    /// Runs backward through layer `index`, the last one that is left.
     pub(crate) fn backward(&mut self, ctx: &Context, index: usize, w: &LayerWeights, grads: &mut LayerWeights) {
         let (input, idle) = (self.input(index), self.layers.pop().flatten());
         if let (Some(idle), FeedForwardWeights::Moe(w), FeedForwardWeights::Moe(grads)) =
             (idle, &w.feed_forward, &mut grads.feed_forward)
         {
-            // With checkpoints the others compute the layer again, and its rows come again.
+            // With checkpoints the other ranks recompute the layer and send their rows again.
             let saved = match self.checkpoint_layers {
                 true => idle.layer.forward(ctx, w, &idle.x, &input).1,
                 false => idle.saved,
@@ -105,39 +115,41 @@ impl<'a> IdlePass<'a> {
 }
 
 impl Decoder {
-    /// A decoder whose experts live on the ranks of `ranks`. Of the experts, weights are those that are held here.
+    /// Makes a decoder whose experts are spread over the ranks of `ranks`. Its weights have only the experts of this
+    /// rank.
     ///
-    /// All ranks that have tokens make the same passes, each over sequences of its own, or none. Statistics and losses are those of
-    /// all sequences; gradients are what this rank's sequences, and rows of others in the experts here, give. After each pass
-    /// [`ExpertRanks::failure`] says whether it counts.
+    /// All ranks make the same passes, each over its own sequences, or over none by the methods for idle ranks.
+    /// Statistics and losses are over all sequences. A rank's gradients come from its own sequences and, in its
+    /// experts, from the rows of other ranks. After each pass [`ExpertRanks::failure`] tells whether communication
+    /// failed.
     pub fn expert_parallel(config: ModelConfig, table: WeightTable, ranks: ExpertRanks) -> Result<Self, ConfigError> {
         Self::build(config, table, StageRanks { experts: Some(ranks), tensor: None })
     }
 
-    /// As [`expert_parallel`](Self::expert_parallel) where the ranks of `ranks` hold the matrices of the other layers between them, too, and make
-    /// the same passes over the same sequences. Weights are those that [`TensorSplit::part`](crate::TensorSplit::part) leaves.
+    /// Makes a decoder that is also tensor-parallel: the ranks of `ranks` shard the matrices of layers without
+    /// experts, and make the same passes over the same sequences. Its weights are those that
+    /// [`TensorSplit::part`](crate::TensorSplit::part) returns.
     pub fn tensor_parallel(config: ModelConfig, table: WeightTable, ranks: TensorRanks) -> Result<Self, ConfigError> {
         Self::build(config, table, StageRanks { experts: Some(ranks.experts().clone()), tensor: Some(ranks) })
     }
 
-    /// The tokens of `batch` that this rank takes through layers with experts, of whose routers it knows: all of them, but where
-    /// others make the same pass; whole sequences where losses on routers look at these.
+    /// Returns the tokens of `batch` whose routing this rank computes: all of them, or this rank's run if a
+    /// tensor-parallel group shares the batch. The run has whole sequences if losses on routers need them.
     #[must_use]
     pub fn routed_tokens(&self, batch: &TokenBatch<'_>, are_whole: bool) -> Range<usize> {
         let TokenBatch { num_sequences, seq_len, .. } = *batch;
         let split = self.stage.tensor.as_ref().map(TensorRanks::split);
-        split
-            .map_or(0..num_sequences * seq_len, |split| split.run_of(split.rank(), (num_sequences, seq_len), are_whole))
+        split.map_or(0..num_sequences * seq_len, |split| split.run_of(split.rank(), num_sequences, seq_len, are_whole))
     }
 
-    /// Makes of the statistics of these sequences those of all ranks' sequences.
+    /// Merges the statistics of this rank's sequences with those of all ranks.
     pub(crate) fn merge_stats(&self, layers: &mut [LayerStats]) {
         if let Some(ranks) = &self.stage.ranks {
             ranks.merge_stats(layers);
         }
     }
 
-    /// Gives the `num_tokens` tokens of a pass their share of what means over all ranks' tokens say.
+    /// Scales the gradients of losses that are means over all ranks' tokens to the `num_tokens` tokens of this pass.
     pub(crate) fn take_share(&self, num_tokens: usize, layers: &[LayerStats], grads: &mut [LossGrad]) {
         if self.stage.ranks.is_some() {
             for (grad, stats) in grads.iter_mut().zip(layers) {
@@ -146,12 +158,12 @@ impl Decoder {
         }
     }
 
-    /// The part of a rank without tokens in a pass of inference that others make: the experts here serve their rows.
+    /// Serves the experts of this rank in a pass of inference in which it has no tokens.
     pub fn serve_inference(&self, ctx: &Context, weights: &DecoderWeights) {
         self.serve(ctx, weights);
     }
 
-    /// The evaluation of a rank without sequences.
+    /// Takes part in an evaluation without sequences.
     pub(crate) fn serve_evaluation(&self, ctx: &Context, weights: &DecoderWeights) -> PassStats {
         let mut layers = self.serve(ctx, weights).stats();
         self.merge_stats(&mut layers);
@@ -159,7 +171,7 @@ impl Decoder {
         self.pass_stats(NO_LOSS, router.values, layers)
     }
 
-    /// Passes no token through the layers with experts in use, first to last; there is nothing of those without.
+    /// Passes no tokens through the layers with experts, in order. Layers without experts are skipped.
     fn serve(&self, ctx: &Context, weights: &DecoderWeights) -> IdlePass<'_> {
         let gathered = self.stage.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
@@ -171,9 +183,9 @@ impl Decoder {
         idle
     }
 
-    /// The account of a pass: over all ranks, if there are several.
+    /// Makes the statistics of a pass, summed over all ranks if there are several.
     pub(crate) fn pass_stats(&self, loss: HeadLoss, router: LossValues, layers: Vec<LayerStats>) -> PassStats {
-        // Ranks that make the same pass have found the same.
+        // Ranks of a tensor-parallel group have computed the same loss, which counts once.
         let is_counted = self.stage.tensor.as_ref().is_none_or(|ranks| ranks.split().rank() == 0);
         let loss = if is_counted { loss } else { NO_LOSS };
         let mut sums = [loss.loss_sum, loss.num_targets as f64, loss.num_correct as f64];

@@ -1,7 +1,7 @@
-//! Files written so that a reader finds the old one or the whole new one, never a part.
+//! Atomic writing of files: a reader finds the old file or the whole new one.
 //!
-//! A program that is told to end in the middle leaves nothing half-written either: what is being written is noted in a list, and
-//! [`remove_unfinished`] clears it away.
+//! Paths under temporary names are registered while they are written, so that [`remove_unfinished`] can delete them
+//! when the program is told to end.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -12,33 +12,33 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Files and folders that this process is writing under temporary names.
 static UNFINISHED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// A file or folder that cannot be made: which, and what the system says.
+/// An error about a file or folder that cannot be written.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {source}", path.display())]
 pub struct FileError {
     /// The file or folder.
     pub path: PathBuf,
-    /// What the system said.
+    /// The system's error.
     #[source]
     pub source: io::Error,
 }
 
 impl FileError {
-    /// An error about `path`.
+    /// Makes the error about `path` from the system's.
     pub fn at(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self { path, source }
     }
 }
 
-/// A note that a file or folder is being written under a temporary name; it ends when this is dropped.
+/// A guard of a file or folder under a temporary name: it is registered until the guard is dropped.
 #[derive(Debug)]
 pub struct Unfinished {
     path: PathBuf,
 }
 
 impl Unfinished {
-    /// Notes `path`. To be called before it is made.
+    /// Registers `path`. Must be called before the file or folder is made.
     #[must_use]
     pub fn note(path: impl Into<PathBuf>) -> Self {
         let path = path.into();
@@ -46,7 +46,7 @@ impl Unfinished {
         Self { path }
     }
 
-    /// The path.
+    /// Returns the path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -63,18 +63,18 @@ fn unfinished() -> MutexGuard<'static, BTreeSet<PathBuf>> {
     UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Removes what is being written now. For a program that is about to end: other threads that would begin or complete a file wait from
-/// now on.
+/// Removes everything that is being written, for a program that is about to end. Other threads that would begin or
+/// complete a file block from then on.
 pub fn remove_unfinished() {
     let list = unfinished();
     for path in list.iter() {
-        // What cannot be removed has a temporary name.
+        // Anything that cannot be removed has a temporary name.
         let _ = remove(path);
     }
     std::mem::forget(list);
 }
 
-/// Removes a file, or a folder with what is in it. It is fine if nothing is there.
+/// Removes a file, or a folder with its content. A missing one is no error.
 fn remove(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -83,8 +83,8 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Writes `path` by way of `path.tmp`: `write` fills the file, which is then synced and renamed. On failure nothing is
-/// left behind and a file that was there before is as it was.
+/// Writes `path` by way of `path.tmp`: `write` fills the file, which is then synced and renamed. On failure nothing
+/// is left behind, and a previous file is unchanged.
 pub(crate) fn write_through(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");
@@ -102,10 +102,10 @@ fn fill(tmp: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) 
     file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
 }
 
-/// Writes `path` with these bytes, synced, or leaves it as it was.
+/// Writes `path` with these bytes, synced; on failure a previous file is unchanged.
 ///
 /// # Errors
-/// What the system says.
+/// If the file cannot be written, synced or renamed.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_through(path, |file| file.write_all(bytes))
 }

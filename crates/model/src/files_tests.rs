@@ -2,7 +2,7 @@ use super::*;
 
 #[test]
 fn a_program_that_ends_in_the_middle_removes_what_it_is_writing_and_nothing_else() {
-    // In a process of its own: afterwards nothing can be noted any more.
+    // In a process of its own, because nothing can be registered afterwards.
     if std::env::var_os("MOEWORKS_TEST_UNFINISHED").is_none() {
         let test = "files::tests::a_program_that_ends_in_the_middle_removes_what_it_is_writing_and_nothing_else";
         let program = std::env::current_exe().unwrap();
@@ -23,7 +23,7 @@ fn a_program_that_ends_in_the_middle_removes_what_it_is_writing_and_nothing_else
         remove_unfinished();
         let left: Vec<_> = fs::read_dir(folder.path())?.map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["whole"]);
-        // Whatever would be completed now waits for the end.
+        // Any write that would be completed now blocks until the end.
         std::process::exit(0)
     })
     .unwrap();

@@ -1,4 +1,4 @@
-//! Looking for weights that are no numbers: a file may be damaged, or a training run may have gone wrong.
+//! A check of weights in memory for NaN and infinity, which a damaged file or a diverged training run leaves.
 
 use moeworks_ops::{Context, elementwise, quantized};
 use moeworks_tensor::{DType, Tensor};
@@ -6,7 +6,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::weights::DecoderWeights;
 
 impl DecoderWeights {
-    /// The name of the first tensor with a NaN or an infinity in it, if there is one. Reads every weight.
+    /// Returns the name of the first tensor with NaN or infinity, if there is one. Reads every weight.
     #[must_use]
     pub fn first_not_finite(&self, ctx: &Context) -> Option<String> {
         let is_finite = |part: &Tensor| match part.dtype().is_quantized() {

@@ -1,18 +1,19 @@
-//! Recognises files that are not what their names say: a Git LFS pointer, a web page, an archive, a download that did not end.
+//! Recognizes files whose content is not what their names say: a Git LFS pointer, a web page, an archive, an
+//! unfinished download.
 
 use std::path::Path;
 
-/// Bytes from the beginning of a file that tell what it is.
+/// The number of bytes that are read to recognize a file.
 const HEAD: usize = 4096;
 
 /// The largest header of a safetensors file, in bytes.
 const MAX_SAFETENSORS_HEADER: u64 = 100_000_000;
 
-/// First bytes of formats that people mistake for others, with what each is and what to do.
+/// The first bytes of formats that are mistaken for others, with a description and advice.
 const MAGICS: [(&[u8], &str); 19] = [
     (
         b"version https://git-lfs",
-        "a Git LFS pointer and not the file itself: run `git lfs pull` in its folder, or download the file again",
+        "a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or download the file again",
     ),
     (b"GGUF", "a GGUF file"),
     (b"lmgg", OLD_GGML),
@@ -44,11 +45,11 @@ const OLD_GGML: &str = "a GGML file, llama.cpp's format before GGUF (August 2023
 
 const PICKLE: &str = "a Python pickle, which can run code and is not read: save the model with `save_pretrained`, which writes safetensors";
 
-/// The endings of the names of downloads that did not end.
+/// The endings of the names of unfinished downloads.
 pub(crate) const UNFINISHED: [&str; 8] =
     [".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!ut"];
 
-/// What the file with these bytes is, and what to do, as the end of a sentence: "this is ...". None if it is nothing known.
+/// Describes the file with these bytes and gives advice, to follow "this is"; none for an unknown format.
 pub(crate) fn what(bytes: &[u8]) -> Option<String> {
     if bytes.is_empty() {
         return Some("empty: download it again".to_owned());
@@ -67,14 +68,12 @@ pub(crate) fn what(bytes: &[u8]) -> Option<String> {
     }
     let head = &bytes[..bytes.len().min(HEAD)];
     if head.len() >= 64 && head.iter().all(|&byte| byte == 0) {
-        return Some(
-            "zeros from its beginning on, as a download that did not end leaves: download it again".to_owned(),
-        );
+        return Some("zeros, as an unfinished download leaves: download it again".to_owned());
     }
     text(head)
 }
 
-/// The same of the file at `path`, of which only the beginning is read.
+/// Describes the file at `path` like [`what`], reading only its beginning.
 pub(crate) fn what_is_at(path: &Path) -> Option<String> {
     use std::io::Read;
     let mut head = Vec::new();
@@ -83,7 +82,7 @@ pub(crate) fn what_is_at(path: &Path) -> Option<String> {
     what(&head)
 }
 
-/// Whether the bytes begin as a safetensors file does.
+/// Returns true if the bytes begin like a safetensors file.
 pub(crate) fn is_safetensors(bytes: &[u8]) -> bool {
     let len = bytes.first_chunk().map(|len| u64::from_le_bytes(*len));
     len.is_some_and(|len| (2..=MAX_SAFETENSORS_HEADER).contains(&len)) && bytes.get(8) == Some(&b'{')
@@ -91,34 +90,34 @@ pub(crate) fn is_safetensors(bytes: &[u8]) -> bool {
 
 fn utf16(bytes: &[u8]) -> Option<&'static str> {
     let is_marked = bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff");
-    // Text whose every second byte is zero.
+    // Text in which every second byte is zero.
     let is_unmarked = matches!(bytes, [b'{', 0, _, 0, ..] | [0, b'{', 0, _, ..]);
     (is_marked || is_unmarked).then_some("text in UTF-16: save it as UTF-8")
 }
 
-/// Text that a server sent in place of a file.
+/// Recognizes text that a server sent in place of a file.
 fn text(head: &[u8]) -> Option<String> {
     let text = String::from_utf8_lossy(head);
     let text = text.trim_start_matches('\u{feff}').trim_start();
     let lower: String = text.chars().take(64).collect::<String>().to_ascii_lowercase();
     if lower.starts_with("<!doctype html") || lower.starts_with("<html") || lower.starts_with("<head") {
-        return Some("an HTML page, perhaps a login or an error of the server: download the file again".to_owned());
+        return Some("an HTML page, perhaps a server's login or error page: download the file again".to_owned());
     }
     if lower.starts_with("<?xml") || lower.starts_with("<error>") {
-        return Some("an XML answer of a server, perhaps an error: download the file again".to_owned());
+        return Some("a server's XML response, perhaps an error: download the file again".to_owned());
     }
     server_error(&serde_json::from_str(text).ok()?)
 }
 
-/// What an answer of a server says in place of a file, if that is what the JSON is.
+/// Describes a server's error in place of a file, if `json` is one.
 pub(crate) fn server_error(json: &serde_json::Value) -> Option<String> {
     let error = ["error", "errors", "message", "detail"].iter().find_map(|key| json.get(*key))?;
     let is_answer = json.as_object().is_some_and(|map| map.len() <= 6 && !map.contains_key("model_type"));
     let shown: String = error.to_string().chars().take(80).collect();
-    is_answer.then(|| format!("an error of a server ({shown}): download the file again"))
+    is_answer.then(|| format!("a server's error ({shown}): download the file again"))
 }
 
-/// The text of a file that must be UTF-8, a byte-order mark at its beginning left out.
+/// Decodes a file that must be UTF-8; a byte-order mark at its beginning is removed.
 pub(crate) fn utf8(bytes: Vec<u8>) -> Result<String, String> {
     if let Some(what) = utf16(&bytes) {
         return Err(format!("this is {what}"));
@@ -127,12 +126,12 @@ pub(crate) fn utf8(bytes: Vec<u8>) -> Result<String, String> {
         Ok(text) => Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text)),
         Err(error) => Err(match what(error.as_bytes()) {
             Some(what) => format!("this is {what}"),
-            None => format!("not UTF-8: byte {} is no part of a character", error.utf8_error().valid_up_to()),
+            None => format!("not UTF-8: byte {} is invalid", error.utf8_error().valid_up_to()),
         }),
     }
 }
 
-/// The JSON of a file's bytes; on failure what the file is, if it is something known, or where the text stops being JSON.
+/// Parses a file's JSON. An error describes the file if its format is known, or else says where the JSON is invalid.
 pub(crate) fn json<T: serde::de::DeserializeOwned>(bytes: Vec<u8>) -> Result<T, String> {
     let text = utf8(bytes)?;
     serde_json::from_str(&text).map_err(|error| match what(text.as_bytes()) {

@@ -1,4 +1,4 @@
-//! Weights of which a rank keeps a part, and which are whole only while a pass needs them.
+//! Weights of which each rank keeps a shard, gathered while a pass needs them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,21 +8,20 @@ use moeworks_ops::Context;
 use crate::decoder::Decoder;
 use crate::weights::{DecoderWeights, LayerWeights};
 
-/// Makes weights whole of which each rank keeps a part, when a pass comes to them (ZeRO-3, Rajbhandari et al., 1910.02054,
-/// section 5.3).
+/// Gathers sharded weights when a pass needs them (ZeRO-3, Rajbhandari et al., 1910.02054, section 5.3).
 ///
-/// All ranks ask for the same in the same order. Where a communication fails, the tensors have the right shapes, and the failure is
-/// where the passes' owner looks for it.
+/// All ranks gather the same tensors in the same order. If communication fails, the tensors have the right shapes,
+/// and the owner of the passes finds the failure in its communicator.
 pub trait Gather: fmt::Debug + Send + Sync {
-    /// `parts` with all that belongs to no layer whole: embedding, last norm, head.
+    /// Gathers the weights of `parts` that belong to no layer: embedding, final norm, head.
     fn outside(&self, ctx: &Context, parts: &DecoderWeights) -> DecoderWeights;
 
-    /// Layer `index` of `parts`, whole. `next` is the layer that will be asked for after it: it may be begun with.
+    /// Gathers layer `index` of `parts`. `next` is the layer that will be needed after it, which may be prefetched.
     fn layer(&self, ctx: &Context, parts: &DecoderWeights, index: usize, next: Option<usize>) -> LayerWeights;
 }
 
 impl Decoder {
-    /// The same decoder for weights that are parts of what it needs: passes ask `gather` for the whole, layer by layer.
+    /// Returns the same decoder for sharded weights: passes gather whole weights with `gather`, layer by layer.
     #[must_use]
     pub fn gathering(mut self, gather: Arc<dyn Gather>) -> Self {
         self.stage.gather = Some(gather);
@@ -30,7 +29,7 @@ impl Decoder {
     }
 }
 
-/// The layer after `index` of `num` on the way forward, if there is one.
+/// Returns the layer after `index` of `num`, if there is one.
 pub(crate) fn after(index: usize, num: usize) -> Option<usize> {
     Some(index + 1).filter(|&next| next < num)
 }

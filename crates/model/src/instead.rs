@@ -1,17 +1,18 @@
-//! Says what lies where a model, its weights or its tokenizer were expected, and what to do about it.
+//! Diagnoses of paths that are not a model, its weights or its tokenizer, with advice.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::foreign::{UNFINISHED, what_is_at};
 
-/// Names of a folder that are looked at, at most.
+/// The largest number of names of a folder that are looked at.
 const MAX_NAMES: usize = 10_000;
 
-/// What to type to turn other formats of weights into safetensors.
+/// The advice for weights in formats other than safetensors.
 const SAVE_AGAIN: &str = "load the model with transformers and `save_pretrained` it, which writes safetensors";
 
-/// Says what is wrong with a path that is no model folder, and what would be right: the end of a line that begins with the path.
+/// Describes what is wrong with a path that is no model folder, and what would be right, as the end of a line that
+/// begins with the path.
 #[must_use]
 pub fn instead_of_model(path: &Path) -> String {
     match fs::metadata(path) {
@@ -39,12 +40,10 @@ fn missing(path: &Path, error: &std::io::Error) -> String {
     }
     match hub_name {
         Some(name) => format!(
-            "no such file or folder. Nothing is downloaded here: if it is a model of the Hugging Face hub, get it with \
+            "no such file or folder. Nothing is downloaded: if it is a model of the Hugging Face hub, get it with \
              `hf download {name} --local-dir FOLDER` and give FOLDER"
         ),
-        None if text.contains("://") => {
-            "an address; nothing is downloaded here: give a local folder or file".to_owned()
-        }
+        None if text.contains("://") => "a URL; nothing is downloaded: give a local folder or file".to_owned(),
         None => "no such file or folder; give a run, checkpoint or model folder, or a GGUF file".to_owned(),
     }
 }
@@ -52,14 +51,14 @@ fn missing(path: &Path, error: &std::io::Error) -> String {
 fn file(path: &Path) -> String {
     let name = name_of(path);
     if is_unfinished(&name) {
-        return "not a folder but a download that did not end: let it end, or begin it anew".to_owned();
+        return "an unfinished download: let it finish, or start it again".to_owned();
     }
     if name == "config.json" || name.ends_with(".safetensors.index.json") {
         return "not a folder; give the folder that it is in".to_owned();
     }
     let what = what_is_at(path);
     if crate::gguf::is_gguf(path) {
-        return "a GGUF file, which this command does not take: make a model folder of it with `moeworks convert`"
+        return "a GGUF file, which this command does not read: convert it to a model folder with `moeworks convert`"
             .to_owned();
     }
     if let Some(hint) = cut_by_bytes(&name) {
@@ -67,18 +66,18 @@ fn file(path: &Path) -> String {
     }
     match what.as_deref() {
         Some("a safetensors file") => {
-            "not a folder but a safetensors file; give the folder that it is in, with its config.json".to_owned()
+            "a safetensors file; give the folder that it is in, with its config.json".to_owned()
         }
         Some(what) => format!("not a folder; this file is {what}"),
         None if name.ends_with(".gguf") => {
-            "not a folder, and not a GGUF file though its name says so: it does not begin with GGUF; download it again"
-                .to_owned()
+            "not a GGUF file despite its name: it does not begin with GGUF; download it again".to_owned()
         }
         None => "not a folder; give a run, checkpoint or model folder, or a GGUF file".to_owned(),
     }
 }
 
-/// What to do with a file that was cut into pieces of so many bytes, by its name; none if it does not look like one.
+/// Returns advice for a piece of a file that was split into chunks of bytes, recognized by its name; none for other
+/// names.
 pub(crate) fn cut_by_bytes(name: &str) -> Option<String> {
     let is_cut = |rest: &str, marker: &str| {
         let part = rest.split_once(marker).map_or("", |(_, part)| part);
@@ -90,7 +89,7 @@ pub(crate) fn cut_by_bytes(name: &str) -> Option<String> {
         is_cut(&name[begin..], marker).then_some((stem, marker))
     })?;
     let pieces = if marker == ".gguf." { format!("{stem}.*") } else { format!("{stem}{marker}*") };
-    Some(format!("it is a piece of a file that was cut by bytes: join the pieces (cat {pieces} > {stem})"))
+    Some(format!("it is one piece of a split file: join the pieces (cat {pieces} > {stem})"))
 }
 
 fn folder(dir: &Path) -> String {
@@ -117,16 +116,18 @@ fn folder(dir: &Path) -> String {
     }
     if let Some(first) = ends(".gguf") {
         let count = names.iter().filter(|name| name.ends_with(".gguf")).count();
-        return format!("no model folder (no config.json), but it holds {count} GGUF files: give one, such as {first}");
+        return format!(
+            "not a model folder (no config.json), but it has {count} GGUF files: give one, such as {first}"
+        );
     }
     if let Some(name) = names.iter().find(|name| is_unfinished(name)) {
-        return format!("no config.json, and {name} is a download that did not end");
+        return format!("no config.json, and {name} is an unfinished download");
     }
     if let Some(weights) = [".safetensors", ".bin", ".pt", ".pth"].into_iter().find_map(ends) {
-        return format!("no config.json beside {weights}: without it the weights mean nothing; download it as well");
+        return format!("no config.json beside {weights}: the weights are unusable without it; download it as well");
     }
     if let [inner] = &*inner_models(dir, &names) {
-        return format!("no model, but the folder in it is: give {}", inner.display());
+        return format!("not a model, but a folder in it is: give {}", inner.display());
     }
     "neither a run (checkpoints/), nor a checkpoint (checkpoint.json), nor a model (config.json)".to_owned()
 }
@@ -134,12 +135,13 @@ fn folder(dir: &Path) -> String {
 const ADAPTER: &str = "an adapter (LoRA) without its model: merge it into the model first, with peft's `merge_and_unload` and \
      `save_pretrained`, and give that folder";
 
-/// Folders in `dir` that are models.
+/// Lists the folders in `dir` that are models.
 fn inner_models(dir: &Path, names: &[String]) -> Vec<PathBuf> {
     names.iter().map(|name| dir.join(name)).filter(|inner| inner.join("config.json").is_file()).collect()
 }
 
-/// What a model folder without weights in safetensors has instead and what to do, as the end of a line; empty if nothing helps.
+/// Describes what a model folder has instead of safetensors weights, and what to do, as the end of a line; empty if
+/// nothing helps.
 pub(crate) fn instead_of_weights(dir: &Path) -> String {
     let names = names(dir);
     let find = |wanted: &dyn Fn(&str) -> bool| names.iter().find(|name| wanted(name));
@@ -154,7 +156,7 @@ pub(crate) fn instead_of_weights(dir: &Path) -> String {
         return format!(": {ADAPTER}");
     }
     if let Some(name) = find(&is_unfinished) {
-        return format!("; {name} is a download that did not end");
+        return format!("; {name} is an unfinished download");
     }
     if let Some(name) = find(&is_pickle) {
         return pickled(dir, name);
@@ -163,7 +165,7 @@ pub(crate) fn instead_of_weights(dir: &Path) -> String {
         return format!("; if {name} is the whole model in the names of transformers, rename it to model.safetensors");
     }
     if let Some(name) = find(&|name| name.ends_with(".gguf")) {
-        return format!("; {name} is a model of its own: give that file");
+        return format!("; {name} is a complete model: give that file");
     }
     let others = [".h5", ".msgpack", ".onnx", ".ot", ".tflite"];
     match find(&|name| others.iter().any(|ending| name.ends_with(ending))) {
@@ -180,7 +182,8 @@ fn pickled(dir: &Path, name: &str) -> String {
     }
 }
 
-/// What a model folder without a tokenizer.json has instead and what to do, as the end of a line; empty if nothing helps.
+/// Describes what a model folder has instead of a `tokenizer.json`, and what to do, as the end of a line; empty if
+/// nothing helps.
 pub(crate) fn instead_of_tokenizer(dir: &Path) -> String {
     let names = names(dir);
     let make = "make it with transformers: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`";
@@ -191,20 +194,20 @@ pub(crate) fn instead_of_tokenizer(dir: &Path) -> String {
             || ["vocab.json", "vocab.txt", "merges.txt"].contains(&&***name)
     };
     match names.iter().find(is_other) {
-        Some(name) => format!("; {name} alone is not read: {make}"),
+        Some(name) => format!("; {name} alone is not enough: {make}"),
         None => "; a model folder needs it: download it as well, or copy it from the model that this one came from"
             .to_owned(),
     }
 }
 
-/// The only GGUF model in a folder that is no model folder itself: one file, or all parts of one.
+/// Returns the only GGUF model in a folder that is no model folder itself: one file, or the first of all its parts.
 #[must_use]
 pub fn only_gguf(dir: &Path) -> Option<PathBuf> {
     if !dir.is_dir() || dir.join("config.json").exists() {
         return None;
     }
     let mut files: Vec<String> = names(dir).into_iter().filter(|name| name.ends_with(".gguf")).collect();
-    // A projector of images is no language model.
+    // A projector of images is not a language model.
     files.retain(|name| !name.starts_with("mmproj"));
     let (first, others) = files.split_first()?;
     let part = crate::gguf::PartName::of(first);
@@ -223,7 +226,7 @@ fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// The names in a folder, sorted, without those that begin with a dot.
+/// Lists the names in a folder, sorted, without those that begin with a dot.
 fn names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).into_iter().flatten().take(MAX_NAMES).flatten();
     let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();

@@ -1,4 +1,4 @@
-//! Models: a configuration of shared blocks plus a name table.
+//! Language models: configurations, weights, file formats, tokenizers, and passes over tokens.
 
 pub mod account;
 
@@ -47,7 +47,8 @@ pub use losses::{LossValues, RouterLoss, router_losses};
 pub use mode::Mode;
 pub use paged_kv_cache::PagedKvCache;
 pub use pass::{
-    BalanceKind, BatchError, PassOptions, PassStats, RouterLosses, RouterNoise, SequencePart, TokenBatch, WantedLogits,
+    BalanceKind, BatchError, ExpertIdShape, PassOptions, PassStats, RouterLosses, RouterNoise, SequencePart,
+    TokenBatch, WantedLogits,
 };
 pub use pass_order::{PassAction, PassOrder};
 pub use scan::{NotFinite, WeightCheck};
@@ -61,6 +62,6 @@ pub use tokenizer::{Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, NormWeights, ParamSet, Shard, TableBuilder,
-    WeightGroup, WeightPlace, WeightRole, WeightRuleError, WeightSpec, WeightTable,
+    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, NormWeights, ParamSet, QueryDown, Shard,
+    TableBuilder, WeightGroup, WeightPlace, WeightRole, WeightRuleError, WeightSpec, WeightTable,
 };

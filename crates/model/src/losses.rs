@@ -1,4 +1,4 @@
-//! The losses on the routers of all layers, from what the layers say about themselves.
+//! The auxiliary losses on the routers of all layers, from the layers' statistics.
 
 use moeworks_moe::{
     BalanceLoss, EntropyRule, LayerStats, LossGrad, RouterConfig, balance_loss_gshard, balance_loss_of_groups,
@@ -8,7 +8,7 @@ use moeworks_moe::{
 use crate::config::ModelConfig;
 use crate::pass::{BalanceKind, PassOptions, RouterLosses};
 
-/// The losses of all routers, not multiplied by their coefficients.
+/// The losses on all routers, without their coefficients.
 #[derive(Clone, Copy, Debug)]
 pub struct LossValues {
     /// The balance loss.
@@ -19,16 +19,16 @@ pub struct LossValues {
     pub others: RouterLosses,
 }
 
-/// The losses on the routers of a model, and their gradients.
+/// The losses on a model's routers, and their gradients.
 #[derive(Clone, Debug)]
 pub struct RouterLoss {
     /// The losses.
     pub values: LossValues,
-    /// The gradients of each MoE layer, first to last, multiplied by the coefficients.
+    /// The gradients of each MoE layer in order, multiplied by the coefficients.
     pub grads: Vec<LossGrad>,
 }
 
-/// The losses on routers in a model of `config`, from the statistics of all its MoE layers, first to last.
+/// Computes the losses on routers of a model of `config` from the statistics of all its MoE layers, in order.
 #[must_use]
 pub fn router_losses(config: &ModelConfig, layers: &[LayerStats], options: &PassOptions) -> RouterLoss {
     let (router, top_k) = (&config.router, config.top_k);
@@ -37,12 +37,12 @@ pub fn router_losses(config: &ModelConfig, layers: &[LayerStats], options: &Pass
     let balance = match options.balance {
         BalanceKind::Layer => balance_loss_per_layer(&all, coef),
         BalanceKind::Pooled => balance_loss_pooled(&all, coef),
-        // It is reported all the same.
+        // Reported, though it has no gradient.
         BalanceKind::None => balance_loss_pooled(&all, 0.0),
         BalanceKind::Gshard => balance_loss_gshard(&all),
     };
     let groups = group_losses(&all, router, options);
-    let mut others = other_losses(&all, (router, top_k), options);
+    let mut others = other_losses(&all, router, top_k, options);
     [others.device, others.communication] = groups.each_ref().map(|loss| Some(loss.as_ref()?.value));
     let value = balance.value;
     let balance = groups.into_iter().flatten().fold(balance, plus);
@@ -62,7 +62,7 @@ pub fn router_losses(config: &ModelConfig, layers: &[LayerStats], options: &Pass
     RouterLoss { values: LossValues { balance: value, z: z_loss(&all), others }, grads }
 }
 
-/// The device-level loss and that of communication, where experts are in groups.
+/// Computes the device-level and communication losses, if experts are in groups.
 fn group_losses(layers: &[&LayerStats], router: &RouterConfig, options: &PassOptions) -> [Option<BalanceLoss>; 2] {
     if router.num_groups < 2 || layers.is_empty() {
         return [None, None];
@@ -72,7 +72,7 @@ fn group_losses(layers: &[&LayerStats], router: &RouterConfig, options: &PassOpt
     [Some(device), Some(communication_loss(layers, groups, options.communication_coef))]
 }
 
-/// The gradients of both.
+/// Adds the gradients of `other` to those of `sum`.
 fn plus(mut sum: BalanceLoss, other: BalanceLoss) -> BalanceLoss {
     for (sum, other) in sum.gradients.iter_mut().zip(other.gradients) {
         sum.resize(other.len(), 0.0);
@@ -81,18 +81,14 @@ fn plus(mut sum: BalanceLoss, other: BalanceLoss) -> BalanceLoss {
     sum
 }
 
-/// The losses besides those of balance and the z-loss, added up over the layers.
-fn other_losses(
-    layers: &[&LayerStats],
-    (router, top_k): (&RouterConfig, usize),
-    options: &PassOptions,
-) -> RouterLosses {
+/// Computes the losses other than balance and z-loss, summed over the layers.
+fn other_losses(layers: &[&LayerStats], router: &RouterConfig, top_k: usize, options: &PassOptions) -> RouterLosses {
     if layers.is_empty() {
         return RouterLosses::default();
     }
     let sum = |loss: &dyn Fn(&LayerStats) -> f64| Some(layers.iter().map(|layer| loss(layer)).sum::<f64>());
     let has_noise = layers.iter().all(|layer| !layer.smooth_load.is_empty());
-    // Each expert's importance is the sum of its weights: all of a token's gates, but for the scale.
+    // An expert's importance is the sum of its weights, which are a token's gates times the scale.
     let l1 = |layer: &LayerStats| {
         let scale = f64::from(router.routed_scale) * layer.num_tokens.max(1) as f64;
         let loads = if router.l1_is_balanced() == Some(true) {
@@ -114,7 +110,7 @@ fn other_losses(
     }
 }
 
-/// The gradients of the losses that are of one layer and off unless asked for.
+/// Adds the gradients of the losses that are per layer and off by default.
 fn add_layer_losses(layer: &LayerStats, options: &PassOptions, grad: &mut LossGrad) {
     if options.importance_coef != 0.0 {
         grad.importance = cv_squared(&layer.importance, options.importance_coef).1;

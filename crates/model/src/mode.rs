@@ -1,32 +1,33 @@
-//! The rules that a pass follows.
+//! The mode of a pass: training or inference.
 
-/// The rules that a pass follows, and whether it keeps something for a backward pass.
+/// The rules that a pass follows, and whether it keeps activations for a backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Training: an expert takes no more tokens than its capacity, routers have their noise, and everything that the backward pass needs
-    /// is kept.
+    /// Training: experts have a capacity, routers have noise, and all activations that the backward pass needs are
+    /// kept.
     Train,
-    /// The rules of training without a backward pass: capacity holds, nothing is random, nothing is kept.
+    /// The rules of training without a backward pass: experts have a capacity, but nothing is random and nothing is
+    /// kept.
     TrainForward,
-    /// Use: each token chooses for itself, no token is dropped for a share, nothing is random, nothing is kept.
+    /// Inference: no token is dropped, nothing is random, nothing is kept.
     #[default]
     Infer,
 }
 
 impl Mode {
-    /// Whether a backward pass follows.
+    /// Returns true if a backward pass follows.
     #[must_use]
     pub fn keeps_for_backward(self) -> bool {
         self == Self::Train
     }
 
-    /// Whether routers follow the rules of training.
+    /// Returns true if routers follow the rules of training.
     #[must_use]
     pub fn has_training_rules(self) -> bool {
         self != Self::Infer
     }
 
-    /// The mode with the same rules that keeps nothing.
+    /// Returns the mode with the same rules that keeps no activations.
     #[must_use]
     pub fn without_backward(self) -> Self {
         if self.has_training_rules() { Self::TrainForward } else { Self::Infer }

@@ -1,6 +1,7 @@
-//! Keys and values of many sequences in blocks of equal length (PagedAttention, Kwon et al., 2309.06180, section 4).
+//! A paged KV cache: keys and values of many sequences in blocks of equal length (PagedAttention, Kwon et al.,
+//! 2309.06180, section 4).
 //!
-//! A cache has blocks; the owner of sequences says which of them each sequence has. Sequences with the same beginning may share blocks.
+//! The cache has blocks, and its owner assigns them to sequences. Sequences with a common prefix may share blocks.
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::copy_rows;
@@ -9,7 +10,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::config::ModelConfig;
 use crate::kv_cache::LayerKv;
 
-/// Keys and values of many sequences, in every layer, in blocks.
+/// The keys and values of many sequences, in every layer, in blocks.
 pub struct PagedKvCache {
     layers: Vec<PagedLayer>,
     num_blocks: usize,
@@ -18,7 +19,8 @@ pub struct PagedKvCache {
 
 /// The blocks of one layer.
 pub(crate) struct PagedLayer {
-    /// Rotated keys and values, or the narrow rows of latent attention: `[num_blocks block_len, ..]` each. None before the first token.
+    /// The rotated keys and the values, or the latent vectors: `[num_blocks block_len, ..]` each. Empty before the
+    /// first token.
     kept: Vec<Tensor>,
     num_rows: usize,
 }
@@ -28,33 +30,34 @@ pub(crate) struct PagedLayer {
 pub(crate) struct RowRun {
     /// The first row in the pass.
     pub(crate) from: usize,
-    /// The first row in the cache.
+    /// The number of rows.
     pub(crate) to: usize,
     /// Rows.
     pub(crate) count: usize,
 }
 
 impl PagedKvCache {
-    /// An empty cache of `num_blocks` blocks of `block_len` tokens for a model of `config`. The memory is taken at the first token.
+    /// Returns an empty cache of `num_blocks` blocks of `block_len` tokens for a model of `config`. Memory is
+    /// allocated at the first token.
     #[must_use]
     pub fn new(config: &ModelConfig, num_blocks: usize, block_len: usize) -> Self {
         let layer = |_| PagedLayer { kept: Vec::new(), num_rows: num_blocks * block_len };
         Self { layers: (0..config.num_layers).map(layer).collect(), num_blocks, block_len }
     }
 
-    /// Blocks.
+    /// Returns the number of blocks.
     #[must_use]
     pub fn num_blocks(&self) -> usize {
         self.num_blocks
     }
 
-    /// Tokens of a block.
+    /// Returns the number of tokens of a block.
     #[must_use]
     pub fn block_len(&self) -> usize {
         self.block_len
     }
 
-    /// Bytes that a token takes in all layers of a model of `config`, where keys and values are of type `dtype`.
+    /// Returns the bytes of a token in all layers of a model of `config`, with keys and values of type `dtype`.
     #[must_use]
     pub fn bytes_per_token(config: &ModelConfig, dtype: DType) -> usize {
         let numbers = match config.variant.latent {
@@ -64,16 +67,16 @@ impl PagedKvCache {
         config.num_layers * numbers * dtype.size()
     }
 
-    /// Bytes that the blocks take; 0 before the first token.
+    /// Returns the allocated bytes; 0 before the first token.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.layers.iter().flat_map(|layer| &layer.kept).map(Tensor::num_bytes).sum()
     }
 
-    /// Copies the content of block `from` to block `to`, in every layer.
+    /// Copies block `from` to block `to` in every layer.
     ///
     /// # Panics
-    /// If there is no such block.
+    /// Panics if there is no such block.
     pub fn copy_block(&mut self, ctx: &Context, from: u32, to: u32) {
         let len = self.block_len;
         for kept in self.layers.iter_mut().flat_map(|layer| &mut layer.kept) {
@@ -83,14 +86,14 @@ impl PagedKvCache {
         }
     }
 
-    /// The blocks of the layers.
+    /// Returns the blocks of the layers.
     pub(crate) fn layers_mut(&mut self) -> Vec<LayerKv<'_>> {
         self.layers.iter_mut().map(LayerKv::Paged).collect()
     }
 }
 
 impl PagedLayer {
-    /// Writes the rows of a pass, one for each token in each of `new`, to the rows that `runs` say.
+    /// Writes the rows of a pass, one per token in each tensor of `new`, to the rows given by `runs`.
     pub(crate) fn write(&mut self, ctx: &Context, new: &[&Tensor], runs: &[RowRun]) {
         if self.kept.is_empty() {
             self.kept = new.iter().map(|new| ctx.zeros_there(&[self.num_rows, new.cols()], new.dtype())).collect();
@@ -102,13 +105,14 @@ impl PagedLayer {
         }
     }
 
-    /// The tensors that were written to.
+    /// Returns the tensors in the order of [`write`](Self::write).
     pub(crate) fn kept(&self) -> &[Tensor] {
         &self.kept
     }
 }
 
-/// The runs of rows that `count` tokens from position `start` on, rows `first..` of a pass, have in `blocks`.
+/// Returns the runs of rows of `count` tokens from position `start` on in the sequence's `blocks`; in the pass they
+/// are the rows from `first` on.
 pub(crate) fn row_runs(first: usize, start: usize, count: usize, blocks: &[u32], block_len: usize) -> Vec<RowRun> {
     let mut runs: Vec<RowRun> = Vec::new();
     let (mut position, end) = (start, start + count);

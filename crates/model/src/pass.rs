@@ -1,45 +1,50 @@
-//! What goes into a pass over a batch of tokens and what comes out of it.
+//! The inputs, options and statistics of a pass over a batch of tokens.
 
-use moeworks_moe::{EntropyRule, LayerStats};
+use moeworks_moe::{EntropyRule, ExpertIds, LayerStats, RoutingError};
 use serde::{Deserialize, Serialize};
 
 use crate::pass_order::PassOrder;
 
-/// Sequences of tokens with the token to be predicted at each position.
+/// Sequences of tokens, with the target of each position.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TokenBatch<'a> {
-    /// `[num_sequences, source_len]`: what the encoder reads, to which the sequences are answers; each of these begins with the
-    /// encoder's `start_id`. Empty in a model without one.
+    /// `[num_sequences, source_len]`: the sources for the encoder. The sequences are answers to them, and each begins
+    /// with the encoder's `start_id`. Empty in a model without an encoder.
     pub sources: &'a [u32],
     /// `[num_sequences, seq_len]`: token ids.
     pub inputs: &'a [u32],
-    /// `[num_sequences, seq_len]`: the id to be predicted at each position, `moeworks_ops::head_loss::IGNORE` where there
-    /// is none.
+    /// `[num_sequences, seq_len]`: the id to predict at each position, or `moeworks_ops::head_loss::IGNORE`.
     pub targets: &'a [u32],
-    /// Sequences.
+    /// The number of sequences.
     pub num_sequences: usize,
-    /// Tokens of each sequence.
+    /// The number of tokens of each sequence.
     pub seq_len: usize,
-    /// Lengths of the consecutive pieces of the batch's tokens that do not see each other, such as the documents packed into a
-    /// sequence; positions begin at 0 in each. None crosses the end of a sequence. Empty: each sequence is one piece.
+    /// The lengths of consecutive segments of tokens that do not attend to each other, such as documents packed into
+    /// a sequence; positions begin at 0 in each. No segment crosses the end of a sequence. Empty: each sequence is
+    /// one segment.
     pub segments: &'a [usize],
+    /// The experts that the tokens go to in place of the routers' choice: one entry for each MoE layer of the decoder, first to last, whatever
+    /// stage the batch is for. Made by [`Decoder::expert_ids`](crate::Decoder::expert_ids), or by a hook from
+    /// [`MoeSaved::expert_ids`](moeworks_moe::MoeSaved::expert_ids). Empty: the routers choose.
+    pub expert_ids: &'a [ExpertIds],
 }
 
 impl<'a> TokenBatch<'a> {
-    /// Sequences of equal length, `[num_sequences, seq_len]` ids, of which nothing is predicted. The targets are the ids themselves.
+    /// Returns a batch of sequences of equal length, `[num_sequences, seq_len]` ids, without predictions. The targets
+    /// are the ids themselves.
     #[must_use]
     pub fn without_targets(inputs: &'a [u32], num_sequences: usize) -> Self {
         let seq_len = inputs.len() / num_sequences.max(1);
         Self { inputs, targets: inputs, num_sequences, seq_len, ..Self::default() }
     }
 
-    /// Returns whether a sequence has more than one piece.
+    /// Returns true if a sequence has more than one segment.
     #[must_use]
     pub fn has_pieces(&self) -> bool {
         self.segments.iter().any(|&len| len != self.seq_len)
     }
 
-    /// Checks that the pieces are not empty, end where sequences end, and add up to the batch.
+    /// Checks that segments are not empty, end where sequences end, and cover the batch.
     ///
     /// # Errors
     /// If they do not.
@@ -67,15 +72,18 @@ impl<'a> TokenBatch<'a> {
 pub struct SequencePart<'a> {
     /// The tokens, at least one.
     pub ids: &'a [u32],
-    /// The position of the first of them: tokens of the sequence before it, whose keys and values are in the blocks.
+    /// The position of the first token: the number of tokens of the sequence before it, whose keys and values are in
+    /// the blocks.
     pub start: usize,
-    /// The blocks of the sequence in the cache, in the order of its tokens. Blocks before that of the first token may be those of other
-    /// sequences, too.
+    /// The sequence's blocks in the cache, in the order of its tokens. Blocks before that of the first token may be
+    /// shared with other sequences.
     pub blocks: &'a [u32],
-    /// The adapter to compute with. There is none yet.
+    /// The adapter to apply. Not supported yet: must be none.
     pub adapter: Option<u32>,
     /// The tokens whose logits are wanted.
     pub logits: WantedLogits,
+    /// The experts that the tokens go to, as in [`TokenBatch::expert_ids`].
+    pub expert_ids: &'a [ExpertIds],
 }
 
 /// The tokens of a sequence whose logits are wanted.
@@ -105,65 +113,67 @@ pub enum BalanceKind {
     Gshard,
 }
 
-/// The stream of the noise on router inputs. Each layer draws from a stream of its own.
+/// The random stream of noise on router inputs. Each layer draws from its own stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouterNoise {
     /// The run's seed.
     pub seed: u64,
-    /// A number that no other microbatch of the run has, such as step * accumulation + microbatch. In a pass over several it is that of the
-    /// first, and the others have the numbers behind it.
+    /// A number that is unique to the microbatch in the run, such as step * accumulation + microbatch. In a pass over
+    /// several microbatches it is that of the first, and the others have the numbers after it.
     pub step: u64,
 }
 
-/// The settings of a training pass.
+/// The options of a training pass.
 #[derive(Clone, Copy, Debug)]
 pub struct PassOptions {
-    /// Multiplies the gradient of the balance loss. With gradient accumulation over M batches: the coefficient over M.
+    /// The factor of the balance loss's gradient: its coefficient, over M with gradient accumulation over M batches.
+    /// The factors of the other losses are defined alike.
     pub balance_coef: f32,
-    /// Which balance loss.
+    /// The kind of balance loss.
     pub balance: BalanceKind,
-    /// Multiplies the gradient of the router z-loss; as `balance_coef`.
+    /// The factor of the router z-loss's gradient.
     pub z_coef: f32,
-    /// Multiplies the gradient of the device-level balance loss (DeepSeek-V2) over the router's groups of experts, the sum of the
-    /// layers'; as `balance_coef`. Without groups there is none.
+    /// The factor of the gradient of the device-level balance loss (DeepSeek-V2) over the router's groups of experts,
+    /// summed over layers. Without groups there is no such loss.
     pub device_coef: f32,
-    /// The same of the communication balance loss (DeepSeek-V2).
+    /// The factor of the gradient of the communication balance loss (DeepSeek-V2), summed over layers.
     pub communication_coef: f32,
-    /// Multiplies the gradient of the sequence-wise balance loss (DeepSeek-V3), the sum of the layers'; as `balance_coef`.
-    /// 0: that loss is not computed.
+    /// The factor of the gradient of the sequence-wise balance loss (DeepSeek-V3), summed over layers. 0: the loss is
+    /// not computed.
     pub sequence_coef: f32,
-    /// Multiplies the gradient of the squared coefficient of variation of the experts' importance (Shazeer), the sum of
-    /// the layers'; as `balance_coef`.
+    /// The factor of the gradient of the squared coefficient of variation of the experts' importance (Shazeer),
+    /// summed over layers.
     pub importance_coef: f32,
-    /// The same of the experts' smooth load, where there is noise on the logits.
+    /// The factor of the gradient of the squared coefficient of variation of the experts' smooth load (Shazeer), if
+    /// logits have noise.
     pub load_coef: f32,
-    /// The entropy losses; their weights as `balance_coef`.
+    /// The entropy losses, with the factors of their gradients.
     pub entropy: EntropyRule,
-    /// Multiplies the gradient of the L1 loss of ReLU routing, whose weight is in the router's state; as `balance_coef`.
+    /// The factor of the gradient of ReLU routing's L1 loss, whose weight is in the router's state.
     pub l1_scale: f32,
-    /// The share of the run that is done, 0 to 1, for what changes over a run.
+    /// The share of the run that is done, 0 to 1, for settings that change over a run.
     pub progress: f64,
-    /// The position of the first token of the batch among those of all ranks, by which noise is addressed.
+    /// The position of the batch's first token among those of all ranks, which addresses the random numbers of noise.
     pub first_token: usize,
-    /// Noise on router inputs, if the configuration's `jitter` is not 0; none gives none.
+    /// The noise on router inputs, if `jitter` is not 0 in the configuration; none: no noise.
     pub noise: Option<RouterNoise>,
-    /// Keep only each layer's input and compute the layer again in backward.
+    /// Keeps only the input of each layer and recomputes the layer in backward.
     pub checkpoint_layers: bool,
-    /// The order of layers and microbatches, where there are several of these.
+    /// The order of layers and microbatches in a pass over several microbatches.
     pub order: PassOrder,
-    /// Multiplies the gradient of the SUM of the tokens' losses: one over the number of targets of the whole step gives the
-    /// gradient of the mean.
+    /// The factor of the gradient of the SUM of the tokens' losses. One over the number of targets of the whole step
+    /// gives the gradient of the mean.
     pub grad_scale: f32,
 }
 
 impl PassOptions {
-    /// The settings of a microbatch of a pass.
+    /// Returns the options of one microbatch of a pass.
     pub(crate) fn of_microbatch(&self, index: usize) -> Self {
         let noise = self.noise.map(|noise| RouterNoise { step: noise.step.wrapping_add(index as u64), ..noise });
         Self { noise, ..*self }
     }
 
-    /// Whether GShard's balance loss counts.
+    /// Returns true if GShard's balance loss has a gradient.
     pub(crate) fn has_gshard_loss(&self) -> bool {
         self.balance == BalanceKind::Gshard && self.balance_coef != 0.0
     }
@@ -192,32 +202,33 @@ impl Default for PassOptions {
     }
 }
 
-/// The losses on routers besides balance and z-loss, each the sum of the MoE layers' unless it says otherwise, not multiplied by
-/// its coefficient; none where a loss is not computed or has no meaning.
+/// The losses on routers other than balance and z-loss, without their coefficients. Each is the sum over MoE layers
+/// unless it says otherwise; none if it is not computed or has no meaning.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RouterLosses {
-    /// The device-level balance loss (DeepSeek-V2), with groups of experts: 1 a layer when balanced.
+    /// The device-level balance loss (DeepSeek-V2), with groups of experts: 1 per layer if balanced.
     pub device: Option<f64>,
-    /// The communication balance loss (DeepSeek-V2), with groups of experts: 1 a layer when balanced and each token goes to as
-    /// many groups as it may.
+    /// The communication balance loss (DeepSeek-V2), with groups of experts: 1 per layer if balanced and each token
+    /// goes to as many groups as it may.
     pub communication: Option<f64>,
-    /// The sequence-wise balance loss (DeepSeek-V3), where it has a coefficient: 1 a layer when balanced.
+    /// The sequence-wise balance loss (DeepSeek-V3), if it has a coefficient: 1 per layer if balanced.
     pub sequence: Option<f64>,
     /// The squared coefficient of variation of the experts' importance (Shazeer).
     pub importance: Option<f64>,
-    /// The same of their smooth load, with noise on the logits.
+    /// The squared coefficient of variation of the experts' smooth load (Shazeer), with noise on the logits.
     pub load: Option<f64>,
-    /// The mean entropy of a token's distribution, the sum of the modalities' (LIMoE's local loss).
+    /// The mean entropy of a token's distribution, summed over modalities (LIMoE's local loss).
     pub local_entropy: Option<f64>,
-    /// What the entropy of the mean distribution lacks, the sum of the modalities' (LIMoE's global loss).
+    /// The amount by which the entropy of the mean distribution falls below its threshold, summed over modalities
+    /// (LIMoE's global loss).
     pub global_entropy: Option<f64>,
-    /// The mean over tokens and layers of the sum of a token's gates, each as often as [`l1_loads`](moeworks_moe::l1_loads) says,
-    /// with ReLU routing (ReMoE, 2412.14711, equation 10).
+    /// The mean over tokens and layers of the sum of a token's gates, each weighted by
+    /// [`l1_loads`](moeworks_moe::l1_loads), with ReLU routing (ReMoE, 2412.14711, equation 10).
     pub l1: Option<f64>,
 }
 
 impl RouterLosses {
-    /// The losses with their names.
+    /// Returns the losses with their names.
     #[must_use]
     pub fn named(&self) -> [(&'static str, Option<f64>); 8] {
         [
@@ -232,7 +243,7 @@ impl RouterLosses {
         ]
     }
 
-    /// The losses that `value` gives for their names.
+    /// Makes the losses from a function of their names.
     #[must_use]
     pub fn from_names(mut value: impl FnMut(&str) -> Option<f64>) -> Self {
         Self {
@@ -247,7 +258,7 @@ impl RouterLosses {
         }
     }
 
-    /// Adds `share` times the losses of `other`; what only one has stays none.
+    /// Adds `share` times the losses of `other`; a loss that is none in either becomes none.
     pub fn add(&mut self, other: &Self, share: f64) {
         let sums = self.named().into_iter().zip(other.named());
         let sums: Vec<_> = sums.map(|((name, a), (_, b))| (name, a.zip(b).map(|(a, b)| a + share * b))).collect();
@@ -255,49 +266,58 @@ impl RouterLosses {
     }
 }
 
-/// What a pass says about a batch.
+/// The statistics of a pass over a batch.
 #[derive(Clone, Debug, Default)]
 pub struct PassStats {
-    /// Sum over counted tokens of the cross-entropy, in nats.
+    /// The cross-entropy in nats, summed over targets.
     pub loss_sum: f64,
-    /// Tokens that count.
+    /// The number of targets.
     pub num_targets: usize,
-    /// Of these, tokens whose largest logit is the target's.
+    /// The number of targets that have the largest logit.
     pub num_correct: usize,
-    /// The balance loss, not multiplied by its coefficient; 0 without MoE layers.
+    /// The balance loss without its coefficient; 0 without MoE layers.
     pub balance_loss: f64,
-    /// The router z-loss, the sum of the MoE layers', not multiplied by its coefficient; 0 without MoE layers.
+    /// The router z-loss without its coefficient, summed over MoE layers; 0 without any.
     pub z_loss: f64,
     /// The other losses on routers.
     pub router_losses: RouterLosses,
-    /// What each MoE layer's router did, first to last.
+    /// The statistics of each MoE layer's router, in order.
     pub layers: Vec<LayerStats>,
 }
 
 impl PassStats {
-    /// Mean cross-entropy of a counted token, in nats; 0 if none counts.
+    /// Returns the mean cross-entropy of a target in nats; 0 without targets.
     #[must_use]
     pub fn mean_loss(&self) -> f64 {
         if self.num_targets == 0 { 0.0 } else { self.loss_sum / self.num_targets as f64 }
     }
 }
 
-/// A batch that a model cannot take.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+/// The tokens and the experts that a list of expert ids is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertIdShape {
+    /// The number of tokens, T.
+    pub num_tokens: usize,
+    /// The number of experts that the layer chooses among.
+    pub num_experts: usize,
+}
+
+/// A batch that a model cannot process.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum BatchError {
-    /// The numbers of ids and of sequences do not fit.
+    /// The number of ids does not match the number and length of sequences.
     #[error("{what} has {len} ids, but {num_sequences} sequences of {seq_len} tokens need {}", num_sequences * seq_len)]
     Length {
         /// `inputs` or `targets`.
         what: &'static str,
-        /// Its ids.
+        /// The number of its ids.
         len: usize,
-        /// Sequences.
+        /// The number of sequences.
         num_sequences: usize,
-        /// Tokens of each.
+        /// The number of tokens of each.
         seq_len: usize,
     },
-    /// A token id that the vocabulary does not have.
+    /// A token id is beyond the vocabulary.
     #[error("{what}[{index}] = {id}: token ids must be below the vocabulary's size, {vocab_size}")]
     Id {
         /// `inputs`, `targets` or `prompt`.
@@ -306,86 +326,87 @@ pub enum BatchError {
         index: usize,
         /// The id.
         id: u32,
-        /// V.
+        /// The size of the vocabulary.
         vocab_size: usize,
     },
-    /// A sequence longer than the model is made for.
+    /// A sequence is longer than the model allows.
     #[error("a sequence of {len} tokens: the model is made for at most {max_seq_len} (max_seq_len)")]
     TooLong {
-        /// Tokens.
+        /// The number of tokens.
         len: usize,
-        /// The longest possible.
+        /// The longest sequence of the model.
         max_seq_len: usize,
     },
-    /// A model that can be used but not trained.
+    /// The model cannot be trained.
     #[error("this model cannot be trained: {0}")]
     NotTrainable(&'static str),
-    /// A stage is given no residual stream of its neighbour, or its gradient, though it has no end there, or one though it has.
-    #[error("{}", if *is_missing { "the stage takes the residual stream of its neighbour: none was given" } else { "the stage has an end of the model there and takes no residual stream" })]
+    /// A stage lacks the residual stream of its neighbour or its gradient, or is given one on the side where it has
+    /// an end of the model.
+    #[error("{}", if *is_missing { "the stage needs the residual stream of its neighbour" } else { "the stage has an end of the model on that side and takes no residual stream" })]
     Stream {
-        /// Whether it is missing.
+        /// True if it is missing.
         is_missing: bool,
     },
-    /// A model with an encoder is given no source.
-    #[error("this model has an encoder, which reads a source text first; here there is none for it to read")]
+    /// A model with an encoder lacks a source.
+    #[error("this model has an encoder and needs a source text")]
     NoSource,
     /// A source is given to a model without an encoder.
-    #[error("this model has no encoder to read a source with")]
+    #[error("this model has no encoder, so there must be no source text")]
     NoEncoder,
-    /// No token at all.
-    #[error("no token: at least one is needed")]
+    /// The batch has no tokens.
+    #[error("no tokens: at least one is needed")]
     Empty,
-    /// A piece without tokens.
-    #[error("segments[{index}] = 0: each piece of a sequence needs at least one token")]
+    /// A segment has no tokens.
+    #[error("segments[{index}] = 0: a segment needs at least one token")]
     EmptySegment {
-        /// The piece.
+        /// The index of the segment.
         index: usize,
     },
-    /// A piece that goes on past the end of its sequence.
+    /// A segment goes on past the end of its sequence.
     #[error(
-        "segments[{index}] = {len}: its sequence has only {room} more tokens; a piece ends with its sequence at the latest"
+        "segments[{index}] = {len}: its sequence has only {room} more tokens, and a segment must not cross its end"
     )]
     SegmentCrosses {
-        /// The piece.
+        /// The index of the segment.
         index: usize,
-        /// Its tokens.
+        /// The number of its tokens.
         len: usize,
-        /// Tokens of the sequence from the piece's first on.
+        /// The number of tokens from its first one to the end of the sequence.
         room: usize,
     },
-    /// Pieces that are fewer or more tokens than the batch.
-    #[error("the segments have {sum} tokens together, but the batch has {num_tokens}")]
+    /// The segments have fewer or more tokens than the batch.
+    #[error("the segments have {sum} tokens in all, but the batch has {num_tokens}")]
     SegmentSum {
-        /// Tokens of the pieces.
+        /// The number of tokens of the segments.
         sum: usize,
-        /// Tokens of the batch.
+        /// The number of tokens of the batch.
         num_tokens: usize,
     },
-    /// A sequence without blocks for all its tokens.
+    /// A sequence has too few blocks for its tokens.
     #[error(
         "sequence {sequence} has {num_blocks} blocks of {block_len} tokens, but {num_tokens} tokens with those of this pass"
     )]
     FewBlocks {
-        /// The sequence in the pass.
+        /// The index of the sequence in the pass.
         sequence: usize,
-        /// Its blocks.
+        /// The number of its blocks.
         num_blocks: usize,
-        /// Tokens of a block.
+        /// The number of tokens of a block.
         block_len: usize,
-        /// Its tokens.
+        /// The number of its tokens.
         num_tokens: usize,
     },
-    /// A block that the cache does not have.
+    /// A block is not in the cache.
     #[error("sequence {sequence}: block {block} is not one of the cache's {num_blocks}")]
     NoBlock {
-        /// The sequence in the pass.
+        /// The index of the sequence in the pass.
         sequence: usize,
         /// The block.
         block: u32,
-        /// Blocks of the cache.
+        /// The number of blocks of the cache.
         num_blocks: usize,
     },
-    /// Two sequences of a pass with the same block, of which one writes into it.
+    /// Two sequences of a pass share a block, and one of them writes to it.
     #[error("sequence {sequence} writes into block {block}, which sequence {other} writes into or reads")]
     SharedBlock {
         /// The sequence that writes.
@@ -395,21 +416,50 @@ pub enum BatchError {
         /// The other sequence.
         other: usize,
     },
-    /// An adapter that was not loaded.
-    #[error("sequence {sequence}: there is no adapter {adapter}")]
+    /// The adapter was not loaded.
+    #[error("sequence {sequence}: unknown adapter {adapter}")]
     NoAdapter {
-        /// The sequence in the pass.
+        /// The index of the sequence in the pass.
         sequence: usize,
         /// The adapter.
         adapter: u32,
     },
-    /// A model whose passes hold sequences of one length alone.
+    /// The model supports only sequences of equal length in a pass.
     #[error("sequences of different lengths in one pass: {0}")]
     NotRagged(&'static str),
-    /// A model that cannot keep the pieces of a sequence separate.
+    /// The model cannot keep the segments of a sequence apart.
     #[error("sequences of several documents that do not see each other: {0}")]
     NoSegments(&'static str),
-    /// A result that is not a number, as weights that are damaged or too large give.
+    /// Expert ids for another number of MoE layers.
+    #[error("expert ids for {found} MoE layers: the model has {expected}")]
+    ExpertIdLayers {
+        /// Lists given.
+        found: usize,
+        /// MoE layers of the decoder.
+        expected: usize,
+    },
+    /// Expert ids of another layer or of other tokens.
+    #[error(
+        "layer {layer} has expert ids of {} tokens among {} experts: must be of {} tokens among {}",
+        found.num_tokens, found.num_experts, expected.num_tokens, expected.num_experts
+    )]
+    ExpertIdShape {
+        /// The layer.
+        layer: usize,
+        /// The ids that were given.
+        found: ExpertIdShape,
+        /// The ids that the pass needs.
+        expected: ExpertIdShape,
+    },
+    /// A list of expert ids that a layer cannot take.
+    #[error("layer {layer}: {error}")]
+    ExpertIds {
+        /// The layer.
+        layer: usize,
+        /// The reason.
+        error: RoutingError,
+    },
+    /// A result is NaN, as with weights that are damaged or too large.
     #[error("the model's result is not a number")]
     NotANumber,
 }

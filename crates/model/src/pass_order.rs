@@ -2,18 +2,20 @@
 
 /// The order of layers and microbatches in a training pass over several microbatches.
 ///
-/// Gradients are the same, to the bit: each weight's are added up in the order of the microbatches, whichever the order of the pass.
+/// Gradients have the same bits in every order, because those of each weight are always summed in the order of the
+/// microbatches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PassOrder {
-    /// One microbatch after the other, each through all layers and back: the activations of one are kept at a time.
+    /// One microbatch after the other, each forward and backward through all layers. Activations of one microbatch
+    /// are kept at a time.
     #[default]
     MicrobatchByMicrobatch,
-    /// One layer after the other, each with all microbatches, forward and then back: the weights of one are needed at a time, the
-    /// activations of all microbatches are kept (with checkpoints the inputs of layers alone).
+    /// One layer after the other, each with all microbatches, forward and then backward. Weights of one layer are
+    /// needed at a time; activations of all microbatches are kept (with checkpoints, only the inputs of layers).
     LayerByLayer,
 }
 
-/// One thing that a training pass does with a microbatch.
+/// One action of a training pass on a microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PassAction {
     /// Embeds the tokens; an encoder reads its sources.
@@ -21,26 +23,26 @@ pub enum PassAction {
         /// The microbatch.
         microbatch: usize,
     },
-    /// Goes through a layer.
+    /// Runs forward through a layer.
     Forward {
         /// The microbatch.
         microbatch: usize,
         /// The layer.
         layer: usize,
     },
-    /// Finds the losses, and the gradient of the residual stream behind the last layer.
+    /// Computes the losses, and the gradient of the residual stream after the last layer.
     Losses {
         /// The microbatch.
         microbatch: usize,
     },
-    /// Goes back through a layer.
+    /// Runs backward through a layer.
     Backward {
         /// The microbatch.
         microbatch: usize,
         /// The layer.
         layer: usize,
     },
-    /// Finds the gradient of the embedding, and goes back through an encoder.
+    /// Computes the gradient of the embedding, and runs backward through an encoder.
     End {
         /// The microbatch.
         microbatch: usize,
@@ -48,7 +50,7 @@ pub enum PassAction {
 }
 
 impl PassAction {
-    /// The microbatch.
+    /// Returns the microbatch.
     #[must_use]
     pub fn microbatch(self) -> usize {
         let (Self::Begin { microbatch }
@@ -61,8 +63,8 @@ impl PassAction {
 }
 
 impl PassOrder {
-    /// The actions of a pass in their order. With `is_tied` the embedding is the output projection, too: its gradients as the embedding
-    /// come after all others, so that each order adds up the same.
+    /// Lists the actions of a pass in order. With `is_tied` the embedding is also the output projection; its
+    /// gradients as the embedding then come after all others, so that every order sums alike.
     #[must_use]
     pub fn actions(self, num_layers: usize, num_microbatches: usize, is_tied: bool) -> Vec<PassAction> {
         let all = 0..num_microbatches;

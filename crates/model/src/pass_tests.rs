@@ -24,8 +24,8 @@ fn pieces_that_do_not_fit_are_named() {
             "segments[1] = 2: its sequence has only 1",
         ),
         (&[usize::MAX, 1], BatchError::SegmentCrosses { index: 0, len: usize::MAX, room: 4 }, "segments[0] = "),
-        (&[4, 3], BatchError::SegmentSum { sum: 7, num_tokens: 8 }, "have 7 tokens together, but the batch has 8"),
-        (&[4, 4, 1], BatchError::SegmentSum { sum: 9, num_tokens: 8 }, "have 9 tokens together"),
+        (&[4, 3], BatchError::SegmentSum { sum: 7, num_tokens: 8 }, "have 7 tokens in all, but the batch has 8"),
+        (&[4, 4, 1], BatchError::SegmentSum { sum: 9, num_tokens: 8 }, "have 9 tokens in all"),
     ];
     for (segments, error, text) in cases {
         assert_eq!(checked(segments, 2, 4), Err(error.clone()), "{segments:?}");

@@ -1,29 +1,29 @@
-//! Looks through a model's files for numbers that are none: NaN and infinity, scales of blocks included.
+//! A scan of a model's files for NaN and infinity, including the scales of blocks.
 
 use std::fmt;
 
 use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{BLOCK_LEN, DType, bf16, f16};
 
-/// Bytes that one task looks at.
+/// The number of bytes that one task scans.
 const PIECE_BYTES: usize = 4 << 20;
 
-/// How the numbers of a tensor are stored.
+/// The storage type of a tensor's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stored {
     F32,
     F16,
     Bf16,
-    /// Eight-bit floats with four bits of exponent and no infinity.
+    /// FP8 with four bits of exponent and no infinity.
     F8E4M3,
-    /// Powers of two, the scales of four-bit floats: 255 is NaN.
+    /// Powers of two, the scales of MXFP4; 255 is NaN.
     Powers,
-    /// Blocks with scales inside.
+    /// Blocks that contain their scales.
     Blocks(DType),
 }
 
 impl Stored {
-    /// Bytes of a number, or of a block.
+    /// Returns the size in bytes of a number, or of a block.
     fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -33,7 +33,7 @@ impl Stored {
         }
     }
 
-    /// Numbers in so many bytes.
+    /// Returns the numbers in that many bytes.
     fn len(self) -> usize {
         match self {
             Self::Blocks(dtype) => dtype.block_len(),
@@ -42,27 +42,27 @@ impl Stored {
     }
 }
 
-/// A tensor as a file has it.
+/// A tensor of a file.
 pub(crate) struct Region<'a> {
     pub(crate) name: String,
     /// Sizes of the dims in numbers, outermost first.
     pub(crate) shape: Vec<usize>,
     pub(crate) stored: Stored,
     pub(crate) bytes: &'a [u8],
-    /// Whether it belongs to routed experts, most of whose bytes no token may ever ask for.
+    /// True if it belongs to routed experts, most of which a run may never use.
     pub(crate) is_of_experts: bool,
 }
 
-/// A tensor with numbers that are none.
+/// A tensor with NaN or infinity.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NotFinite {
     /// Its name in the file.
     pub tensor: String,
-    /// How many.
+    /// The number of elements that are not finite.
     pub count: u64,
-    /// The first of them.
+    /// The first such element.
     pub first: f32,
-    /// Where that is, outermost dim first.
+    /// Its index, outermost dim first.
     pub place: Vec<usize>,
 }
 
@@ -75,19 +75,19 @@ impl fmt::Display for NotFinite {
     }
 }
 
-/// What was found in a model's files.
+/// The result of scanning a model's files.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct WeightCheck {
-    /// Tensors with numbers that are none, in the order of the file.
+    /// Tensors with NaN or infinity, in the order of the file.
     pub not_finite: Vec<NotFinite>,
-    /// Bytes of all tensors.
+    /// The size of all tensors in bytes.
     pub num_bytes: u64,
-    /// Bytes that were looked at.
+    /// The number of bytes that were scanned.
     pub num_checked: u64,
 }
 
 impl WeightCheck {
-    /// What is wrong, on one line; none if nothing is.
+    /// Describes what was found, on one line; none if all is finite.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         let first = self.not_finite.first()?;
@@ -100,7 +100,7 @@ impl WeightCheck {
     }
 }
 
-/// Looks at the tensors; if they have more than `most` bytes in all, those of routed experts are left out.
+/// Scans the tensors. If they have more than `most` bytes in all, routed experts are left out.
 pub(crate) fn scan(ctx: &Context, regions: &[Region<'_>], most: u64) -> WeightCheck {
     let num_bytes: u64 = regions.iter().map(|region| region.bytes.len() as u64).sum();
     let mut check = WeightCheck { num_bytes, ..WeightCheck::default() };
@@ -136,7 +136,7 @@ pub(crate) fn scan(ctx: &Context, regions: &[Region<'_>], most: u64) -> WeightCh
     check
 }
 
-/// The place of an element, one number for each dim.
+/// Converts the index of an element to one index per dim.
 pub(crate) fn place(mut index: usize, shape: &[usize]) -> Vec<usize> {
     let mut place: Vec<usize> = shape
         .iter()
@@ -151,7 +151,7 @@ pub(crate) fn place(mut index: usize, shape: &[usize]) -> Vec<usize> {
     place
 }
 
-/// What a piece holds.
+/// The elements of a chunk that are not finite.
 #[derive(Clone, Copy, Default)]
 struct Found {
     count: u64,
@@ -174,7 +174,7 @@ fn look(stored: Stored, bytes: &[u8]) -> Found {
         Stored::F32 => {
             let values = bytes.as_chunks::<4>().0;
             let is_not = |b: &[u8; 4]| u32::from_le_bytes(*b) & 0x7f80_0000 == 0x7f80_0000;
-            // All of a piece first, without a branch, which goes at the speed of memory.
+            // A first pass without branches runs at memory bandwidth; only a chunk with a fault is searched.
             if values.iter().fold(false, |any, b| any | is_not(b)) {
                 let bad = values.iter().enumerate().filter(|(_, b)| is_not(b));
                 bad.for_each(|(i, b)| found.add(i, f32::from_le_bytes(*b)));
@@ -204,7 +204,7 @@ fn ones(bytes: &[u8], is_not: impl Fn(u8) -> bool, found: &mut Found) {
     }
 }
 
-/// Looks at the scales of blocks, and at the numbers of those whose scale may make them overflow.
+/// Scans the scales of blocks, and decodes the blocks whose scale may make them overflow.
 fn blocks(dtype: DType, bytes: &[u8], found: &mut Found) {
     let (size, len) = (dtype.size(), dtype.block_len());
     let halves = half_scales(dtype);
@@ -224,7 +224,7 @@ fn blocks(dtype: DType, bytes: &[u8], found: &mut Found) {
     }
 }
 
-/// Where in a block of a type its scales of f16 are (`ggml-common.h`).
+/// Returns the offsets of a block's f16 scales in bytes (`ggml-common.h`).
 fn half_scales(dtype: DType) -> &'static [usize] {
     match dtype {
         DType::Q8 | DType::Q4 | DType::Q5_0 | DType::Iq4Nl => &[0],
@@ -236,7 +236,7 @@ fn half_scales(dtype: DType) -> &'static [usize] {
     }
 }
 
-/// The type of numbers that `own` is in a file, if it is one that can hold none.
+/// Returns the storage type that corresponds to `own`, if it can hold NaN or infinity.
 pub(crate) fn stored_as(own: DType) -> Option<Stored> {
     match own {
         DType::F32 => Some(Stored::F32),

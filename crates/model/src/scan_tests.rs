@@ -33,7 +33,7 @@ fn halves_and_eight_bit_floats_are_looked_at() {
     assert_eq!(scanned(Stored::Powers, &[3], &[254, 255, 0])[0].place, [1]);
 }
 
-/// Random bytes whose scales are finite hold nothing wrong; a scale of infinity spoils its block.
+/// Random bytes with finite scales have no faults; an infinite scale spoils its block.
 #[test]
 fn scales_of_every_kind_of_block_are_looked_at() {
     for (dtype, name) in crate::gguf::block_types() {

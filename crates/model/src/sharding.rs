@@ -1,4 +1,4 @@
-//! The parts that the ranks of a layout hold of a model's weights, from the table of weights alone.
+//! The parts of a model's weights that the ranks of a layout hold, from the table of weights alone.
 
 use std::ops::Range;
 
@@ -9,39 +9,40 @@ use crate::config::ModelConfig;
 use crate::split::{Cut, TensorSplit};
 use crate::weights::{Shard, WeightSpec, WeightTable};
 
-/// The parts that the ranks of a layout hold of each weight. Slices by ZeRO are of these parts.
+/// The parts of each weight that the ranks of a layout hold. ZeRO shards these parts further.
 #[derive(Clone, Debug)]
 pub struct Sharding {
     layout: Layout,
     placements: Placements,
-    /// For each rank of a tensor-parallel group.
+    /// The split of each rank of a tensor-parallel group.
     splits: Vec<TensorSplit>,
 }
 
-/// A part of a tensor, and the ranks that hold it.
+/// A part of a tensor, with the ranks that hold it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeldPart {
-    /// The ranks of the layout, in rising order.
+    /// The ranks of the layout, in ascending order.
     pub ranks: Vec<usize>,
     /// The part; none: the whole tensor.
     pub cut: Option<Cut>,
 }
 
 impl Sharding {
-    /// The parts of the weights of `table`, of a model of `config`, on the ranks of `layout`; `placements` say which rank of a group of
-    /// `layout` holds which expert of each layer. Fails where there are more tensor-parallel ranks than things to share out.
+    /// Computes the parts of the weights of `table`, of a model of `config`, on the ranks of `layout`. `placements`
+    /// assign the experts of each layer to the ranks of a group. Fails if there are more tensor-parallel ranks than
+    /// heads, hidden units or ids to shard.
     pub fn new(
         config: &ModelConfig,
         table: &WeightTable,
         layout: Layout,
         placements: impl Into<Placements>,
     ) -> Result<Self, ConfigError> {
-        let split = |rank| TensorSplit::new(config, table, (rank, layout.tp));
+        let split = |rank| TensorSplit::new(config, table, rank, layout.tp);
         let splits = (0..layout.tp).map(split).collect::<Result<_, _>>()?;
         Ok(Self { layout, placements: placements.into(), splits })
     }
 
-    /// The part of the tensor of `spec` that `rank` holds; none: the whole tensor.
+    /// Returns the part of the tensor of `spec` that `rank` holds; none: the whole tensor.
     #[must_use]
     pub fn cut(&self, spec: &WeightSpec, rank: usize) -> Option<Cut> {
         let (_, ep, tp) = self.layout.place(rank);
@@ -52,24 +53,24 @@ impl Sharding {
                 let cut = Cut { dim: 0, pieces: runs(&held) };
                 Some(cut).filter(|_| held.len() < spec.shape[0])
             }
-            // One rank that has all of it is a group of its own.
+            // A single rank holds the whole tensor.
             _ => self.splits[tp].share(spec).cut.filter(|_| self.layout.tp > 1),
         }
     }
 
-    /// The shape of the part of the tensor of `spec` that `rank` holds.
+    /// Returns the shape of the part of the tensor of `spec` that `rank` holds.
     #[must_use]
     pub fn part_shape(&self, spec: &WeightSpec, rank: usize) -> Vec<usize> {
         self.cut(spec, rank).map_or_else(|| spec.shape.clone(), |cut| cut.shape(&spec.shape))
     }
 
-    /// Elements of that part.
+    /// Returns the number of elements of the part that `rank` holds.
     #[must_use]
     pub fn num_elements(&self, spec: &WeightSpec, rank: usize) -> usize {
         self.part_shape(spec, rank).iter().product()
     }
 
-    /// The different parts of the tensor of `spec`, each with the ranks that hold it.
+    /// Lists the distinct parts of the tensor of `spec`, each with the ranks that hold it.
     #[must_use]
     pub fn parts(&self, spec: &WeightSpec) -> Vec<HeldPart> {
         let mut parts: Vec<HeldPart> = Vec::new();
@@ -83,14 +84,14 @@ impl Sharding {
         parts
     }
 
-    /// The layout.
+    /// Returns the layout.
     #[must_use]
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 }
 
-/// Runs of neighbours among rising numbers.
+/// Groups ascending numbers into runs of consecutive ones.
 fn runs(numbers: &[usize]) -> Vec<Range<usize>> {
     let neighbours = numbers.chunk_by(|a, b| a + 1 == *b);
     neighbours.map(|run| run[0]..run[run.len() - 1] + 1).collect()

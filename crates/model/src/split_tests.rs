@@ -1,4 +1,4 @@
-//! Parts of tensors: together they are the whole, whatever divides.
+//! Parts of tensors: together they are the whole, however sizes divide.
 
 use moeworks_tensor::{DType, Purpose, Random};
 
@@ -25,7 +25,7 @@ fn model(num_heads: usize, num_kv_heads: usize) -> ModelConfig {
     }
 }
 
-/// Every element of every tensor is on one rank, or on all ranks that are said to have the same.
+/// Checks that every element of every tensor is on one rank, or on all ranks that are listed to hold the same.
 fn check(config: &ModelConfig, size: usize) {
     let ctx = Context::cpu(1);
     let (decoder, table) = (Decoder::new(config.clone()).unwrap(), WeightTable::new(config));
@@ -34,7 +34,7 @@ fn check(config: &ModelConfig, size: usize) {
         let random = Random::new(1, Purpose::Test, i as u64);
         tensor.f32s_mut().iter_mut().zip(0..).for_each(|(x, at)| *x = 1.0 + random.below(at, 1000) as f32);
     }
-    let splits: Vec<_> = (0..size).map(|rank| TensorSplit::new(config, &table, (rank, size)).unwrap()).collect();
+    let splits: Vec<_> = (0..size).map(|rank| TensorSplit::new(config, &table, rank, size).unwrap()).collect();
     let part = |split: &TensorSplit| {
         let mut specs = table.specs().iter();
         whole.map_tensors(|tensor| split.part(&ctx, specs.next().unwrap(), tensor))
@@ -84,7 +84,7 @@ fn query_heads_stay_with_their_keys() {
         let config = model(num_heads, num_kv_heads);
         let per_kv = num_heads / num_kv_heads;
         for rank in 0..size {
-            let split = TensorSplit::new(&config, &WeightTable::new(&config), (rank, size)).unwrap();
+            let split = TensorSplit::new(&config, &WeightTable::new(&config), rank, size).unwrap();
             assert!(!split.heads.is_empty());
             assert_eq!(split.kv_heads, split.heads.start / per_kv..(split.heads.end - 1) / per_kv + 1);
             assert!(split.heads.len().is_multiple_of(split.kv_heads.len()));
@@ -95,6 +95,6 @@ fn query_heads_stay_with_their_keys() {
 #[test]
 fn more_ranks_than_heads_are_refused() {
     let config = model(4, 2);
-    let message = TensorSplit::new(&config, &WeightTable::new(&config), (0, 5)).expect_err("refused").to_string();
+    let message = TensorSplit::new(&config, &WeightTable::new(&config), 0, 5).expect_err("refused").to_string();
     assert!(message.contains("num_heads") && message.contains("parallel.tp, 5"), "{message}");
 }

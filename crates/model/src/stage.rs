@@ -358,6 +358,7 @@ fn layers(
         Ok(Layer {
             index: i,
             number: config.num_encoder_layers() + i,
+            moe_index: config.is_moe_layer(i).then(|| (0..i).filter(|&i| config.is_moe_layer(i)).count()),
             attention: AttentionBlock::new(config, i, split.filter(|_| is_cut(i, WeightGroup::Attention))),
             cross: config.variant.encoder.is_some().then(|| CrossBlock::new(config, i)),
             feed_forward: FeedForwardBlock {

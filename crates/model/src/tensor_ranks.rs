@@ -1,11 +1,11 @@
-//! The ranks of a tensor-parallel group: what they sum and put together in a pass. They pass the same tokens.
+//! Tensor parallelism: the collectives of a group whose ranks shard matrices and pass the same tokens.
 
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
 use moeworks_comm::{Communicator, Reduce};
-use moeworks_moe::{ConfigError, ExpertRanks, RouterInput};
+use moeworks_moe::{ConfigError, ExpertIds, ExpertRanks, RouterInput};
 use moeworks_ops::Context;
 use moeworks_ops::elementwise;
 use moeworks_ops::embedding::{embedding, embedding_backward};
@@ -19,10 +19,10 @@ use crate::layers::Pass;
 use crate::split::TensorSplit;
 use crate::weights::WeightTable;
 
-/// One rank's part in a tensor-parallel group. Cloning shares it.
+/// A rank's membership in a tensor-parallel group. Clones share it.
 ///
-/// Where a communication fails, the rest of the pass communicates no more: [`ExpertRanks::failure`] of
-/// [`experts`](Self::experts) says what happened.
+/// After a communication fails, the rest of the pass communicates no more; [`ExpertRanks::failure`] of
+/// [`experts`](Self::experts) returns the error.
 #[derive(Clone)]
 pub struct TensorRanks {
     inner: Arc<Inner>,
@@ -34,46 +34,63 @@ struct Inner {
     experts: ExpertRanks,
 }
 
+/// The width of a norm that is sharded across ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ShardedWidth {
+    /// The width over all ranks.
+    pub(crate) width: usize,
+    /// False if a lower rank holds the same part, and counts it.
+    pub(crate) is_counted: bool,
+}
+
+/// The input of a sharded norm, for its backward.
+#[derive(Clone, Copy)]
+pub(crate) struct NormedPart<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) weight: &'a Tensor,
+    pub(crate) inv_rms: &'a Tensor,
+}
+
 impl TensorRanks {
-    /// `group` are the ranks with the same tokens, which hold the matrices of `table`, of a model of `config`, between them; `experts` is this
-    /// rank's part in layers with experts, in which each of `group` has tokens of its own. Fails where there are more ranks than
-    /// things to share out.
+    /// Joins `group`, whose ranks have the same tokens and shard the matrices of `table`, of a model of `config`.
+    /// `experts` is this rank's membership in layers with experts, where each rank of `group` has tokens of its own.
+    /// Fails if there are more ranks than heads, hidden units or ids to shard.
     pub fn new(
         config: &ModelConfig,
         table: &WeightTable,
         group: Arc<dyn Communicator>,
         experts: ExpertRanks,
     ) -> Result<Self, ConfigError> {
-        let split = TensorSplit::new(config, table, (group.rank(), group.size()))?;
+        let split = TensorSplit::new(config, table, group.rank(), group.size())?;
         Ok(Self { inner: Arc::new(Inner { group, split, experts }) })
     }
 
-    /// What this rank has of each tensor.
+    /// Returns the parts of tensors that this rank holds.
     #[must_use]
     pub fn split(&self) -> &TensorSplit {
         &self.inner.split
     }
 
-    /// The ranks that hold the matrices between them.
+    /// Returns the ranks that shard the matrices.
     #[must_use]
     pub fn group(&self) -> &dyn Communicator {
         &*self.inner.group
     }
 
-    /// This rank's part in layers with experts.
+    /// Returns this rank's membership in layers with experts.
     #[must_use]
     pub fn experts(&self) -> &ExpertRanks {
         &self.inner.experts
     }
 
-    /// Sums `x`, f32, over the group: all ranks get the same bits.
+    /// All-reduces `x`, f32, over the group; all ranks get the same bits.
     pub(crate) fn sum(&self, x: &mut Tensor) {
         let experts = self.experts();
         let sum = || self.group().all_reduce(x.f32s_mut(), Reduce::Sum);
         experts.time("tensor parallel: sum", || experts.attempt((), sum));
     }
 
-    /// As [`sum`](Self::sum), and then adds the bias, which all ranks have whole, to each row.
+    /// All-reduces `x`, f32, and adds the bias, which all ranks hold whole, to each row.
     pub(crate) fn sum_biased(&self, ctx: &Context, x: &mut Tensor, bias: Option<&Tensor>) {
         self.sum(x);
         if let Some(bias) = bias {
@@ -81,14 +98,16 @@ impl TensorRanks {
         }
     }
 
-    /// Norms rows of which each rank has a part, `width` wide in all (a norm over the heads of all ranks): `y` and 1/rms. Of a part that
-    /// is on several ranks the first alone is `counted`.
+    /// RMSNorm over a width that is sharded across ranks, `width` in all; returns `y` and 1/rms. The ranks all-reduce
+    /// one sum of squares per row. If several ranks hold the same part, only the first is `counted`.
     pub(crate) fn norm_part(
         &self,
         ctx: &Context,
-        (x, weight): (&Tensor, &Tensor),
-        (width, is_counted): (usize, bool),
-        (eps, out): (f32, DType),
+        x: &Tensor,
+        weight: &Tensor,
+        ShardedWidth { width, is_counted }: ShardedWidth,
+        eps: f32,
+        out: DType,
     ) -> (Tensor, Tensor) {
         let mut sums = row_products(ctx, (x, x), weight.len(), None);
         if !is_counted {
@@ -100,15 +119,17 @@ impl TensorRanks {
         (rms_norm_part(ctx, x, weight, &sums, out), sums)
     }
 
-    /// The gradient of `x` from `dy`, that of what [`norm_part`](Self::norm_part) made of it with the same `inv_rms`; where several ranks
-    /// have the part, theirs add up. That of the weight is written as `write` says.
+    /// Backward of [`norm_part`](Self::norm_part) with the same `inv_rms`: returns the gradient of `x` from `dy`, and
+    /// writes that of the weight as `write` says. The ranks all-reduce one number per row. If several ranks hold the
+    /// same part, their gradients have to be summed.
     pub(crate) fn norm_part_backward(
         &self,
         ctx: &Context,
         dy: &Tensor,
-        (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
-        (width, is_counted): (usize, bool),
-        (write, d_weight): (Write, &mut Tensor),
+        NormedPart { x, weight, inv_rms }: NormedPart<'_>,
+        ShardedWidth { width, is_counted }: ShardedWidth,
+        write: Write,
+        d_weight: &mut Tensor,
     ) -> Tensor {
         let mut means = row_products(ctx, (dy, x), weight.len(), Some(weight));
         self.sum(&mut means);
@@ -117,7 +138,7 @@ impl TensorRanks {
         rms_norm_part_backward(ctx, dy, (x, weight), (inv_rms, &means), write, d_weight)
     }
 
-    /// The rows `[T, D]` f32 of all ranks, each of which has those of its run of tokens, `run` on this one.
+    /// Gathers the rows `[T, D]` f32 of all ranks, `counts` per rank.
     fn gather(&self, ctx: &Context, rows: &Tensor, counts: &[usize]) -> Tensor {
         let experts = self.experts();
         let mut all = ctx.zeros(&[counts.iter().sum::<usize>(), rows.cols()], DType::F32);
@@ -127,7 +148,7 @@ impl TensorRanks {
         all
     }
 
-    /// The embeddings `[T, D]` f32 of `ids` in a table of which the rows of this rank's part of the vocabulary are here.
+    /// Embeds `ids` as `[T, D]` f32 with a table that is sharded by the vocabulary.
     pub(crate) fn embed(&self, ctx: &Context, ids: &[u32], table: &Tensor) -> Tensor {
         let (own, places) = self.own_ids(ids);
         let rows = embedding(ctx, &own, table, DType::F32);
@@ -140,7 +161,7 @@ impl TensorRanks {
         x
     }
 
-    /// Adds rows of `dx` `[T, D]` f32 to the gradients of the rows of the table that are here.
+    /// Adds rows of `dx` `[T, D]` f32 to the gradients of the table's rows that this rank holds.
     pub(crate) fn embed_backward(&self, ctx: &Context, ids: &[u32], dx: &Tensor, d_table: &mut Tensor) {
         let (own, places) = self.own_ids(ids);
         let width = dx.cols();
@@ -151,14 +172,14 @@ impl TensorRanks {
         embedding_backward(ctx, &own, &rows, d_table);
     }
 
-    /// Those of `ids` that are in this rank's part of the vocabulary, counted from its start, and where they are.
+    /// Returns the `ids` in this rank's part of the vocabulary, relative to its start, with their positions.
     fn own_ids(&self, ids: &[u32]) -> (Vec<u32>, Vec<usize>) {
         let starts = self.split().vocabulary();
         let own = starts[self.split().rank()] as u32..starts[self.split().rank() + 1] as u32;
         ids.iter().zip(0..).filter(|(id, _)| own.contains(id)).map(|(id, place)| (id - own.start, place)).unzip()
     }
 
-    /// The logits `[T, V]` f32 of the whole vocabulary from those `own` `[T, ..]` of this rank's part.
+    /// Gathers the logits `[T, V]` f32 of the whole vocabulary from those of each rank's part.
     pub(crate) fn whole_logits(&self, ctx: &Context, own: &Tensor) -> Tensor {
         let (num_tokens, starts) = (own.rows(), self.split().vocabulary());
         let vocab_size = starts[self.split().size()];
@@ -176,7 +197,7 @@ impl TensorRanks {
         whole
     }
 
-    /// Lets `head` use this rank's part of the vocabulary.
+    /// Calls `head` with this rank's part of the vocabulary.
     pub(crate) fn with_vocabulary<R>(&self, head: impl FnOnce(&mut VocabularyPart<'_>) -> R) -> R {
         let experts = self.experts();
         let mut gather = |own: &[f32]| {
@@ -195,24 +216,24 @@ impl fmt::Debug for TensorRanks {
     }
 }
 
-/// The tokens of a pass that this rank takes through a layer with experts.
+/// The run of a pass's tokens that this rank takes through a layer with experts.
 pub(crate) struct Run<'a> {
     ranks: &'a TensorRanks,
-    /// Tokens of each rank of the group.
+    /// The number of tokens of each rank of the group.
     counts: Vec<usize>,
     own: Range<usize>,
 }
 
 impl<'a> Run<'a> {
-    /// That of `pass`, whole sequences or not; none where the ranks of no group have the same tokens.
+    /// Returns the run of `pass`, of whole sequences or not; none without tensor parallelism.
     pub(crate) fn of(pass: &Pass<'a>, are_whole: bool) -> Option<Self> {
         let ranks = pass.tensor?;
         let split = ranks.split();
-        let run = |rank| split.run_of(rank, (pass.sequences.count, pass.sequences.len), are_whole);
+        let run = |rank| split.run_of(rank, pass.sequences.count, pass.sequences.len, are_whole);
         Some(Self { ranks, counts: (0..split.size()).map(|rank| run(rank).len()).collect(), own: run(split.rank()) })
     }
 
-    /// The rows of `x` `[T, D]` of these tokens.
+    /// Copies the rows of `x` `[T, D]` that belong to the run.
     pub(crate) fn of_rows(&self, ctx: &Context, x: &Tensor) -> Tensor {
         let row_bytes = x.cols() * x.dtype().size();
         let mut rows = ctx.empty(&[self.own.len(), x.cols()], x.dtype());
@@ -220,13 +241,18 @@ impl<'a> Run<'a> {
         rows
     }
 
-    /// What a router looks at besides its input, for these tokens. Logits of the layer before are those of these tokens already.
+    /// Returns the expert ids of the run out of those of the whole pass.
+    pub(crate) fn of_expert_ids(&self, ctx: &Context, ids: &ExpertIds) -> ExpertIds {
+        ids.rows(ctx, self.own.clone())
+    }
+
+    /// Returns the router's other inputs for the run. Logits of the previous layer are those of the run already.
     pub(crate) fn of_input<'b>(&self, input: &RouterInput<'b>) -> RouterInput<'b> {
         let token_ids = if input.token_ids.is_empty() { &[] } else { &input.token_ids[self.own.clone()] };
         RouterInput { token_ids, first_token: input.first_token + self.own.start, ..*input }
     }
 
-    /// `[T, D]` f32 of all tokens from the rows of these.
+    /// Gathers `[T, D]` f32 of all tokens from each rank's run.
     pub(crate) fn whole(&self, ctx: &Context, rows: &Tensor) -> Tensor {
         self.ranks.gather(ctx, rows, &self.counts)
     }

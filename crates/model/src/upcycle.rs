@@ -1,7 +1,7 @@
-//! From a dense model to a Mixture-of-Experts (Komatsuzaki et al., "Sparse Upcycling", 2212.05055): experts begin as copies
-//! of the feed-forward, the router begins fresh.
+//! Upcycling of a dense model to a Mixture-of-Experts (Komatsuzaki et al., "Sparse Upcycling", 2212.05055): experts
+//! start as copies of the feed-forward, and the router is newly initialised.
 //!
-//! Without noise and with router weights that add up to 1 the new model computes what the dense one does.
+//! Without noise, and with router weights that sum to 1, the new model computes what the dense one does.
 
 use moeworks_moe::{ConfigError, MoeWeights, ScoreOrder};
 use moeworks_ops::{Context, elementwise};
@@ -10,24 +10,24 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use crate::config::ModelConfig;
 use crate::weights::{DecoderWeights, DenseWeights, FeedForwardWeights};
 
-/// What becomes of a dense model.
+/// The options of upcycling.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct UpcycleOptions {
-    /// E.
+    /// The number of experts, E.
     pub num_experts: usize,
-    /// K.
+    /// The number of experts per token, K.
     pub top_k: usize,
     /// Layer i becomes an MoE layer if (i + 1) is a multiple of this.
     pub every: usize,
-    /// Deviation of the normal numbers added to the experts' weights, relative to that of the weights themselves; 0: experts
-    /// are exact copies.
+    /// The standard deviation of normal noise added to the experts' weights, relative to that of the weights; 0:
+    /// experts are exact copies.
     pub noise: f32,
-    /// Of routers and noise.
+    /// The seed of routers and noise.
     pub seed: u64,
 }
 
-/// The upcycled configuration and weights of the dense model `config`, `weights`. Tensors that stay are shared, experts keep
-/// the type of the feed-forward. Fails if the model has experts already or an option is out of range.
+/// Upcycles the dense model `config`, `weights`. Tensors that do not change are shared, and experts keep the type of
+/// the feed-forward. Fails if the model already has experts or an option is out of range.
 pub fn upcycle(
     ctx: &Context,
     config: &ModelConfig,
@@ -93,7 +93,7 @@ impl ExpertMaker<'_> {
         }
     }
 
-    /// E copies of a stack of one.
+    /// Returns E copies of a stack of one matrix.
     fn copies(&self, one: &Tensor) -> Tensor {
         let mut shape = one.shape().to_vec();
         shape[0] = self.options.num_experts;
@@ -102,7 +102,7 @@ impl ExpertMaker<'_> {
         all
     }
 
-    /// E copies, each with noise of its own.
+    /// Returns E copies, each with its own noise.
     fn experts(&self, one: &Tensor, stream: u64) -> Tensor {
         let copies = self.copies(one);
         if self.options.noise == 0.0 {

@@ -1,7 +1,10 @@
-//! Names of settings in the words of the file that they came from, for messages.
+//! Translation of our names of settings to those of a file, for error messages.
 
-/// Names of ours, and what a `config.json` calls them.
-pub(crate) const OF_CONFIG_JSON: &[(&str, &str)] = &[
+/// Our name of a setting, and the key of a file.
+type KeyName = (&'static str, &'static str);
+
+/// Our names of settings, with the keys of a `config.json`.
+pub(crate) const OF_CONFIG_JSON: &[KeyName] = &[
     ("width", "hidden_size"),
     ("num_layers", "num_hidden_layers"),
     ("num_heads", "num_attention_heads"),
@@ -37,8 +40,8 @@ pub(crate) const OF_CONFIG_JSON: &[(&str, &str)] = &[
     ("variant.encoder.start_id", "decoder_start_token_id"),
 ];
 
-/// The same of a GGUF header.
-pub(crate) const OF_GGUF: &[(&str, &str)] = &[
+/// Our names of settings, with the keys of a GGUF header.
+pub(crate) const OF_GGUF: &[KeyName] = &[
     ("width", "embedding_length"),
     ("num_layers", "block_count"),
     ("num_heads", "attention.head_count"),
@@ -68,8 +71,8 @@ pub(crate) const OF_GGUF: &[(&str, &str)] = &[
     ("variant.latent.plain_dim", "attention.key_length"),
 ];
 
-/// A message whose names of settings are those of a file.
-pub(crate) fn in_words(message: &dyn ToString, words: &[(&str, &str)]) -> String {
+/// Replaces our names of settings in a message by the keys of a file.
+pub(crate) fn in_words(message: &dyn ToString, words: &[KeyName]) -> String {
     let text = message.to_string();
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '.';
     let mut out = String::with_capacity(text.len());

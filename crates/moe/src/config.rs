@@ -1,4 +1,4 @@
-//! What an MoE layer is made of.
+//! The configuration of an MoE layer.
 
 use moeworks_ops::Activation;
 use serde::de::Error as _;
@@ -6,19 +6,19 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{ConfigError, Ramp, Range, Ranged, RouterConfig};
 
-/// The order of softmax and choice.
+/// The order of the softmax and the top-k selection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreOrder {
     /// Softmax over all experts, then the top k of the probabilities (Switch, OLMoE, Qwen, Mixtral).
     SoftmaxThenTopK,
-    /// Top k of the logits, then softmax over those k (GPT-OSS, Granite). The same as the other order with normalised
-    /// weights, up to rounding.
+    /// Top k of the logits, then softmax over those k (GPT-OSS, Granite). Up to rounding this equals the other order
+    /// with normalised weights.
     TopKThenSoftmax,
 }
 
 impl<'de> Deserialize<'de> for ScoreOrder {
-    /// Reads a name, or, as configurations had it before, whether the softmax comes before the choice.
+    /// Reads a name or, as in older configurations, a boolean: true if the softmax comes before the selection.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]
@@ -43,26 +43,27 @@ pub struct MoeConfig {
     pub width: usize,
     /// E: number of routed experts.
     pub num_experts: usize,
-    /// K: experts a token goes to, 1 to E.
+    /// K: experts per token, 1 to E.
     pub top_k: usize,
     /// F: hidden width of one expert.
     pub expert_width: usize,
-    /// What stands between an expert's projections.
+    /// The activation between an expert's projections.
     pub activation: Activation,
-    /// The order of softmax and choice.
+    /// The order of the softmax and the top-k selection.
     pub score_order: ScoreOrder,
-    /// With [`ScoreOrder::SoftmaxThenTopK`]: whether a token's weights are divided by their sum.
+    /// True if a token's weights are divided by their sum; used with [`ScoreOrder::SoftmaxThenTopK`].
     pub normalize_weights: bool,
-    /// Positive: an expert takes at most `C = ceil(factor K T / E)` rows and later choices are dropped: the first choices of
-    /// all tokens are served in the order of the tokens, then all second choices, and so on, as in GShard; a dropped choice
-    /// contributes exactly zero and the weights of the token's other choices stay. 0: no token is ever dropped. Negative: no token is dropped up to `|factor|` times the even share, that is `C = min(needed,
-    /// ceil(|factor| K T / E))`, Tutel's rule.
+    /// The capacity factor. Positive: an expert takes at most `C = ceil(factor K T / E)` rows and later choices are
+    /// dropped. The first choices of all tokens are served in the order of the tokens, then all second choices, and
+    /// so on, as in GShard. A dropped choice contributes exactly zero and the weights of the token's other choices
+    /// stay. 0: no token is ever dropped. Negative: `C = min(needed, ceil(|factor| K T / E))`, so that nothing is
+    /// dropped below `|factor|` times the even share (Tutel's rule).
     pub capacity_factor: f32,
-    /// In training the router's input is multiplied by a number uniform in `[1 - jitter, 1 + jitter]` (Switch, 1e-2).
+    /// In training, multiplies the router's input by uniform noise in `[1 - jitter, 1 + jitter]` (Switch, 1e-2).
     pub jitter: Ramp,
-    /// Hidden width of the shared experts, which every token passes, all of them together; 0 for none.
+    /// Total hidden width of the shared experts, which every token passes through; 0 for none.
     pub shared_width: usize,
-    /// How tokens and experts find each other.
+    /// The router's configuration.
     pub router: RouterConfig,
 }
 
@@ -72,8 +73,8 @@ impl MoeConfig {
     /// The range of [`jitter`](Self::jitter).
     pub const JITTER: Range = Range::BELOW_ONE;
 
-    /// The plain layer that most models have: SwiGLU experts, the best `top_k` by softmax with weights that sum to one, no
-    /// token dropped, nothing shared.
+    /// Creates the layer of most models: SwiGLU experts, softmax top-k with weights that sum to one, no dropped
+    /// tokens, no shared experts.
     #[must_use]
     pub fn plain(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -> Self {
         Self {

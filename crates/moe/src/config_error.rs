@@ -1,6 +1,6 @@
-//! The error of a configuration.
+//! The error of an invalid configuration.
 
-/// A setting that no layer can have: which one, and what would be right.
+/// An invalid setting: its name, its value and the values that would be valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{setting} = {value}: {expected}")]
 pub struct ConfigError {
@@ -8,12 +8,12 @@ pub struct ConfigError {
     pub setting: &'static str,
     /// Its value.
     pub value: String,
-    /// The values that would be right.
+    /// The valid values.
     pub expected: String,
 }
 
 impl ConfigError {
-    /// An error about `setting`.
+    /// Creates an error about `setting`.
     pub fn new(setting: &'static str, value: impl ToString, expected: impl Into<String>) -> Self {
         Self { setting, value: value.to_string(), expected: expected.into() }
     }

@@ -1,9 +1,9 @@
-//! The decision which row goes where: the choices of a [`Routing`] sorted by expert, within each expert's capacity.
+//! The dispatch: the choices of a [`Routing`] sorted by expert, within each expert's capacity.
 //!
 //! An expert serves the first choices of all tokens, in the order of the tokens, before any second choice, and so on
-//! (GShard, algorithm 1); the rows of an expert stand in that order, and what exceeds the capacity is dropped. Other orders
-//! of service are in [`DispatchRule`]; the rows of an expert then still stand rank by rank in the order of the tokens. A
-//! dropped choice has no row and contributes exactly zero; the weights of the token's other choices stay as they were.
+//! (GShard, algorithm 1). An expert's rows are stored in that order, and choices beyond the capacity are dropped.
+//! [`DispatchRule`] has other orders of service; they decide which choices are dropped, but not the order of the
+//! rows. A dropped choice has no row and contributes exactly zero; the weights of the token's other choices stay.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -16,16 +16,16 @@ use moeworks_tensor::{DType, Tensor};
 use crate::overflow::{self, RemainingCapacity};
 use crate::{NO_EXPERT, Routing, WithinCapacity};
 
-/// The rows that an expert may take, as [`MoeConfig::capacity_factor`](crate::MoeConfig::capacity_factor) says:
-/// `ceil(|factor| K T / E)`, or `None` for factor 0: as many as there are.
+/// Returns the number of rows that an expert may take, `ceil(|factor| K T / E)`, or `None` (no limit) for factor 0.
+/// See [`MoeConfig::capacity_factor`](crate::MoeConfig::capacity_factor).
 ///
-/// The factor counts as the decimal number that is written, so that 1.1 times 10 is 11 and not a little more.
+/// The factor is read as the decimal number that is printed for it, so that 1.1 times 10 is 11 and not 12.
 #[must_use]
 pub fn capacity(factor: f32, num_tokens: usize, top_k: usize, num_experts: usize) -> Option<usize> {
     share_capacity(factor, num_tokens as f64 * top_k as f64 / num_experts as f64)
 }
 
-/// `ceil(|factor| share)`.
+/// Returns `ceil(|factor| share)`, or `None` for factor 0.
 fn share_capacity(factor: f32, share: f64) -> Option<usize> {
     if factor == 0.0 {
         return None;
@@ -34,34 +34,33 @@ fn share_capacity(factor: f32, share: f64) -> Option<usize> {
     Some((factor * share * (1.0 - 1e-12)).ceil() as usize)
 }
 
-/// How choices become rows.
+/// The rules by which choices become rows.
 #[derive(Clone, Copy, Debug)]
 pub struct DispatchRule<'a> {
-    /// As [`MoeConfig::capacity_factor`](crate::MoeConfig::capacity_factor).
+    /// The capacity factor; see [`MoeConfig::capacity_factor`](crate::MoeConfig::capacity_factor).
     pub capacity_factor: f32,
-    /// K in the capacity.
+    /// K in the formula of the capacity.
     pub top_k: usize,
-    /// Experts at the end of the routing's that compute nothing: their choices have no rows.
+    /// The number of zero-computation experts, which come last. Their choices have no rows.
     pub num_zero_computation: usize,
-    /// With free experts: their share of the tokens over a computing expert's is one over this (MoE++'s tau); 1 for the
-    /// same.
+    /// MoE++'s tau: the capacity of a computing expert over that of a zero-computation expert.
     pub free_ratio: f32,
-    /// Tokens that share a capacity, each group with counters of its own (GShard's local groups); 0 for all of them.
+    /// Tokens per group. Each group has its own counters (GShard's local groups); 0 for a single group of all tokens.
     pub group_tokens: usize,
-    /// `[T]`: who is served first, highest first; none for the order of the tokens.
+    /// `[T]`: priorities of the tokens, highest served first; none for the order of the tokens.
     pub priority: Option<&'a [f32]>,
-    /// Rows that every expert may take of a group, whatever `capacity_factor` says.
+    /// A fixed number of rows that every expert may take of a group; it overrides `capacity_factor`.
     pub fixed: Option<u32>,
-    /// `[T, K]`: the choices by which the counters of experts move, where some of them are not used: GShard's second ones
-    /// (2006.16668, algorithm 1, whose counter moves whether the token is dispatched or not; code that masks these choices
-    /// before it counts is left aside). None: the routing's own.
+    /// `[T, K]`: the choices that advance the experts' counters, where they differ from those of the routing; none
+    /// for the routing's own. GShard counts a second choice whether or not it is dispatched (2006.16668, algorithm
+    /// 1).
     pub capacity_ids: Option<&'a [u32]>,
-    /// The choices within the capacity, where that was decided with the tokens of other ranks.
+    /// The choices within the capacity, where that was decided over the tokens of all ranks.
     pub shared: Option<&'a WithinCapacity>,
 }
 
 impl DispatchRule<'_> {
-    /// The plain rule of `capacity_factor` for `routing`.
+    /// Creates the plain rule for `routing`: `capacity_factor`, one group, tokens in their order.
     #[must_use]
     pub fn of(routing: &Routing, capacity_factor: f32) -> Self {
         let top_k = routing.top_k();
@@ -78,14 +77,14 @@ impl DispatchRule<'_> {
         }
     }
 
-    /// Whether all ranks' tokens share the capacity.
+    /// Returns whether the tokens of all ranks share the capacity.
     pub(crate) fn is_shared(&self) -> bool {
         self.capacity_factor != 0.0 && self.fixed.is_none()
     }
 
     fn is_plain(&self, num_tokens: usize) -> bool {
         let is_one_group = self.group_tokens == 0 || self.group_tokens >= num_tokens;
-        // A token names an expert at most once.
+        // A token names an expert at most once, so an expert never needs more rows than a group has tokens.
         let is_enough = self.fixed.is_none_or(|rows| rows as usize >= self.group_size(num_tokens));
         self.num_zero_computation == 0
             && self.shared.is_none()
@@ -93,14 +92,14 @@ impl DispatchRule<'_> {
             && (self.capacity_factor == 0.0 || (is_one_group && self.priority.is_none() && self.capacity_ids.is_none()))
     }
 
-    /// Tokens of a group.
+    /// Returns the number of tokens in a group.
     pub(crate) fn group_size(&self, num_tokens: usize) -> usize {
         if self.group_tokens == 0 { num_tokens } else { self.group_tokens.min(num_tokens) }
     }
 
-    /// `[E]`: the rows that each expert may take of one group. With Z free experts and N computing ones a computing expert
-    /// has `ceil(factor tau K S / (tau N + Z))` and a free one `ceil(factor K S / (tau N + Z))` (MoE++, 2410.07348, equation 8,
-    /// whose tokens T are here a token's K choices, as in every other capacity).
+    /// Returns `[E]`: the rows that each expert may take of one group of S tokens. With Z zero-computation and N
+    /// computing experts a computing expert has `ceil(factor tau K S / (tau N + Z))` and a zero-computation expert
+    /// `ceil(factor K S / (tau N + Z))` (MoE++, 2410.07348, equation 8, with K S choices in place of its T).
     pub(crate) fn capacities(&self, num_tokens: usize, num_experts: usize) -> Vec<u32> {
         if let Some(rows) = self.fixed {
             return vec![rows; num_experts];
@@ -125,38 +124,38 @@ fn rows_limit(limit: Option<usize>) -> u32 {
     limit.map_or(u32::MAX, |limit| u32::try_from(limit).unwrap_or(u32::MAX))
 }
 
-/// Rows sorted by expert, offsets for each expert, and the way back from a token's choices to its rows: a plain value.
+/// A dispatch: rows sorted by expert, the offsets of each expert's rows, and the row of each of a token's choices.
 #[derive(Clone)]
 pub struct Dispatch {
     sorted: SortedChoices,
-    /// The rows that an expert may take of a group.
+    /// Rows that an expert may take of a group.
     limit: u32,
-    /// Whether these are C, whatever is needed.
+    /// True if the capacity is `limit` even where fewer rows are needed.
     is_fixed: bool,
-    /// Experts that compute.
+    /// The number of experts that compute.
     num_computing: usize,
-    /// What differs from the sorted choices where the rule is not the plain one.
+    /// Counts that differ from those of `sorted` because the rule is not the plain one.
     ruled: Option<Ruled>,
 }
 
 #[derive(Clone)]
 struct Ruled {
-    /// `[E]`, free experts included.
+    /// `[E]`: choices that name each expert, zero-computation experts included.
     counts: Vec<u32>,
-    /// `[E]`: choices kept, free experts included.
+    /// `[E]`: choices within the capacity, zero-computation experts included.
     kept: Vec<u32>,
-    /// `[T, K]` u32: the number, from 0, of each kept choice's free expert; [`NO_EXPERT`] elsewhere.
+    /// `[T, K]` u32: the index, from 0, of the zero-computation expert of each kept choice; [`NO_EXPERT`] elsewhere.
     free: Option<Tensor>,
 }
 
 impl Dispatch {
-    /// The dispatch of `routing` with the capacity that `capacity_factor` gives: a counting sort, O(T K + E).
+    /// Dispatches `routing` with the capacity that `capacity_factor` gives: a counting sort, O(T K + E).
     #[must_use]
     pub fn new(ctx: &Context, routing: &Routing, capacity_factor: f32) -> Self {
         Self::with_rule(ctx, routing, &DispatchRule::of(routing, capacity_factor))
     }
 
-    /// The dispatch of `routing` by `rule`.
+    /// Dispatches `routing` by `rule`.
     #[must_use]
     pub fn with_rule(ctx: &Context, routing: &Routing, rule: &DispatchRule<'_>) -> Self {
         let (num_tokens, num_experts) = (routing.num_tokens(), routing.num_experts());
@@ -189,7 +188,8 @@ impl Dispatch {
         Self { sorted, limit, is_fixed, num_computing, ruled }
     }
 
-    /// C: the rows an expert may take of a group. Without a positive capacity factor no more than the fullest expert needs.
+    /// Returns C: the rows an expert may take of a group. Without a positive capacity factor this is at most the rows
+    /// of the fullest expert.
     #[must_use]
     pub fn capacity(&self) -> usize {
         let needed = || self.tokens_per_expert()[..self.num_computing].iter().max().copied().unwrap_or(0);
@@ -200,78 +200,79 @@ impl Dispatch {
         }
     }
 
-    /// `[E]`: how many choices name each expert, before any is dropped; experts that compute nothing included.
+    /// Returns `[E]`: the number of choices that name each expert, dropped ones and zero-computation experts
+    /// included.
     #[must_use]
     pub fn tokens_per_expert(&self) -> &[u32] {
         self.ruled.as_ref().map_or_else(|| self.sorted.counts.u32s(), |ruled| &ruled.counts)
     }
 
-    /// `[E]`: how many choices each expert keeps; experts that compute nothing included.
+    /// Returns `[E]`: the number of choices that each expert keeps, zero-computation experts included.
     #[must_use]
     pub fn kept_per_expert(&self) -> Vec<u32> {
         match &self.ruled {
             Some(ruled) => ruled.kept.clone(),
-            // Every choice has a row; the counts, which are looked at anyway, say how many.
+            // Every choice has a row, so the counts are the answer and the offsets need not be read.
             None if self.num_rows() == self.sorted.token_rows.len() => self.sorted.counts.u32s().to_vec(),
             None => self.rows_per_expert().collect(),
         }
     }
 
-    /// `[T, K]`: the number, from 0, of the expert without computation that each kept choice names, [`NO_EXPERT`]
-    /// elsewhere; none if no expert is without.
+    /// Returns `[T, K]`: the index, from 0, of the zero-computation expert of each kept choice and [`NO_EXPERT`]
+    /// elsewhere; `None` if there are no zero-computation experts.
     #[must_use]
     pub fn zero_computation_choices(&self) -> Option<&[u32]> {
         self.ruled.as_ref()?.free.as_ref().map(Tensor::u32s)
     }
 
-    /// `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R, the number of rows.
+    /// Returns `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R, the number of rows.
     #[must_use]
     pub fn offsets(&self) -> &[u32] {
         self.sorted.offsets.u32s()
     }
 
-    /// `[R]`: the token of each row.
+    /// Returns `[R]`: the token of each row.
     #[must_use]
     pub fn row_tokens(&self) -> &[u32] {
         self.sorted.tokens.u32s()
     }
 
-    /// `[R]`: the weight of each row in its token's sum.
+    /// Returns `[R]`: the weight of each row in its token's sum.
     #[must_use]
     pub fn row_weights(&self) -> &[f32] {
         self.sorted.weights.f32s()
     }
 
-    /// `[T, K]`: the row of each choice of each token, [`NO_ROW`] where it was dropped.
+    /// Returns `[T, K]`: the row of each choice of each token, [`NO_ROW`] where it was dropped.
     #[must_use]
     pub fn token_rows(&self) -> &[u32] {
         self.sorted.token_rows.u32s()
     }
 
-    /// R.
+    /// Returns R, the number of rows.
     #[must_use]
     pub fn num_rows(&self) -> usize {
         self.sorted.tokens.len()
     }
 
-    /// Choices, dropped ones included.
+    /// Returns the number of choices, dropped ones included.
     #[must_use]
     pub fn num_choices(&self) -> usize {
         self.tokens_per_expert().iter().map(|&n| n as usize).sum()
     }
 
-    /// Choices beyond their experts' capacity.
+    /// Returns the number of choices beyond their experts' capacity.
     #[must_use]
     pub fn num_dropped(&self) -> usize {
         self.num_choices() - self.kept_per_expert().iter().map(|&n| n as usize).sum::<usize>()
     }
 
-    /// The rows of each expert that computes.
+    /// Returns the number of rows of each expert that computes.
     pub fn rows_per_expert(&self) -> impl Iterator<Item = u32> + '_ {
         self.offsets().windows(2).map(|pair| pair[1] - pair[0])
     }
 
-    /// What the operations on experts take.
+    /// Returns the rows in the form that the operations on experts take.
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
         self.sorted.rows()
@@ -279,8 +280,8 @@ impl Dispatch {
 }
 
 impl Ruled {
-    /// The choices that are within the capacity and name one of the `computing` first experts, as ids for the sort, and the account of
-    /// all choices.
+    /// Returns the ids to sort and the counts of all choices. A choice is sorted if it is within the capacity and
+    /// names one of the first `computing` experts.
     fn of(ctx: &Context, routing: &Routing, is_within: &[bool], computing: usize) -> (Tensor, Self) {
         let (ids, num_experts) = (routing.tensors().0, routing.num_experts());
         let (mut counts, mut kept) = (vec![0; num_experts], vec![0; num_experts]);
@@ -334,7 +335,7 @@ impl fmt::Debug for Dispatch {
     }
 }
 
-/// A line for each expert with the tokens of its rows: `expert 2: 0 (0.2500), 5 (0.6000), 1 dropped`.
+/// Prints a line for each expert with the tokens of its rows: `expert 2: 0 (0.2500), 5 (0.6000), 1 dropped`.
 impl fmt::Display for Dispatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (e, pair) in self.offsets().windows(2).enumerate() {

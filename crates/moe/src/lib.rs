@@ -1,13 +1,13 @@
-//! Mixture-of-Experts: which experts a token goes to, which row goes where, and the layer that carries it out.
+//! Mixture-of-Experts layers: routers, dispatch of tokens to experts, the layer itself and its auxiliary losses.
 //!
-//! A [`MoeLayer`] takes tokens `x [T, D]`. Its router scores the E experts for each token and chooses K of them: that
-//! decision is a [`Routing`]. A [`Dispatch`] is the choices sorted by expert, within each expert's capacity. Both are
-//! plain values that can be printed, compared and made by hand; no tensor of T x E x C exists anywhere. The experts then
-//! run as one grouped product for each projection.
+//! A [`MoeLayer`] takes tokens `x [T, D]`. Its router scores the E experts for each token and chooses K of them; the
+//! result is a [`Routing`]. A [`Dispatch`] sorts these choices by expert and applies each expert's capacity. Both are
+//! plain values that can be printed, compared and built by hand; no tensor of T x E x C exists anywhere. The experts
+//! then run as one grouped GEMM per projection.
 //!
-//! A layer has three phases: [`MoeLayer::forward`] gives the output and what backward needs, [`MoeLayer::backward`] gives
-//! the gradient of the input, and the [`MoeGradTask`] that it leaves gives the gradients of the weights, now or later.
-//! There is no automatic differentiation and no hidden state.
+//! A layer has three phases. [`MoeLayer::forward`] returns the output and the state that backward needs.
+//! [`MoeLayer::backward`] returns the gradient of the input and a [`MoeGradTask`]. Running that task, at once or
+//! later, computes the gradients of the weights. There is no automatic differentiation and no hidden state.
 //!
 //! ```
 //! use moeworks_moe::{
@@ -64,15 +64,16 @@
 //!
 //! # Precision
 //!
-//! Give the experts' weights as bf16 and their products are taken in bf16 with f32 sums; the router's weight is always
+//! If the experts' weights are bf16, their GEMMs run in bf16 with f32 accumulation. The router's weight is always
 //! f32, and so are its logits, the softmax, all statistics and every gradient of a weight.
 //!
-//! # Numbers that are not finite
+//! # Non-finite numbers
 //!
-//! A logit that is NaN counts as lower than all others when experts are chosen; if all are NaN the first K experts are
-//! chosen. The token's output is then NaN, that of other tokens is not touched.
+//! A NaN logit ranks below all others when experts are chosen; if all are NaN the first K experts are chosen. The
+//! output of that token is then NaN; other tokens are not affected.
 //!
-//! Shape letters: T tokens, D width, F expert width, S shared width, E experts, K experts a token, C capacity, R rows kept.
+//! Shape letters: T tokens, D width, F expert width, S shared width, E experts, K experts per token, C capacity, R
+//! rows within the capacity.
 
 mod config;
 mod config_error;
@@ -114,7 +115,7 @@ pub use stats::{
 };
 pub use weights::{MoeWeights, NamedTensor, SharedWeights, is_left_out, select_experts};
 
-/// Compiles the example on the front page.
+/// Compiles the example in README.md.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct FrontPage;

@@ -1,56 +1,58 @@
-//! Losses on the router: the auxiliary balance loss, per layer or pooled over the layers, and the z-loss.
+//! Auxiliary losses on the router: balance losses per layer, per group or pooled over the layers, entropy losses and
+//! the z-loss.
 //!
-//! Their gradients reach the router through the probabilities and the log-sum-exps alone; which expert was chosen has no
-//! gradient. Values are without their coefficient, so that runs with different coefficients can be compared; gradients
-//! are multiplied by the `scale` given, which is the coefficient times whatever else the whole loss is scaled by.
+//! Gradients reach the router through the probabilities and the log-sum-exps alone; the discrete choice of experts
+//! has no gradient. Values exclude the coefficient, so that runs with different coefficients can be compared.
+//! Gradients are multiplied by `scale`: the coefficient times the scale of the whole loss.
 
 use std::ops::Range;
 
 use crate::{LayerStats, ModalityStats};
 
-/// What the losses say of one layer's router, for [`MoeLayer::backward`](crate::MoeLayer::backward).
+/// The gradients of all auxiliary losses with respect to one layer's router statistics: the input of
+/// [`MoeLayer::backward`](crate::MoeLayer::backward).
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct LossGrad {
-    /// `[E]`: gradient of each probability of any token (the same for all tokens). Empty for none.
+    /// `[E]`: gradient of a token's probabilities, equal for all tokens. Empty for none.
     pub balance: Vec<f32>,
     /// Gradient of the mean over the tokens of the squared log-sum-exp.
     pub z: f32,
-    /// Gradient of the mean over the sequences of the sequence-wise loss, [`LayerStats::sequence_loss`]. The forward pass
-    /// must have been told the sequences' length.
+    /// Gradient of the mean over the sequences of the sequence-wise loss, [`LayerStats::sequence_loss`]. The forward
+    /// pass must have been given the sequences' length.
     pub sequence: f32,
-    /// Gradient of GShard's loss, [`LayerStats::gshard_loss`], the mean over the local groups of all ranks. The forward pass must have
-    /// been told that it counts, if there are several.
+    /// Gradient of GShard's loss, [`LayerStats::gshard_loss`], a mean over the local groups of all ranks. If there
+    /// are several groups, the forward pass must have been asked to compute it.
     pub gshard: f32,
     /// `[E]`: gradient of each expert's importance, [`LayerStats::importance`]. Empty for none.
     pub importance: Vec<f32>,
     /// `[E]`: gradient of each expert's smooth load, [`LayerStats::smooth_load`]. Empty for none.
     pub load: Vec<f32>,
-    /// Gradient of the L1 loss on gates ([`RouterConfig::l1_is_balanced`](crate::RouterConfig::l1_is_balanced)) times its weight,
-    /// which is state: what the whole loss is scaled by.
+    /// Scale of the L1 loss on ReLU gates ([`RouterConfig::l1_is_balanced`](crate::RouterConfig::l1_is_balanced)).
+    /// Its coefficient is router state and is multiplied in by the layer.
     pub l1: f32,
-    /// `[E]`: what a gate of each expert counts in it, [`l1_loads`]. Empty for one each.
+    /// `[E]`: weight of each expert's gates in the L1 loss, [`l1_loads`]. Empty for 1 each.
     pub l1_loads: Vec<f32>,
-    /// `[M]`: gradient of the entropy of each token's distribution, by the token's modality. Empty for none.
+    /// `[M]`: gradient of the entropy of a token's distribution, by the token's modality. Empty for none.
     pub entropy: Vec<f32>,
-    /// `[M, E]`: as `balance`, by the token's modality. Empty for none.
+    /// `[M, E]`: gradient of a token's probabilities, by the token's modality. Empty for none.
     pub modality_balance: Vec<f32>,
 }
 
 impl LossGrad {
-    /// What the losses say of a pass whose tokens are this share, 0 to 1, of those that their means are taken over: tokens of
-    /// other ranks are the rest.
+    /// Scales the losses that are means over tokens by `share`, 0 to 1: this pass's part of all tokens, where other
+    /// ranks have the rest.
     pub fn of_share(&mut self, share: f32) {
         self.z *= share;
         self.sequence *= share;
         self.l1 *= share;
     }
 
-    /// Whether nothing but balance and z-loss has a gradient.
+    /// Returns whether only the balance loss and the z-loss have a gradient.
     pub(crate) fn is_simple(&self) -> bool {
         self.sequence == 0.0 && self.is_simple_by_parts()
     }
 
-    /// Whether nothing but balance, of the whole and of sequences, and z-loss has a gradient.
+    /// Returns whether only the balance loss, the sequence-wise loss and the z-loss have a gradient.
     pub(crate) fn is_simple_by_parts(&self) -> bool {
         self.gshard == 0.0
             && self.importance.is_empty()
@@ -61,8 +63,8 @@ impl LossGrad {
     }
 }
 
-/// `[E]`: what a gate of each expert counts in the L1 loss of ReLU routing that balances, too: its tokens over its share of
-/// them, `E / (K T) n_e` (Wang et al., "ReMoE", 2412.14711, equation 11). Counts have no gradient.
+/// Returns `[E]`: the weight of each expert's gates in the balancing L1 loss of ReLU routing, `E / (K T) n_e`: its
+/// tokens over its even share (Wang et al., "ReMoE", 2412.14711, equation 11). The counts have no gradient.
 #[must_use]
 pub fn l1_loads(stats: &LayerStats, top_k: usize) -> Vec<f32> {
     let counts = &stats.tokens_per_expert;
@@ -73,16 +75,16 @@ pub fn l1_loads(stats: &LayerStats, top_k: usize) -> Vec<f32> {
 /// A balance loss over the layers of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BalanceLoss {
-    /// The loss, without a coefficient.
+    /// The loss, without its coefficient.
     pub value: f64,
-    /// For each layer `[E]` what [`LossGrad::balance`] takes.
+    /// `[E]` for each layer: the value of [`LossGrad::balance`].
     pub gradients: Vec<Vec<f32>>,
 }
 
-/// The auxiliary loss of Switch for each layer, added up: `sum over layers of E sum_i f_i P_i`, with `f_i` the share of
-/// the layer's choices that name expert i (before dropping) and `P_i` the mean probability. A balanced layer adds 1, one
-/// that sends everything to one expert with certainty adds E. With K = 1 this is equation 4 of Switch (2101.03961)
-/// without alpha.
+/// Sums Switch's auxiliary loss over the layers: `E sum_i f_i P_i` for each, with `f_i` the share of the layer's
+/// choices that name expert i (before dropping) and `P_i` its mean probability. A balanced layer adds 1; one that
+/// sends everything to one expert with certainty adds E. With K = 1 this is equation 4 of Switch (2101.03961) without
+/// alpha.
 #[must_use]
 pub fn balance_loss_per_layer(layers: &[&LayerStats], scale: f32) -> BalanceLoss {
     let mut loss = BalanceLoss { value: 0.0, gradients: Vec::with_capacity(layers.len()) };
@@ -104,17 +106,17 @@ impl BalanceLoss {
     }
 }
 
-/// The auxiliary loss of GShard for each layer, added up: [`LayerStats::gshard_loss`], which takes its means over each local
-/// group. A balanced layer adds `1/E^2`. Its gradient is [`LossGrad::gshard`]; those of the result are empty.
+/// Sums GShard's auxiliary loss over the layers: [`LayerStats::gshard_loss`], a mean over local groups. A balanced
+/// layer adds `1/E^2`. Its gradient is [`LossGrad::gshard`], so the gradients of the result are empty.
 #[must_use]
 pub fn balance_loss_gshard(layers: &[&LayerStats]) -> BalanceLoss {
     let value = layers.iter().map(|layer| layer.gshard_loss).sum();
     BalanceLoss { value, gradients: vec![Vec::new(); layers.len()] }
 }
 
-/// The device-level balance loss of DeepSeek-V2 (2405.04434) for each layer, added up: `sum over groups of f_g P_g`, with
-/// `f_g` the mean over the group's experts of their share of the choices times E and `P_g` the sum of their mean
-/// probabilities. Experts are in `num_groups` groups of consecutive ones. A balanced layer adds 1.
+/// Sums the device-level balance loss of DeepSeek-V2 (2405.04434) over the layers: `sum over groups of f_g P_g` for
+/// each. `f_g` is the mean, over the experts of group g, of their share of the choices times E. `P_g` is the sum of
+/// their mean probabilities. A group has consecutive experts. A balanced layer adds 1.
 #[must_use]
 pub fn balance_loss_of_groups(layers: &[&LayerStats], num_groups: usize, scale: f32) -> BalanceLoss {
     loss_of_groups(layers, num_groups, scale, |layer, _, group| {
@@ -125,10 +127,10 @@ pub fn balance_loss_of_groups(layers: &[&LayerStats], num_groups: usize, scale: 
     })
 }
 
-/// The communication balance loss of DeepSeek-V2 (2405.04434, equations 29 to 31) for each layer, added up: `sum over groups of
-/// f_g P_g`, with `f_g` the tokens that at least one expert of the group has, [`LayerStats::tokens_per_group`], times
-/// `num_groups / (top_groups T)`, and `P_g` as in [`balance_loss_of_groups`]. A balanced layer whose tokens each go to
-/// `top_groups` groups adds 1.
+/// Sums the communication balance loss of DeepSeek-V2 (2405.04434, equations 29 to 31) over the layers: `sum over
+/// groups of f_g P_g` for each. `f_g` is the number of tokens sent to group g, [`LayerStats::tokens_per_group`],
+/// times `num_groups / (top_groups T)`; `P_g` is as in [`balance_loss_of_groups`]. A balanced layer whose tokens each
+/// go to `top_groups` groups adds 1.
 #[must_use]
 pub fn communication_loss(layers: &[&LayerStats], (num_groups, top_groups): (usize, usize), scale: f32) -> BalanceLoss {
     loss_of_groups(layers, num_groups, scale, |layer, index, _| {
@@ -137,8 +139,7 @@ pub fn communication_loss(layers: &[&LayerStats], (num_groups, top_groups): (usi
     })
 }
 
-/// For each layer `sum over groups of load P_g`, with `load` of a layer, a group's index and its experts. Experts without
-/// computation are in no group.
+/// Sums `load(layer, index, experts) P_g` over the groups of each layer. Zero-computation experts are in no group.
 fn loss_of_groups(
     layers: &[&LayerStats],
     num_groups: usize,
@@ -159,8 +160,9 @@ fn loss_of_groups(
     loss
 }
 
-/// The squared coefficient of variation of `values` and its gradient times `scale`: the importance loss of
-/// [`LayerStats::importance`] and the load loss of [`LayerStats::smooth_load`] (Shazeer et al., 1701.06538). 0 without values.
+/// Returns the squared coefficient of variation of `values` and its gradient times `scale`: the importance loss of
+/// [`LayerStats::importance`] and the load loss of [`LayerStats::smooth_load`] (Shazeer et al., 1701.06538). 0
+/// without values.
 #[must_use]
 pub fn cv_squared(values: &[f64], scale: f32) -> (f64, Vec<f32>) {
     let n = values.len() as f64;
@@ -174,33 +176,33 @@ pub fn cv_squared(values: &[f64], scale: f32) -> (f64, Vec<f32>) {
     (variance / mean.powi(2), gradients)
 }
 
-/// What [`entropy_loss`] weighs.
+/// The weights of the entropy losses.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EntropyRule {
-    /// Weight of the mean entropy of the tokens' distributions, to be small: each token is to be decided (LIMoE's local
-    /// loss; the loss of top-p routing).
+    /// Weight of the mean entropy of the tokens' distributions, which should be small (LIMoE's local loss; the loss
+    /// of top-p routing).
     pub local: f32,
-    /// Weight of what the entropy of the mean distribution lacks to `min_entropy` (LIMoE's global loss).
+    /// Weight of `max(0, tau - H(mean distribution))` (LIMoE's global loss).
     pub global: f32,
-    /// Tau, in nats.
+    /// Tau: the least entropy of the mean distribution, in nats.
     pub min_entropy: f64,
 }
 
 /// The entropy losses of one layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EntropyLoss {
-    /// The mean entropy of the tokens, added up over the modalities, without its weight.
+    /// The mean entropy of the tokens, summed over the modalities, without its weight.
     pub local: f64,
-    /// `max(0, tau - H(mean distribution))`, added up over the modalities, without its weight.
+    /// `max(0, tau - H(mean distribution))`, summed over the modalities, without its weight.
     pub global: f64,
-    /// What [`LossGrad::entropy`] takes.
+    /// The value of [`LossGrad::entropy`].
     pub entropy: Vec<f32>,
-    /// What [`LossGrad::modality_balance`] takes.
+    /// The value of [`LossGrad::modality_balance`].
     pub modality_balance: Vec<f32>,
 }
 
-/// The local and the global entropy loss of LIMoE (Mustafa et al., 2206.02770, equations 2 and 3) of one layer, each
-/// modality by itself; a layer without modalities is one.
+/// Computes the local and the global entropy loss of one layer for each modality (LIMoE, Mustafa et al., 2206.02770,
+/// equations 2 and 3). A layer without modalities counts as a single one.
 #[must_use]
 pub fn entropy_loss(layer: &LayerStats, rule: &EntropyRule) -> EntropyLoss {
     let whole = [ModalityStats {
@@ -226,9 +228,10 @@ pub fn entropy_loss(layer: &LayerStats, rule: &EntropyRule) -> EntropyLoss {
     loss
 }
 
-/// The auxiliary loss of the `transformers` library (`load_balancing_loss_func`): the tokens of all layers are pooled,
-/// `E sum_i f_i P_i` with `f_i` the choices of expert i over the number of tokens and `P_i` the mean probability. Balanced
-/// routing gives K, not 1. All layers must have the same number of experts; no layer gives 0.
+/// Computes the auxiliary loss of the `transformers` library (`load_balancing_loss_func`). The tokens of all layers
+/// are pooled: `E sum_i f_i P_i` with `f_i` the choices of expert i over the number of tokens and `P_i` the mean
+/// probability. Balanced routing gives K, not 1. All layers must have the same number of experts; without layers the
+/// loss is 0.
 #[must_use]
 pub fn balance_loss_pooled(layers: &[&LayerStats], scale: f32) -> BalanceLoss {
     let num_experts = layers.first().map_or(0, |layer| layer.num_experts());
@@ -247,8 +250,9 @@ pub fn balance_loss_pooled(layers: &[&LayerStats], scale: f32) -> BalanceLoss {
     BalanceLoss { value, gradients: vec![gradient; layers.len()] }
 }
 
-/// The router z-loss (ST-MoE, 2202.08906) of each layer, added up, without its coefficient: the mean over the tokens of
-/// the squared log-sum-exp of the logits. A layer's [`LossGrad::z`] is the coefficient (times the scale of the loss).
+/// Sums the router z-loss over the layers, without its coefficient: the mean over the tokens of the squared
+/// log-sum-exp of the logits (ST-MoE, 2202.08906). Its gradient is [`LossGrad::z`]: the coefficient times the scale
+/// of the loss.
 #[must_use]
 pub fn z_loss(layers: &[&LayerStats]) -> f64 {
     layers.iter().map(|layer| layer.z).sum()

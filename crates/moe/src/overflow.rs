@@ -1,9 +1,9 @@
-//! The decision which choices exceed an expert's capacity, and where they go instead.
+//! Capacity overflow: the choices that exceed an expert's capacity, and rerouting them.
 //!
-//! Choices are served rank by rank: the first choices of all tokens before any second one (GShard, 2006.16668, algorithm
-//! 1). Within a rank tokens come in their order or, with batch-prioritised routing (Riquelme et al., "Scaling vision with
-//! sparse mixture of experts", 2106.05974), in the order of their best score. A counter moves even when its expert is
-//! full, so the choices that an expert keeps are the first ones that name it.
+//! The first choices of all tokens are served before any second one (GShard, 2006.16668, algorithm 1). Among choices
+//! of equal rank the tokens are served in their order or, with batch-prioritised routing (Riquelme et al.,
+//! 2106.05974), in the order of their best score. A counter advances even when its expert is full, so an expert keeps
+//! the first choices that name it.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,45 +13,47 @@ use crate::NO_EXPERT;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Overflow {
-    /// It is dropped; tokens are served in their order.
+    /// Drops the choice; tokens are served in their order.
     #[default]
     Drop,
-    /// It is dropped; tokens are served in the order of their best score (batch-prioritised routing).
+    /// Drops the choice; tokens are served in the order of their best score (batch-prioritised routing).
     Priority,
-    /// The token takes its best-scored expert that has room, if there is one; tokens are served in their order.
+    /// Reroutes the choice to the token's best-scored expert with capacity left, if there is one; tokens are served
+    /// in their order.
     Reroute,
 }
 
-/// The capacity that experts have left.
+/// The capacity that the experts have left.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RemainingCapacity<'a> {
-    /// Rows that each expert may take of one group of tokens.
+    /// `[E]`: rows that each expert may take of one group of tokens.
     pub(crate) capacity: &'a [u32],
-    /// Tokens of a group, each with counters of its own; the last group may be smaller.
+    /// Tokens per group. Each group has its own counters; the last one may be smaller.
     pub(crate) group_tokens: usize,
-    /// `[K, E]`: where the counters stand when the choices of a place (first, second ..) begin; none where they go on.
+    /// `[K, E]`: initial counters for the choices of each rank (first, second ..), which include the tokens of ranks
+    /// before this one; none to start from 0 and count on.
     pub(crate) before: Option<&'a [u32]>,
 }
 
-/// The choices of a rank's tokens that are within the capacity which tokens of all ranks share.
+/// The choices of one rank's tokens that are within a capacity shared by all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WithinCapacity {
-    /// `[T, K]`
+    /// `[T, K]`: true for a choice within the capacity.
     pub(crate) is_within: Vec<bool>,
-    /// Tokens of all ranks.
+    /// The number of tokens of all ranks.
     pub(crate) num_tokens: usize,
 }
 
 impl RemainingCapacity<'_> {
-    /// The groups of `num_tokens` tokens.
+    /// Splits `num_tokens` tokens into groups.
     fn groups(&self, num_tokens: usize) -> impl Iterator<Item = std::ops::Range<usize>> + use<> {
         let size = self.group_tokens.max(1);
         (0..num_tokens.div_ceil(size)).map(move |group| group * size..((group + 1) * size).min(num_tokens))
     }
 }
 
-/// Whether each of the choices `ids [T, K]` finds remaining. `priority [T]`, if given, orders the tokens, highest first, the
-/// lower index at a tie.
+/// Returns for each of the choices `ids [T, K]` whether it is within the capacity. `priority [T]`, if given, orders
+/// the tokens: highest first, the lower index at a tie.
 pub(crate) fn within_capacity(
     ids: &[u32],
     top_k: usize,
@@ -83,9 +85,10 @@ pub(crate) fn within_capacity(
     is_kept
 }
 
-/// Moves the choices `ids [T, K]` that find no room to the token's best-scored expert that has room and that it does not
-/// have yet; `scores [T, E]` rank the experts, the lower index first at a tie, negative infinity is never taken. A choice
-/// for which there is none stays, to be dropped. Returns how many were moved.
+/// Moves the choices `ids [T, K]` that are beyond the capacity to the token's best-scored expert that has capacity
+/// left and that the token does not have yet. `scores [T, E]` ranks the experts, the lower index first at a tie;
+/// negative infinity is never taken. A choice without such an expert stays, to be dropped. Returns the number of
+/// moved choices.
 pub(crate) fn reroute(ids: &mut [u32], top_k: usize, remaining: RemainingCapacity<'_>, scores: &[f32]) -> usize {
     let num_experts = remaining.capacity.len();
     let mut taken = vec![0_u32; num_experts];
@@ -113,7 +116,7 @@ pub(crate) fn reroute(ids: &mut [u32], top_k: usize, remaining: RemainingCapacit
     num_rerouted
 }
 
-/// The best-scored of the experts that `is_free`.
+/// Returns the best-scored of the experts for which `is_free` is true.
 fn best(scores: &[f32], is_free: impl Fn(usize) -> bool) -> Option<usize> {
     let mut best = None;
     for (expert, &score) in scores.iter().enumerate() {

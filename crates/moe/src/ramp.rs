@@ -1,28 +1,28 @@
-//! A number that changes over a run: coefficients of losses, temperatures.
+//! A number that changes over a run, such as a loss coefficient or a temperature.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// The way between a ramp's two values.
+/// The interpolation between a ramp's two values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RampShape {
-    /// In equal steps.
+    /// Linear.
     Linear,
     /// Half a cosine.
     Cosine,
-    /// In equal factors; both values must be positive.
+    /// Geometric: equal factors per step. Both values must be positive.
     Exponential,
-    /// None: the first value, then at once the second.
+    /// The first value throughout, then at once the second.
     Step,
 }
 
-/// A number that goes from one value to another over a share of a run and then stays.
+/// A number that moves from one value to another over a share of a run and then stays.
 ///
-/// Written as a number where it is constant, otherwise as text, `"linear 0.01 to 0.001 over 0.5"`: the shape (linear,
-/// cosine, exponential, step), the two values, and the share of the run's steps, 1 if not given.
+/// A constant is written as a number. A ramp is written as text, `"linear 0.01 to 0.001 over 0.5"`: the shape
+/// (linear, cosine, exponential, step), the two values, and the share of the run's steps (1 if omitted).
 ///
 /// ```
 /// use moeworks_moe::Ramp;
@@ -37,35 +37,35 @@ pub struct Ramp {
     pub start: f64,
     /// The value after `share` of the run.
     pub end: f64,
-    /// The share of the run, above 0 to 1.
+    /// The share of the run over which the value moves: above 0 and at most 1.
     pub share: f64,
-    /// The way.
+    /// The interpolation.
     pub shape: RampShape,
 }
 
 impl Ramp {
-    /// 0 throughout.
+    /// The constant 0.
     pub const ZERO: Self = Self::constant(0.0);
 
-    /// A number that does not change.
+    /// Creates a ramp that does not change.
     #[must_use]
     pub const fn constant(value: f64) -> Self {
         Self { start: value, end: value, share: 1.0, shape: RampShape::Linear }
     }
 
-    /// Whether it never changes.
+    /// Returns whether the value never changes.
     #[must_use]
     pub fn is_constant(&self) -> bool {
         self.start.to_bits() == self.end.to_bits()
     }
 
-    /// Whether it is `value` throughout.
+    /// Returns whether it is `value` throughout.
     #[must_use]
     pub fn is(&self, value: f64) -> bool {
         (self.start, self.end) == (value, value)
     }
 
-    /// The value when `progress`, 0 to 1, of the run is done.
+    /// Returns the value at `progress`, 0 to 1, of the run.
     #[must_use]
     pub fn at(&self, progress: f64) -> f64 {
         if self.is_constant() || progress >= self.share {
@@ -80,7 +80,7 @@ impl Ramp {
         }
     }
 
-    /// The smallest and the largest value.
+    /// Returns the smallest and the largest value.
     #[must_use]
     pub fn range(&self) -> (f64, f64) {
         (self.start.min(self.end), self.start.max(self.end))
@@ -102,14 +102,14 @@ impl fmt::Display for Ramp {
     }
 }
 
-/// The decimal number that is written for it, so that 0.1 is the same here and there.
+/// Converts through the printed decimal, so that `0.1_f32` becomes `0.1_f64`.
 impl From<f32> for Ramp {
     fn from(value: f32) -> Self {
         Self::constant(value.to_string().parse().unwrap_or(f64::from(value)))
     }
 }
 
-/// Why a text is no [`Ramp`].
+/// The error of a text that is not a [`Ramp`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be a number or a ramp such as \"linear 0.01 to 0.001 over 0.5\" (or cosine, exponential, step)")]
 pub struct RampError;

@@ -1,4 +1,4 @@
-//! The decision which experts a token goes to.
+//! The routing: the experts chosen for each token.
 
 use std::fmt;
 
@@ -6,22 +6,22 @@ use moeworks_ops::Context;
 use moeworks_ops::counting_sort::SortedChoices;
 use moeworks_tensor::Tensor;
 
-/// In [`Routing::expert_ids`]: no expert. A token may have fewer experts than others.
+/// The entry of [`Routing::expert_ids`] for no expert, where a token has fewer than K.
 pub const NO_EXPERT: u32 = u32::MAX;
 
-/// For each token its experts and their weights: a plain value that can be printed, compared and made by hand.
+/// The experts of each token and their weights: a plain value that can be printed, compared and built by hand.
 #[derive(Clone)]
 pub struct Routing {
     num_experts: usize,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    /// Whether it is known that no choice is [`NO_EXPERT`].
+    /// True if no choice is [`NO_EXPERT`]; false if that is unknown.
     is_whole: bool,
-    /// The choices sorted by expert, where that is known.
+    /// The choices sorted by expert, where they are known already.
     sorted: Option<SortedChoices>,
 }
 
-/// Why a list of choices is no routing, or cannot be handed in to a layer.
+/// The error of an invalid routing, or of expert ids that a layer cannot take.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RoutingError {
     /// The lists do not hold K entries for each token.
@@ -34,7 +34,7 @@ pub enum RoutingError {
         /// K.
         top_k: usize,
     },
-    /// A routing scheme that takes no expert ids.
+    /// The routing scheme takes no expert ids.
     #[error("router.kind = {scheme} takes no expert ids: {reason}")]
     NoReplay {
         /// The scheme's name.
@@ -42,7 +42,7 @@ pub enum RoutingError {
         /// The reason.
         reason: &'static str,
     },
-    /// Expert ids that are not K for each token.
+    /// The number of expert ids is not K for each token.
     #[error("{num_ids} expert ids for {num_tokens} tokens: must be {top_k} for each token")]
     NumIds {
         /// Expert ids given.
@@ -52,7 +52,7 @@ pub enum RoutingError {
         /// K.
         top_k: usize,
     },
-    /// A logit that is NaN or infinite: no choice can be made by it.
+    /// A logit is NaN or infinite.
     #[error("the router's logit of token {token} for expert {expert} is {logit}: must be a finite number")]
     NotFinite {
         /// The token.
@@ -62,7 +62,7 @@ pub enum RoutingError {
         /// The logit.
         logit: f32,
     },
-    /// An expert that a token has twice.
+    /// A token has the same expert twice.
     #[error("token {token} has expert {expert} twice: must be at most once")]
     Twice {
         /// The token.
@@ -70,12 +70,12 @@ pub enum RoutingError {
         /// The expert.
         expert: u32,
     },
-    /// An id that no expert has.
+    /// An expert id is out of range.
     #[error("choice {choice} of token {token} is expert {expert}: must be below the number of experts, {num_experts}")]
     Expert {
         /// The token.
         token: usize,
-        /// Which of its choices.
+        /// The index of the choice.
         choice: usize,
         /// The id.
         expert: u32,
@@ -85,8 +85,8 @@ pub enum RoutingError {
 }
 
 impl Routing {
-    /// A routing from lists, `[T, K]` row by row; a token's first entry is its first choice, [`NO_EXPERT`] is none. A token
-    /// has an expert at most once.
+    /// Creates a routing from lists, `[T, K]` row by row. A token's first entry is its first choice; [`NO_EXPERT`]
+    /// stands for none. A token may have an expert at most once.
     pub fn new(
         ctx: &Context,
         num_experts: usize,
@@ -109,68 +109,68 @@ impl Routing {
         })
     }
 
-    /// From the router's own tensors, `[T, K]` each.
+    /// Creates a routing from the router's own tensors, `[T, K]` each.
     pub(crate) fn from_tensors(num_experts: usize, expert_ids: Tensor, expert_weights: Tensor) -> Self {
         Self { num_experts, expert_ids, expert_weights, is_whole: false, sorted: None }
     }
 
-    /// The same with what sorting the choices by expert gives.
+    /// Attaches the choices sorted by expert.
     pub(crate) fn with_sorted(self, sorted: Option<SortedChoices>) -> Self {
         Self { sorted, ..self }
     }
 
-    /// The choices sorted by expert, if that is known.
+    /// Returns the choices sorted by expert, if they are known already.
     pub(crate) fn sorted(&self) -> Option<&SortedChoices> {
         self.sorted.as_ref()
     }
 
-    /// The same, if `is_whole` with the promise that no choice is [`NO_EXPERT`].
+    /// Sets the promise that no choice is [`NO_EXPERT`].
     pub(crate) fn whole(self, is_whole: bool) -> Self {
         Self { is_whole, ..self }
     }
 
-    /// Whether it is known that no choice is [`NO_EXPERT`].
+    /// Returns whether it is known that no choice is [`NO_EXPERT`].
     pub(crate) fn is_whole(&self) -> bool {
         self.is_whole
     }
 
-    /// E.
+    /// Returns E, the number of experts.
     #[must_use]
     pub fn num_experts(&self) -> usize {
         self.num_experts
     }
 
-    /// T.
+    /// Returns T, the number of tokens.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.expert_ids.rows()
     }
 
-    /// K: the most experts that a token has room for.
+    /// Returns K, the most experts that a token can have.
     #[must_use]
     pub fn top_k(&self) -> usize {
         self.expert_ids.cols()
     }
 
-    /// How many choices there are: T K, less those that are [`NO_EXPERT`].
+    /// Returns the number of choices: T K less those that are [`NO_EXPERT`].
     #[must_use]
     pub fn num_choices(&self) -> usize {
         self.expert_ids().iter().filter(|&&id| id != NO_EXPERT).count()
     }
 
-    /// `[T, K]`: the experts of each token, first choice first; [`NO_EXPERT`] where a token has fewer than K.
+    /// Returns `[T, K]`: the experts of each token, first choice first; [`NO_EXPERT`] where a token has fewer than K.
     #[must_use]
     pub fn expert_ids(&self) -> &[u32] {
         self.expert_ids.u32s()
     }
 
-    /// `[T, K]`: their weights.
+    /// Returns `[T, K]`: the weights of [`Routing::expert_ids`].
     #[must_use]
     pub fn expert_weights(&self) -> &[f32] {
         self.expert_weights.f32s()
     }
 
-    /// The experts of token `t` and their weights, first choice first.
+    /// Returns the experts of token `t` and their weights, first choice first.
     pub fn choices(&self, t: usize) -> impl Iterator<Item = (u32, f32)> + '_ {
         let range = t * self.top_k()..(t + 1) * self.top_k();
         let choices =
@@ -183,7 +183,7 @@ impl Routing {
     }
 }
 
-/// Checks that all `ids [T, K]` are experts or [`NO_EXPERT`], and that no token has an expert twice.
+/// Checks that all `ids [T, K]` are in range or [`NO_EXPERT`], and that no token has an expert twice.
 pub(crate) fn check_ids(ids: &[u32], top_k: usize, num_experts: usize) -> Result<(), RoutingError> {
     if let Some(i) = ids.iter().position(|&id| id as usize >= num_experts && id != NO_EXPERT) {
         let (token, choice) = (i / top_k, i % top_k);
@@ -213,7 +213,7 @@ impl fmt::Debug for Routing {
     }
 }
 
-/// A line for each token: `0: 5 (0.7500), 2 (0.2500)`.
+/// Prints a line for each token: `0: 5 (0.7500), 2 (0.2500)`.
 impl fmt::Display for Routing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for t in 0..self.num_tokens() {

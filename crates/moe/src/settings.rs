@@ -1,7 +1,7 @@
-//! Settings as a table: a setting's name, type, default, range and comment stand in one place, the definition of its section.
+//! Settings as a table: the definition of a section holds each setting's name, type, default, range and comment.
 //!
-//! The macro [`settings!`](macro@crate::settings) makes of a definition the struct, its `Default`, and the rows ([`Setting`]) that the
-//! commented configuration file, the checks and `docs/settings.md` are made from:
+//! The macro [`settings!`](macro@crate::settings) expands a definition to the struct, its `Default`, and the rows
+//! ([`Setting`]) from which the commented configuration file, the checks and `docs/settings.md` are made:
 //!
 //! ```
 //! use moeworks_moe::{Range, Section, settings};
@@ -12,7 +12,7 @@
 //!     pub struct Optimizer in "optimizer." {
 //!         /// AdamW beta1: decay of the first moment.
 //!         ///
-//!         /// What follows an empty line is for readers of the code: the file shows the lines before it.
+//!         /// Text after an empty line is for readers of the code; the file shows the lines before it.
 //!         beta1: f64 = 0.9, in Range::BELOW_ONE;
 //!         /// Steps of the linear warm-up.
 //!         warmup_steps: u64 = 25, in Range::COUNT;
@@ -33,15 +33,15 @@ use std::ops::RangeInclusive;
 
 use crate::{ConfigError, Ramp};
 
-/// The largest whole number of a configuration file: TOML's are signed.
+/// The largest whole number of a configuration file, because TOML's integers are signed.
 const MAX_WHOLE: u64 = i64::MAX as u64;
 
-/// The values that a setting may have, whatever the others are.
+/// The values that a setting may have, independent of other settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Range {
     /// Every value of its type: text, a choice, true or false.
     Any,
-    /// Whole numbers between two bounds, which are included.
+    /// Whole numbers between two inclusive bounds.
     Whole {
         /// The least.
         least: u64,
@@ -58,11 +58,11 @@ pub enum Range {
 }
 
 impl Range {
-    /// Any whole number from 0.
+    /// Whole numbers from 0.
     pub const COUNT: Self = Self::whole(0..=MAX_WHOLE);
-    /// Any whole number from 1.
+    /// Whole numbers from 1.
     pub const AT_LEAST_ONE: Self = Self::whole(1..=MAX_WHOLE);
-    /// Any finite number.
+    /// Finite numbers.
     pub const FINITE: Self = Self::Number { low: Unbounded, high: Unbounded };
     /// Numbers of at least 0.
     pub const NOT_NEGATIVE: Self = Self::Number { low: Included(0.0), high: Unbounded };
@@ -72,22 +72,22 @@ impl Range {
     pub const SHARE: Self = Self::Number { low: Included(0.0), high: Included(1.0) };
     /// Numbers above 0 and at most 1.
     pub const POSITIVE_SHARE: Self = Self::Number { low: Excluded(0.0), high: Included(1.0) };
-    /// Numbers from 0 that are below 1.
+    /// Numbers of at least 0 and below 1.
     pub const BELOW_ONE: Self = Self::Number { low: Included(0.0), high: Excluded(1.0) };
 
-    /// Whole numbers between two bounds.
+    /// Creates a range of whole numbers between two bounds.
     #[must_use]
     pub const fn whole(values: RangeInclusive<u64>) -> Self {
         Self::Whole { least: *values.start(), most: *values.end() }
     }
 
-    /// Numbers between two bounds, which are included.
+    /// Creates a range of numbers between two inclusive bounds.
     #[must_use]
     pub const fn number(values: RangeInclusive<f64>) -> Self {
         Self::Number { low: Included(*values.start()), high: Included(*values.end()) }
     }
 
-    /// Numbers of at least `least`.
+    /// Creates a range of numbers of at least `least`.
     #[must_use]
     pub const fn at_least(least: f64) -> Self {
         Self::Number { low: Included(least), high: Unbounded }
@@ -129,9 +129,9 @@ impl fmt::Display for Range {
     }
 }
 
-/// A type of settings that are numbers.
+/// A numeric type of settings.
 pub trait Ranged: fmt::Display {
-    /// Whether it is a number or the text of a ramp.
+    /// True if the setting may also be the text of a ramp.
     const IS_RAMP: bool = false;
 
     /// Returns whether the value is in `range`.
@@ -140,7 +140,7 @@ pub trait Ranged: fmt::Display {
     /// Checks the value of `setting`.
     ///
     /// # Errors
-    /// If it is not in `range`.
+    /// If it is out of `range`.
     fn check(&self, setting: &'static str, range: &Range) -> Result<(), ConfigError> {
         if self.is_in(range) { Ok(()) } else { Err(ConfigError::new(setting, self, format!("must be {range}"))) }
     }
@@ -187,51 +187,52 @@ impl Ranged for Ramp {
 /// A row of the table of settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Setting {
-    /// The dotted name within the configuration of the crate that defines it.
+    /// The dotted name within the configuration of the crate that defines the setting.
     pub name: &'static str,
     /// The lines of its documentation.
     doc: &'static [&'static str],
-    /// Its values.
+    /// The valid values.
     pub range: Range,
-    /// Whether it is a number or the text of a [`Ramp`].
+    /// True if the setting may also be the text of a [`Ramp`].
     pub is_ramp: bool,
-    /// The name that it had before, which is still read.
+    /// The former name, which is still read.
     pub old_name: Option<&'static str>,
 }
 
 impl Setting {
-    /// A setting without a range.
+    /// Creates a setting without a range.
     #[must_use]
     pub const fn new(name: &'static str, doc: &'static [&'static str]) -> Self {
         Self { name, doc, range: Range::Any, is_ramp: false, old_name: None }
     }
 
-    /// Gives a setting of type `T` its range.
+    /// Sets the range of a setting of type `T`.
     #[must_use]
     pub const fn in_range<T: Ranged>(self, range: Range) -> Self {
         Self { range, is_ramp: T::IS_RAMP, ..self }
     }
 
-    /// Gives a setting the name that it had before.
+    /// Sets the former name of a setting.
     #[must_use]
     pub const fn was(self, old_name: &'static str) -> Self {
         Self { old_name: Some(old_name), ..self }
     }
 
-    /// The comment in a configuration file: the documentation up to its first empty line.
+    /// Returns the comment for a configuration file: the documentation up to its first empty line.
     #[must_use]
     pub fn comment(&self) -> String {
         comment(self.doc)
     }
 }
 
-/// Joins the first paragraph of documentation.
+/// Joins the lines of the first paragraph of documentation.
 fn comment(doc: &[&str]) -> String {
     let lines: Vec<&str> = doc.iter().map(|line| line.trim()).take_while(|line| !line.is_empty()).collect();
     lines.join("\n")
 }
 
-/// A section of a configuration: a struct whose fields are settings. [`settings!`](macro@crate::settings) implements it.
+/// A section of a configuration: a struct whose fields are settings. [`settings!`](macro@crate::settings) implements
+/// this trait.
 pub trait Section {
     /// The lines of its documentation.
     const DOC: &'static [&'static str];
@@ -244,15 +245,15 @@ pub trait Section {
         comment(Self::DOC)
     }
 
-    /// Checks every setting by itself.
+    /// Checks the range of every setting.
     ///
     /// # Errors
-    /// The first that is out of its range.
+    /// For the first setting out of its range.
     fn check_ranges(&self) -> Result<(), ConfigError>;
 }
 
-/// Defines a section of settings: its struct, defaults and rows (an example is at the head of `settings.rs`). Fields that are no
-/// settings of their own, such as sections below, come in a block `besides`.
+/// Defines a section of settings: its struct, defaults and rows. The head of `settings.rs` has an example. Fields
+/// that are not settings themselves, such as nested sections, come in a block `besides`.
 #[macro_export]
 macro_rules! settings {
     (

@@ -1,6 +1,6 @@
-//! Shared experts: a dense feed-forward that every token passes, as one expert that gets every token with weight 1, or with the gate
-//! that its output is multiplied by (Qwen2-MoE). That way the activation is fused into the products as it is for routed experts, and a
-//! gate's gradient is that of a row's weight.
+//! Shared experts: a dense feed-forward that every token passes through. It runs as a single expert that gets every
+//! token with weight 1, or with the weight of a sigmoid gate (Qwen2-MoE). This reuses the experts' fused activation,
+//! and the gate's gradient is the gradient of a row's weight.
 
 use moeworks_ops::elementwise::{add_assign, sigmoid, sigmoid_backward};
 use moeworks_ops::experts::{
@@ -13,19 +13,19 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::{SharedWeights, is_left_out};
 
-/// The values that backward needs of forward.
+/// The state that backward needs from forward.
 pub(crate) struct SharedSaved {
-    /// All tokens, each with its gate where the output is multiplied by one.
+    /// All tokens as rows, each weighted by its gate if there is one.
     rows: AllRows,
-    /// Nothing where no backward pass was to follow.
+    /// The experts' saved state; none after a forward-only pass.
     experts: Option<ExpertsSaved>,
 }
 
-/// What the weights' gradients need of backward.
+/// The state that the weights' gradients need from backward.
 pub(crate) struct SharedTask {
     dh: Tensor,
     weighed: Option<Tensor>,
-    /// The gradient of the gate's logits, `[T, 1]`.
+    /// `[T, 1]`: the gradient of the gate's logits.
     d_logits: Option<Tensor>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct SharedInputs<'a> {
 }
 
 impl SharedSaved {
-    /// Adds the output for `x [T, D]` to `base [T, D]`, f32.
+    /// Adds the shared experts' output for `x [T, D]` to `base [T, D]`, f32.
     pub(crate) fn forward(ctx: &Context, weights: &SharedWeights, pass: SharedPass<'_>) -> (Tensor, Self) {
         let SharedPass { x, base, activation, is_forward_only } = pass;
         let mut rows = AllRows::new(ctx, x.rows());
@@ -61,7 +61,7 @@ impl SharedSaved {
         (y, Self { rows, experts })
     }
 
-    /// The gradient of `x`, and the weights' as a task.
+    /// Returns the gradient of `x` and a task for the gradients of the weights.
     pub(crate) fn backward(
         &self,
         ctx: &Context,
@@ -105,12 +105,12 @@ impl SharedTask {
     }
 }
 
-/// The values that a backward pass needs of experts; asking for those of a pass which was said to be forward only is a fault of the caller.
+/// Returns the state that a backward pass needs. Panics after a forward-only pass, which has no backward pass.
 pub(crate) fn kept(saved: &Option<ExpertsSaved>) -> &ExpertsSaved {
     saved.as_ref().expect("a pass that was to be forward only has no backward pass")
 }
 
-/// The weights in the shape of a stack of one expert.
+/// Reshapes the weights to a stack of one expert.
 fn stacked(weights: &SharedWeights) -> (Tensor, Tensor) {
     let stack = |tensor: &Tensor| tensor.clone().reshaped(&[1, tensor.rows(), tensor.cols()]);
     (stack(&weights.gate_up), stack(&weights.down))

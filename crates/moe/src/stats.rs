@@ -1,24 +1,24 @@
-//! What a layer's routing looked like: loads, drops, probabilities, entropy, and the figures that others record.
+//! Routing statistics of a layer: loads, drops, probabilities, entropies, and published measures of load balance.
 
 use crate::MoeConfig;
 
 /// The routing of one MoE layer over the tokens of one pass, or of several passes after [`merge`](Self::merge).
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerStats {
-    /// T.
+    /// T, the number of tokens.
     pub num_tokens: usize,
     /// Choices, dropped ones included: T K where every token has K experts.
     pub num_choices: usize,
-    /// Choices that no expert had room for.
+    /// Choices that were dropped because their expert was full.
     pub num_dropped: usize,
-    /// Choices that went to another expert than the router's, because that one had no room.
+    /// Choices that were rerouted to another expert because the chosen one was full.
     pub num_rerouted: usize,
-    /// `[E]`: choices of each expert, before any is dropped.
+    /// `[E]`: choices that name each expert, dropped ones included.
     pub tokens_per_expert: Vec<u32>,
     /// `[E]`: rows of each expert, after dropping.
     pub kept_per_expert: Vec<u32>,
-    /// `[G]`: tokens that at least one expert of each of the router's groups has, before any choice is dropped; empty where there
-    /// is one group.
+    /// `[G]`: tokens with at least one expert in each of the router's groups, dropped choices included; empty if
+    /// there is one group.
     pub tokens_per_group: Vec<u32>,
     /// `[E]`: mean over the tokens of their distribution over the experts.
     pub mean_prob: Vec<f32>,
@@ -33,13 +33,13 @@ pub struct LayerStats {
     pub sequence_loss: f64,
     /// Mean over the router's local groups of GShard's balance loss: `1/E^2` when balanced.
     pub gshard_loss: f64,
-    /// `[E]`: the sum of the weights of each expert's choices, before any is dropped (Shazeer's importance).
+    /// `[E]`: the sum of the weights of each expert's choices, dropped ones included (Shazeer's importance).
     pub importance: Vec<f64>,
     /// `[E]`: the smooth load under noise (Shazeer); empty without noise on the logits.
     pub smooth_load: Vec<f64>,
     /// The tokens of each modality; empty where there is one.
     pub modalities: Vec<ModalityStats>,
-    /// What the balance loss makes of experts without computation.
+    /// The zero-computation experts, which the balance loss weighs differently.
     pub free: ZeroComputationShare,
 }
 
@@ -54,19 +54,19 @@ pub struct ModalityStats {
     pub mean_entropy: f64,
 }
 
-/// How many of a layer's experts are without computation, and what the balance loss makes of them.
+/// A layer's zero-computation experts and their weight in the balance loss.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ZeroComputationShare {
-    /// Zero, copy and constant experts.
+    /// The number of zero, copy and constant experts.
     pub num_zero_computation: usize,
-    /// What their part of the loss is multiplied by (MoE++'s tau).
+    /// The factor on their part of the loss (MoE++'s tau).
     pub ratio: f64,
-    /// Null experts, which count with their mean load (AdaMoE).
+    /// The number of null experts, each of which has their mean load in the loss (AdaMoE).
     pub num_null: usize,
 }
 
 impl ZeroComputationShare {
-    /// That of `config`.
+    /// Reads the numbers of experts from `config`.
     #[must_use]
     pub fn of(config: &MoeConfig) -> Self {
         let router = &config.router;
@@ -78,7 +78,8 @@ impl ZeroComputationShare {
         }
     }
 
-    /// The loads that the balance loss takes of `loads`: null experts have their mean, free ones a share.
+    /// Returns the loads that the balance loss uses: null experts get their mean load, the other zero-computation
+    /// experts theirs times `ratio`.
     #[must_use]
     pub fn balanced(&self, loads: &[f64]) -> Vec<f64> {
         let mut loads = loads.to_vec();
@@ -92,7 +93,7 @@ impl ZeroComputationShare {
 }
 
 impl LayerStats {
-    /// Statistics of no token, for `num_experts` experts: where [`merge`](Self::merge) starts.
+    /// Creates the statistics of no token, for `num_experts` experts: the start of [`merge`](Self::merge).
     #[must_use]
     pub fn empty(num_experts: usize) -> Self {
         Self {
@@ -167,103 +168,103 @@ impl LayerStats {
                 *a += ((f64::from(b) - f64::from(*a)) * share) as f32;
             }
         }
-        // The last modality that has tokens may be another one there.
+        // `other` may have tokens of modalities that this pass has not seen.
         let known = self.modalities.len();
         self.modalities.extend(other.modalities.iter().skip(known).cloned());
     }
 
-    /// E.
+    /// Returns E, the number of experts.
     #[must_use]
     pub fn num_experts(&self) -> usize {
         self.tokens_per_expert.len()
     }
 
-    /// Of these, those that compute; they come first.
+    /// Returns the number of experts that compute; they come first.
     #[must_use]
     pub fn num_computing(&self) -> usize {
         self.num_experts().saturating_sub(self.free.num_zero_computation + self.free.num_null)
     }
 
-    /// Share of the choices that were dropped, 0 to 1.
+    /// Returns the share of the choices that were dropped, 0 to 1.
     #[must_use]
     pub fn drop_rate(&self) -> f64 {
         share(self.num_dropped as u64, self.num_choices as u64)
     }
 
-    /// Share of the choices that were rerouted, 0 to 1.
+    /// Returns the share of the choices that were rerouted, 0 to 1.
     #[must_use]
     pub fn reroute_rate(&self) -> f64 {
         share(self.num_rerouted as u64, self.num_choices as u64)
     }
 
-    /// Root of the mean squared logit: the scale of the router's logits. Logits that grow without bound saturate the
-    /// softmax (the router z-loss is against that).
+    /// Returns the root mean square of the logits. Logits that grow without bound saturate the softmax; the router
+    /// z-loss counteracts that.
     #[must_use]
     pub fn logit_rms(&self) -> f64 {
         self.mean_squared_logit.sqrt()
     }
 
-    /// [`cv`] of the tokens per expert.
+    /// Returns the [`cv`] of the tokens per expert.
     #[must_use]
     pub fn cv(&self) -> f64 {
         cv(&self.tokens_per_expert)
     }
 
-    /// [`load_entropy`] of the tokens per expert.
+    /// Returns the [`load_entropy`] of the tokens per expert.
     #[must_use]
     pub fn load_entropy(&self) -> f64 {
         load_entropy(&self.tokens_per_expert)
     }
 
-    /// Entropy of the mean probabilities, in nats.
+    /// Returns the entropy of the mean probabilities, in nats.
     #[must_use]
     pub fn mean_prob_entropy(&self) -> f64 {
         self.mean_prob.iter().map(|&p| f64::from(p)).map(|p| if p > 0.0 { -p * p.ln() } else { 0.0 }).sum()
     }
 
-    /// [`expert_diversity`] of the tokens per expert.
+    /// Returns the [`expert_diversity`] of the tokens per expert.
     #[must_use]
     pub fn expert_diversity(&self) -> f64 {
         expert_diversity(&self.tokens_per_expert)
     }
 
-    /// [`num_dead_experts`] of the tokens per expert.
+    /// Returns the [`num_dead_experts`] of the tokens per expert.
     #[must_use]
     pub fn num_dead_experts(&self) -> usize {
         num_dead_experts(&self.tokens_per_expert)
     }
 
-    /// [`dead_expert_frac`] of the tokens per expert.
+    /// Returns the [`dead_expert_frac`] of the tokens per expert.
     #[must_use]
     pub fn dead_expert_frac(&self) -> f64 {
         dead_expert_frac(&self.tokens_per_expert)
     }
 
-    /// [`max_over_mean`] of the tokens per expert.
+    /// Returns the [`max_over_mean`] of the tokens per expert.
     #[must_use]
     pub fn max_over_mean(&self) -> f64 {
         max_over_mean(&self.tokens_per_expert)
     }
 
-    /// [`e_max_violation`] of the tokens per expert.
+    /// Returns the [`e_max_violation`] of the tokens per expert.
     #[must_use]
     pub fn e_max_violation(&self) -> f64 {
         e_max_violation(&self.tokens_per_expert)
     }
 }
 
-/// The count of an expert: u32 in one pass, u64 in sums over many.
+/// A count of tokens: u32 in one pass, u64 in sums over many.
 pub trait Load: Copy + Into<u64> {}
 
 impl<N: Copy + Into<u64>> Load for N {}
 
-/// `part / whole`, 0 of nothing: the share of the choices that were dropped or rerouted.
+/// Returns `part / whole`, or 0 if `whole` is 0.
 #[must_use]
 pub fn share(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
-/// Coefficient of variation of a load: standard deviation (of the whole population) over mean. 0 for an even load and
+/// Returns the coefficient of variation of a load: population standard deviation over mean. 0 for an even load and
 /// for none; `sqrt(E - 1)` if one expert has everything.
 #[must_use]
 pub fn cv<N: Load>(load: &[N]) -> f64 {
@@ -275,40 +276,41 @@ pub fn cv<N: Load>(load: &[N]) -> f64 {
     variance.sqrt() / mean
 }
 
-/// Entropy of a load as a distribution over the experts, in nats: `ln E` if even, 0 if one expert has everything.
+/// Returns the entropy of a load as a distribution over the experts, in nats: `ln E` if even, 0 if one expert has
+/// everything.
 #[must_use]
 pub fn load_entropy<N: Load>(load: &[N]) -> f64 {
     let total = counts(load).sum::<f64>();
     counts(load).map(|n| if n > 0.0 { -(n / total) * (n / total).ln() } else { 0.0 }).sum()
 }
 
-/// `exp(entropy of the load) / E`: the share of the experts that are effectively in use. 1 for an even load, `1 / E` if
-/// one expert has everything, 0 without a load.
+/// Returns the effective share of experts in use, `exp(entropy of the load) / E`: 1 for an even load, `1 / E` if one
+/// expert has everything, 0 without a load.
 #[must_use]
 pub fn expert_diversity<N: Load>(load: &[N]) -> f64 {
     if num_dead_experts(load) == load.len() { 0.0 } else { load_entropy(load).exp() / load.len() as f64 }
 }
 
-/// Experts that nobody chose.
+/// Counts the experts that no token chose.
 #[must_use]
 pub fn num_dead_experts<N: Load>(load: &[N]) -> usize {
     load.iter().filter(|&&n| n.into() == 0).count()
 }
 
-/// Share of the experts that nobody chose, 0 to 1.
+/// Returns the share of the experts that no token chose, 0 to 1.
 #[must_use]
 pub fn dead_expert_frac<N: Load>(load: &[N]) -> f64 {
     share(num_dead_experts(load) as u64, load.len() as u64)
 }
 
-/// The largest load over the mean load: 1 if even, E if one expert has everything; 1 without a load.
+/// Returns the largest load over the mean load: 1 if even, E if one expert has everything; 1 without a load.
 #[must_use]
 pub fn max_over_mean<N: Load>(load: &[N]) -> f64 {
     let mean = mean(load);
     if mean == 0.0 { 1.0 } else { counts(load).fold(0.0, f64::max) / mean }
 }
 
-/// `max / mean - 1` of the load, MaxVio of Wang et al. (2408.15664).
+/// Returns `max / mean - 1` of the load: MaxVio of Wang et al. (2408.15664).
 #[must_use]
 pub fn e_max_violation<N: Load>(load: &[N]) -> f64 {
     max_over_mean(load) - 1.0

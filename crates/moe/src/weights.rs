@@ -1,4 +1,4 @@
-//! The weights of an MoE layer. The same structure holds their gradients.
+//! The weights of an MoE layer, in a structure that holds their gradients as well.
 
 use moeworks_ops::elementwise::fill_normal;
 use moeworks_ops::experts::{ExpertBiases, ExpertWeights};
@@ -7,7 +7,8 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::MoeConfig;
 
-/// The weights of an MoE layer, or their gradients (then f32, or bf16 for those of experts' matrices). `A` is 2 with a gated activation, 1 otherwise.
+/// The weights of an MoE layer, or their gradients: f32, except that those of the experts' matrices may be bf16. `A`
+/// is 2 with a gated activation, 1 otherwise.
 #[derive(Clone, Debug)]
 pub struct MoeWeights {
     /// `[E, D]`, always f32: the router's logits are `x router^T`. See [`MoeConfig::router_shape`] for other schemes.
@@ -18,52 +19,52 @@ pub struct MoeWeights {
     pub gate_up: Tensor,
     /// `[E, D, F]`, of the type of `gate_up`.
     pub down: Tensor,
-    /// The experts' biases, f32: `[E, A F]` before the activation and `[E, D]` behind the second product.
+    /// The experts' biases, f32: `[E, A F]` before the activation and `[E, D]` after the down projection.
     pub biases: Option<(Tensor, Tensor)>,
     /// The shared experts, if the layer has any.
     pub shared: Option<SharedWeights>,
     /// Weights of the router that only some schemes have, [`MoeConfig::extra_shapes`]; f32.
     pub extras: Vec<NamedTensor>,
-    /// What the router keeps from step to step besides weights, such as `e_score_correction_bias`; f32. It has no
-    /// gradient and is not among [`tensors`](Self::tensors). Without a meaning in gradients.
+    /// Router state besides the weights that lasts from step to step, such as `e_score_correction_bias`; f32. It has
+    /// no gradient and is not among [`tensors`](Self::tensors). Unused in a structure of gradients.
     pub state: Vec<NamedTensor>,
 }
 
-/// A tensor of a router that only some schemes have.
+/// A named tensor of a router, for schemes that have more than the router's weight.
 #[derive(Clone, Debug)]
 pub struct NamedTensor {
-    /// Its name, as in files behind the router's own.
+    /// The name, appended to the router's own name in files.
     pub name: &'static str,
-    /// Its values, f32.
+    /// The values, f32.
     pub tensor: Tensor,
 }
 
 impl NamedTensor {
-    /// The same name with `f` of the tensor.
+    /// Applies `f` to the tensor and keeps the name.
     #[must_use]
     pub fn map(&self, f: impl FnOnce(&Tensor) -> Tensor) -> Self {
         Self { name: self.name, tensor: f(&self.tensor) }
     }
 }
 
-/// The weights of the shared experts, all of them together as one dense feed-forward of width S.
+/// The weights of all shared experts as one dense feed-forward of width S.
 #[derive(Clone, Debug)]
 pub struct SharedWeights {
     /// `[A S, D]`, f32 or bf16; with a gated activation the gate's S rows come first.
     pub gate_up: Tensor,
     /// `[D, S]`, of the type of `gate_up`.
     pub down: Tensor,
-    /// `[1, D]` f32: the shared experts' output is multiplied by the sigmoid of its product with the token; none for 1.
+    /// `[1, D]` f32: the weight of the sigmoid gate that multiplies the shared experts' output; none for no gate.
     pub gate: Option<Tensor>,
 }
 
-/// Whether a gradient is left out of a pass, as its weight is frozen: it then has no elements and one dimension.
+/// Returns whether a gradient is left out of a pass because its weight is frozen. Its shape is then `[0]`.
 #[must_use]
 pub fn is_left_out(grad: &Tensor) -> bool {
     *grad.shape() == [0]
 }
 
-/// `[experts, ..]`: these rows of a tensor `[E, ..]`.
+/// Returns `[experts, ..]`: the given rows of a tensor `[E, ..]`.
 #[must_use]
 pub fn select_experts(ctx: &Context, tensor: &Tensor, experts: &[usize]) -> Tensor {
     let mut shape = tensor.shape().to_vec();
@@ -77,7 +78,7 @@ pub fn select_experts(ctx: &Context, tensor: &Tensor, experts: &[usize]) -> Tens
 }
 
 impl MoeWeights {
-    /// Zeros in the shapes of `config`; everything but the router is `dtype`.
+    /// Creates zeros in the shapes of `config`. The router is f32, everything else `dtype`.
     #[must_use]
     pub fn zeros(ctx: &Context, config: &MoeConfig, dtype: DType) -> Self {
         let a = config.activation.num_inputs();
@@ -98,7 +99,7 @@ impl MoeWeights {
         }
     }
 
-    /// Weights in f32 drawn from a normal distribution of standard deviation `std`, cut at three.
+    /// Draws f32 weights from a normal distribution of standard deviation `std`, truncated at three.
     #[must_use]
     pub fn random(ctx: &Context, config: &MoeConfig, seed: u64, std: f32) -> Self {
         let mut weights = Self::zeros(ctx, config, DType::F32);
@@ -109,20 +110,21 @@ impl MoeWeights {
         weights
     }
 
-    /// Fills the weights that only some schemes have as they begin, from streams `first_stream` on of `seed`.
+    /// Initialises the weights that only some schemes have, from the streams of `streams`.
     pub fn init_extras(&mut self, ctx: &Context, config: &MoeConfig, (seed, first_stream): (u64, u64), std: f32) {
         let random = |i: usize| Random::new(seed, Purpose::Init, first_stream + i as u64);
         let shapes = config.extra_shapes().into_iter().enumerate();
         self.extras = shapes.map(|(i, shape)| NamedTensor::first(ctx, &shape, &random(i), std)).collect();
     }
 
-    /// Numbers in the matrices of one expert.
+    /// Returns the number of elements in the matrices of one expert.
     pub(crate) fn expert_params(&self) -> usize {
         let of_one = |tensor: &Tensor| tensor.shape()[1..].iter().product::<usize>();
         of_one(&self.gate_up) + of_one(&self.down)
     }
 
-    /// The same layer with only these of its experts, in this order, in memory of their own. Everything else is shared.
+    /// Returns the layer with the given experts only, in this order. Their weights are copied; everything else is
+    /// shared.
     #[must_use]
     pub fn of_experts(&self, ctx: &Context, experts: &[usize]) -> Self {
         let select = |tensor: &Tensor| select_experts(ctx, tensor, experts);
@@ -134,7 +136,7 @@ impl MoeWeights {
         }
     }
 
-    /// The tensors, in the order of the fields.
+    /// Returns the tensors, in the order of the fields.
     #[must_use]
     pub fn tensors(&self) -> Vec<&Tensor> {
         let biases = self.biases.iter().flat_map(|(gate_up, down)| [gate_up, down]);
@@ -144,7 +146,7 @@ impl MoeWeights {
         [&self.router].into_iter().chain(&self.router_bias).chain(experts).chain(shared).chain(extras).collect()
     }
 
-    /// The tensors for writing, in the order of the fields.
+    /// Returns the tensors for writing, in the order of the fields.
     #[must_use]
     pub fn tensors_mut(&mut self) -> Vec<&mut Tensor> {
         let biases = self.biases.iter_mut().flat_map(|(gate_up, down)| [gate_up, down]);
@@ -155,19 +157,19 @@ impl MoeWeights {
         router.chain(experts).chain(shared.flatten()).chain(extras).collect()
     }
 
-    /// The state of this name. Panics if the configuration has none.
+    /// Returns the state named `name`. Panics if the configuration has none.
     pub(crate) fn state(&self, name: &str) -> &Tensor {
         let found = self.state.iter().find(|state| state.name == name);
         &found.unwrap_or_else(|| panic!("the weights of an MoE layer have no {name}")).tensor
     }
 
-    /// The weight of this name. Panics if the configuration has none.
+    /// Returns the scheme's weight named `name`. Panics if the configuration has none.
     pub(crate) fn extra(&self, name: &str) -> &Tensor {
         let found = self.extras.iter().find(|extra| extra.name == name);
         &found.unwrap_or_else(|| panic!("the weights of an MoE layer have no {name}")).tensor
     }
 
-    /// The weight of this name, for writing. Panics if the configuration has none.
+    /// Returns the scheme's weight named `name` for writing. Panics if the configuration has none.
     pub(crate) fn extra_mut(&mut self, name: &str) -> &mut Tensor {
         let found = self.extras.iter_mut().find(|extra| extra.name == name);
         &mut found.unwrap_or_else(|| panic!("the weights of an MoE layer have no {name}")).tensor
@@ -181,7 +183,7 @@ impl MoeWeights {
         self.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down })
     }
 
-    /// Panics if a tensor has not the shape that `config` asks for, with `e` experts held here.
+    /// Panics if a tensor does not have the shape that `config` asks for, with `e` experts on this rank.
     pub(crate) fn check(&self, config: &MoeConfig, e: usize) {
         let a = config.activation.num_inputs();
         let (d, f, s) = (config.width, config.expert_width, config.shared_width);

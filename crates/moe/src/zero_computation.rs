@@ -1,8 +1,9 @@
-//! Experts without computation (Jin et al., "MoE++", 2410.07348; null experts: Zeng et al., "AdaMoE", 2406.13233): nothing,
-//! the token itself, or a mixture of the token and a learned vector.
+//! Zero-computation experts: zero, copy and constant experts (Jin et al., "MoE++", 2410.07348) and null experts (Zeng
+//! et al., "AdaMoE", 2406.13233).
 //!
-//! They come after the computing experts: zero, copy, constant, null. A constant expert is `a_1 x + a_2 v` with `(a_1, a_2) =
-//! softmax(M x)`, `v [D]` and `M [2, D]` learned.
+//! Zero and null experts output nothing, copy experts the token itself. A constant expert outputs `a_1 x + a_2 v`
+//! with `(a_1, a_2) = softmax(M x)`, where `v [D]` and `M [2, D]` are learned. They come after the computing experts
+//! in the order zero, copy, constant, null.
 
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -11,25 +12,25 @@ use moeworks_tensor::{DType, Tensor};
 use crate::router::store;
 use crate::{Dispatch, MoeConfig, MoeWeights, NO_EXPERT, Routing};
 
-/// `[constant experts, D]`: their vectors.
+/// `[constant experts, D]`: the vectors v.
 pub(crate) const CONSTANT: &str = "constant.weight";
-/// `[2 constant experts, D]`: what mixes token and vector, two rows an expert.
+/// `[2 constant experts, D]`: the matrices M, two rows per expert.
 pub(crate) const CONSTANT_MIX: &str = "constant_mix.weight";
 
-/// The work of an expert without computation.
+/// The output of a zero-computation expert.
 enum Free {
     Nothing,
     Copy,
     Constant(usize),
 }
 
-/// The free choices of a pass.
+/// The choices of zero-computation experts in a pass.
 pub(crate) struct ZeroComputationChoices<'a> {
     pub(crate) config: &'a MoeConfig,
     pub(crate) weights: &'a MoeWeights,
     pub(crate) routing: &'a Routing,
     pub(crate) dispatch: &'a Dispatch,
-    /// f32 `[T, D]`.
+    /// `[T, D]` f32: the input.
     pub(crate) x: &'a Tensor,
 }
 
@@ -53,17 +54,17 @@ impl ZeroComputationChoices<'_> {
         }
     }
 
-    /// The free choices with their places in `[T, K]`, in order.
+    /// Returns the choices of zero-computation experts with their indices in `[T, K]`, in order.
     fn choices(&self) -> impl Iterator<Item = (usize, Free)> + '_ {
         let free = self.dispatch.zero_computation_choices().unwrap_or(&[]);
         free.iter().enumerate().filter(|(_, id)| **id != NO_EXPERT).map(|(i, &id)| (i, self.kind(id)))
     }
 
-    /// Adds what the free experts give to `y [T, D]`.
+    /// Adds the outputs of the zero-computation experts to `y [T, D]`.
     pub(crate) fn forward(&self, y: &mut Tensor) {
         let d = self.x.cols();
         let k = self.routing.top_k();
-        // Nothing is looked at for those that give nothing: on a GPU that would bring the rows here.
+        // Reading `x` copies it from the device, so it is not read for experts that output nothing.
         for (choice, kind) in self.choices().filter(|(_, kind)| !matches!(kind, Free::Nothing)) {
             let range = choice / k * d..(choice / k + 1) * d;
             let (x, weight) = (&self.x.f32s()[range.clone()], self.routing.expert_weights()[choice]);
@@ -79,8 +80,8 @@ impl ZeroComputationChoices<'_> {
         }
     }
 
-    /// Adds the gradient of x to `dx`, writes those of the choices' weights to `dweights [T, K]`, and returns those of the
-    /// experts' own weights.
+    /// Adds the gradient of x to `dx` and writes those of the choices' weights to `dweights [T, K]`. Returns the
+    /// gradients of the experts' own weights.
     pub(crate) fn backward(&self, dy: &Tensor, dx: &mut Tensor, dweights: &mut Tensor) -> ZeroComputationGrads {
         let (d, k) = (self.x.cols(), self.routing.top_k());
         let count = self.config.router.constant_experts;
@@ -101,7 +102,7 @@ impl ZeroComputationChoices<'_> {
         grads
     }
 
-    /// Adds the gradients of one choice of a constant expert and returns that of its weight.
+    /// Adds the gradients of one choice of a constant expert. Returns the gradient of the choice's weight.
     fn constant_backward(
         &self,
         expert: usize,
@@ -112,7 +113,7 @@ impl ZeroComputationChoices<'_> {
         let d = x.len();
         let (a, v) = (self.mixture(expert, x), self.constant(expert));
         let (on_x, on_v) = (dot(dy, x), dot(dy, v));
-        // Of the first logit; the second's is the opposite.
+        // The gradient of the first logit; the second's is its negative.
         let dlogit = weight * a[0] * a[1] * (on_x - on_v);
         let mix = self.mix(expert);
         for i in 0..d {
@@ -155,7 +156,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// `x` as f32, if the configuration has experts that look at it.
+/// Returns `x` as f32 if the configuration has zero-computation experts, which compute in f32.
 pub(crate) fn exact(ctx: &Context, config: &MoeConfig, x: &Tensor) -> Option<Tensor> {
     (config.router.num_zero_computation() > 0).then(|| match x.dtype() {
         DType::F32 => x.clone(),

@@ -1,37 +1,39 @@
-//! What moves between ranks so that tokens and experts meet: tokens to experts, or experts to tokens, and by which hops.
+//! Exchanges between ranks that bring tokens and experts together: the path, the chunks and the wire format.
 
 use crate::Links;
 
 /// The path of an all-to-all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Algorithm {
-    /// A message from each rank to each other.
+    /// Each rank sends a message to each other rank.
     #[default]
     Linear,
-    /// Within the node first, then between nodes with messages larger by the ranks of a node (Tutel, 2206.03382, 2DH).
+    /// Messages go within the node first, then between nodes, larger by the number of ranks of a node (Tutel,
+    /// 2206.03382, 2DH).
     Hierarchical,
-    /// A token goes once to each node that has experts for it, and is handed on there (DeepEP, 2DH with copies left out).
+    /// A token goes once to each node that has experts for it, and is handed on there (DeepEP: 2DH without duplicate
+    /// copies).
     TwoHop,
 }
 
-/// The form of a token's row on the wire.
+/// The wire format of a token's row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wire {
-    /// Four bytes a number.
+    /// Four bytes for each number.
     F32,
-    /// Two bytes a number; sums are f32.
+    /// Two bytes for each number; sums are f32.
     Bf16,
-    /// The same with more digits and less range: IEEE half precision.
+    /// Two bytes in IEEE half precision: more digits than bf16, but less range.
     F16,
-    /// A byte a number and an f32 scale for each block of this many.
+    /// One byte for each number, and an f32 scale for each block of numbers.
     Byte {
-        /// Numbers that share a scale.
+        /// The numbers that share a scale.
         block: usize,
     },
 }
 
 impl Wire {
-    /// Bytes of a row of `width` numbers.
+    /// Returns the bytes of a row of `width` numbers.
     #[must_use]
     pub fn row_bytes(self, width: usize) -> usize {
         match self {
@@ -41,44 +43,45 @@ impl Wire {
         }
     }
 
-    /// The form for what is no dispatch of tokens: sums and gradients are not cut to a byte a number but to two.
+    /// Returns the format for sums and gradients, which are compressed to no less than two bytes a number.
     #[must_use]
     pub fn of_sums(self) -> Self {
         if matches!(self, Self::Byte { .. }) { Self::Bf16 } else { self }
     }
 }
 
-/// What may move in a layer, chosen for each step.
+/// The choice of what moves in a layer, made for each step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Moving {
-    /// Tokens always.
+    /// Tokens always move to their experts.
     #[default]
     Tokens,
-    /// Experts always.
+    /// Experts always move to the tokens.
     Weights,
-    /// The experts that it takes less time to bring to all ranks than their tokens to them, by what a rank can do; the tokens of
-    /// the others ([`experts_to_fetch`](crate::experts_to_fetch)).
+    /// An expert is fetched by all ranks where that takes less time than sending its tokens; the tokens of the others
+    /// move ([`experts_to_fetch`](crate::experts_to_fetch)).
     Cheapest {
-        /// From or to one rank.
+        /// The links of one rank.
         links: Links,
-        /// Operations a second of one rank.
+        /// Operations per second of one rank.
         flops: f64,
     },
 }
 
-/// How the tokens of a layer and its experts meet.
+/// The exchange of a layer's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exchange {
-    /// By which hops tokens go.
+    /// The path of the tokens.
     pub algorithm: Algorithm,
-    /// In how many chunks, so that one is computed while another is under way; 0 for the number that is measured to be best.
+    /// The number of chunks, so that one is computed while another is in flight; 0 for the number measured to be
+    /// best.
     pub chunks: usize,
-    /// In which form tokens go.
+    /// The wire format of the tokens.
     pub wire: Wire,
 }
 
 impl Exchange {
-    /// Tokens in one piece, as they are.
+    /// Makes an exchange in one piece on the direct path.
     #[must_use]
     pub fn plain(wire: Wire) -> Self {
         Self { algorithm: Algorithm::Linear, chunks: 1, wire }

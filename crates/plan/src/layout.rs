@@ -1,9 +1,9 @@
-//! How the ranks are cut into groups.
+//! The layout: how ranks are divided into groups.
 //!
-//! The ranks of a tensor-parallel group hold slices of each matrix and have the same tokens; of different groups each has tokens
-//! of its own. The ranks of an expert-parallel group hold the experts between them and send tokens to each other: all ranks of its
-//! tensor-parallel groups, each with a share of the tokens. Data-parallel groups hold copies of the same experts. Everything else
-//! is the same on all ranks.
+//! The ranks of a tensor-parallel group hold slices of each matrix and have the same tokens; each group has tokens of
+//! its own. An expert-parallel group consists of whole tensor-parallel groups: its ranks hold the experts between
+//! them, and each sends a share of its group's tokens to the others. Data-parallel groups hold copies of the same
+//! experts. All other weights are replicated on all ranks.
 
 use std::fmt;
 
@@ -19,12 +19,13 @@ pub enum RankOrder {
     /// The ranks of an expert-parallel group are neighbours, so that tokens stay in a node where they can.
     #[default]
     EpInner,
-    /// The ranks of a data-parallel group are neighbours, so that gradients of experts stay in a node and tokens travel.
+    /// The ranks of a data-parallel group are neighbours, so that gradients of experts stay in a node and tokens
+    /// travel.
     DpInner,
 }
 
 impl<'de> Deserialize<'de> for RankOrder {
-    /// Reads a name, or, as configurations had it before, whether the ranks of an expert-parallel group are not neighbours.
+    /// Reads a name, or a boolean as in configurations of old: true for `dp_inner`.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]
@@ -45,23 +46,23 @@ impl<'de> Deserialize<'de> for RankOrder {
 /// The sizes of the groups. The number of ranks is their product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Copies of each expert.
+    /// The number of copies of each expert.
     pub dp: usize,
-    /// Tensor-parallel groups whose ranks hold the experts between them.
+    /// The number of tensor-parallel groups whose ranks hold the experts between them.
     pub ep: usize,
-    /// Ranks that hold each matrix between them; always neighbours.
+    /// The number of ranks that hold each matrix between them; always neighbours.
     pub tp: usize,
     /// The order of ranks.
     pub order: RankOrder,
 }
 
-/// A layout that cannot be.
+/// The error of an invalid layout.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
-    /// A size of zero.
+    /// A size is zero.
     #[error("{0} = 0: must be at least 1")]
     Zero(&'static str),
-    /// The sizes do not give the ranks there are.
+    /// The product of the sizes is not the number of ranks.
     #[error("dp {dp} x ep {ep} x tp {tp} = {} ranks, but there are {num_ranks}", dp.saturating_mul(*ep).saturating_mul(*tp))]
     Ranks {
         /// Data-parallel size.
@@ -70,19 +71,19 @@ pub enum LayoutError {
         ep: usize,
         /// Tensor-parallel size.
         tp: usize,
-        /// Ranks there are.
+        /// The number of ranks.
         num_ranks: usize,
     },
 }
 
 impl Layout {
-    /// A layout with expert-parallel groups of neighbours.
+    /// Makes a layout whose expert-parallel groups are neighbours.
     #[must_use]
     pub fn new(dp: usize, ep: usize, tp: usize) -> Self {
         Self { dp, ep, tp, order: RankOrder::EpInner }
     }
 
-    /// Ranks in all.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.dp * self.ep * self.tp
@@ -102,7 +103,7 @@ impl Layout {
         }
     }
 
-    /// The place of `rank` in its data-parallel, its expert-parallel and its tensor-parallel group.
+    /// Returns the place of `rank` in its data-parallel, expert-parallel and tensor-parallel group.
     #[must_use]
     pub fn place(&self, rank: usize) -> (usize, usize, usize) {
         let (outer, tp) = (rank / self.tp, rank % self.tp);
@@ -120,34 +121,34 @@ impl Layout {
         outer * self.tp + tp
     }
 
-    /// How many ranks hold the experts between them.
+    /// Returns the number of ranks that hold the experts between them.
     #[must_use]
     pub fn num_expert_ranks(&self) -> usize {
         self.ep * self.tp
     }
 
-    /// The ranks that hold the experts between them, `rank` among them, in the order of their places.
+    /// Returns the ranks that hold the experts between them, `rank` among them, in the order of their places.
     #[must_use]
     pub fn ep_group(&self, rank: usize) -> Vec<usize> {
         let (dp, ..) = self.place(rank);
         (0..self.ep).flat_map(|ep| (0..self.tp).map(move |tp| self.rank(dp, ep, tp))).collect()
     }
 
-    /// The ranks that hold the same experts as `rank`.
+    /// Returns the ranks that hold the same experts as `rank`.
     #[must_use]
     pub fn dp_group(&self, rank: usize) -> Vec<usize> {
         let (_, ep, tp) = self.place(rank);
         (0..self.dp).map(|dp| self.rank(dp, ep, tp)).collect()
     }
 
-    /// The ranks that hold slices of the same matrices as `rank`.
+    /// Returns the ranks that hold slices of the same matrices as `rank`.
     #[must_use]
     pub fn tp_group(&self, rank: usize) -> Vec<usize> {
         let (dp, ep, _) = self.place(rank);
         (0..self.tp).map(|tp| self.rank(dp, ep, tp)).collect()
     }
 
-    /// The ranks that hold the same slices of what is no expert, each with its own tokens.
+    /// Returns the ranks that hold the same slices of the weights outside the experts, each with its own tokens.
     #[must_use]
     pub fn dense_group(&self, rank: usize) -> Vec<usize> {
         let (_, _, tp) = self.place(rank);
@@ -165,14 +166,14 @@ impl fmt::Display for Layout {
 /// A group of ranks as the cost of a collective sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// n: its ranks.
+    /// n: the number of ranks.
     pub ranks: usize,
-    /// m: the most of them that stand in one node.
+    /// m: the largest number of them on one node.
     pub per_node: usize,
 }
 
 impl Group {
-    /// The shape of the group of `ranks` on `topology`.
+    /// Returns the shape of the group of `ranks` on `topology`.
     #[must_use]
     pub fn of(topology: &Topology, ranks: &[usize]) -> Self {
         let mut in_node = vec![0; topology.node_sizes.len()];
@@ -184,7 +185,7 @@ impl Group {
         Self { ranks: ranks.len(), per_node: in_node.into_iter().max().unwrap_or(0).max(1) }
     }
 
-    /// Nodes that the group stands in, were they all as full as the fullest.
+    /// Returns the number of nodes of the group, if all were as full as the fullest.
     #[must_use]
     pub fn nodes(&self) -> usize {
         self.ranks.div_ceil(self.per_node).max(1)

@@ -1,27 +1,28 @@
-//! How a Mixture-of-Experts model is laid out on ranks, as plain values, and what a layout costs.
+//! The plan of a distributed Mixture-of-Experts model as plain values: the layout on ranks, and its costs.
 //!
-//! Nothing here runs anything or knows a device. [`Topology`] says what there is: ranks, nodes and the links between them.
-//! [`Layout`] cuts the ranks into groups, [`Placement`] says which ranks hold which expert of a layer, [`Exchange`] what moves between
-//! them and by which hops. [`cost`] gives the bytes and the seconds of each, [`propose`](fn@propose) compares layouts, and
-//! [`weak_scaling`] draws the table of a cluster that grows.
+//! Nothing here runs anything or knows a device. [`Topology`] describes ranks, nodes and the links between them.
+//! [`Layout`] divides the ranks into groups, [`Placement`] gives the ranks that hold each expert of a layer, and
+//! [`Exchange`] the path of tokens between them. [`cost`] computes the bytes and the seconds of each,
+//! [`propose`](fn@propose) compares layouts, and [`weak_scaling`] makes the table of a growing cluster.
 //!
 //! ```
 //! use moeworks_plan::{ModelShape, Precision, Tokens, Topology, Workload, propose};
 //!
 //! let topology = Topology::example_cluster(4); // four nodes of eight ranks
 //! let shape = ModelShape::example();
-//! let workload = Workload { tokens: Tokens::OfEachRank(8192), precision: Precision::Bf16, zero: 0, expert_gradient_bytes: 4 };
+//! let tokens = Tokens::OfEachRank(8192);
+//! let workload = Workload { tokens, precision: Precision::Bf16, zero: 0, expert_gradient_bytes: 4 };
 //! let proposals = propose(&shape, &workload, &topology);
 //! assert!(proposals.iter().any(|estimate| estimate.fits));
 //! ```
 //!
-//! Letters: T tokens of a rank, D width, E experts, K experts a token, n ranks of a group, m of them in a node.
+//! Letters: T tokens of a rank, D width, E experts, K experts a token, n ranks of a group, m of them on a node.
 
 pub mod cost;
 mod exchange;
+mod expert_fetch;
+mod hybrid_ep;
 mod layout;
-mod migrate;
-mod moving;
 mod nodes;
 mod placement;
 mod placements;
@@ -35,9 +36,9 @@ mod tune;
 pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::memory::{RankMemory, rank_memory};
 pub use exchange::{Algorithm, Exchange, Moving, Wire};
+pub use expert_fetch::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
+pub use hybrid_ep::{Migration, Peer, domain_transfers, peer, token_share};
 pub use layout::{Group, Layout, LayoutError, RankOrder};
-pub use migrate::{Migration, Peer, domain_transfers, peer, token_share};
-pub use moving::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
 pub use nodes::Nodes;
 pub use placement::{Placement, PlacementError};
 pub use placements::Placements;

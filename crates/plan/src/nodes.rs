@@ -1,6 +1,6 @@
-//! Which node each rank of a group stands on, and who of a node speaks with whom elsewhere.
+//! The node of each rank of a group, and the ranks that relay messages between nodes.
 
-/// The nodes that the ranks of a group stand on.
+/// The nodes that the ranks of a group run on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nodes {
     /// The node of each rank.
@@ -12,7 +12,7 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Of ranks on these nodes, which are numbered without gaps from 0.
+    /// Makes the nodes from each rank's node, numbered without gaps from 0.
     #[must_use]
     pub fn new(of_rank: &[usize]) -> Self {
         let mut ranks = vec![Vec::new(); of_rank.iter().max().map_or(0, |last| last + 1)];
@@ -24,44 +24,46 @@ impl Nodes {
         Self { of_rank: of_rank.to_vec(), ranks, places }
     }
 
-    /// How many there are.
+    /// Returns the number of nodes.
     #[must_use]
     pub fn num(&self) -> usize {
         self.ranks.len()
     }
 
-    /// Ranks in all.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.of_rank.len()
     }
 
-    /// The node of `rank`.
+    /// Returns the node of `rank`.
     #[must_use]
     pub fn of(&self, rank: usize) -> usize {
         self.of_rank[rank]
     }
 
-    /// The ranks of each node, ascending.
+    /// Returns the ranks of each node, ascending.
     #[must_use]
     pub fn ranks(&self) -> &[Vec<usize>] {
         &self.ranks
     }
 
-    /// The place of `rank` among those of its node.
+    /// Returns the place of `rank` among those of its node.
     #[must_use]
     pub fn place(&self, rank: usize) -> usize {
         self.places[rank]
     }
 
-    /// The rank of `node` that speaks with `rank`, which stands on another; `rank` itself on its own.
+    /// Returns the rank of `node` that exchanges messages with `rank`, which is on another node; on its own node
+    /// `rank` itself.
     #[must_use]
     pub fn relay(&self, node: usize, rank: usize) -> usize {
         let ranks = &self.ranks[node];
         ranks[self.places[rank] % ranks.len()]
     }
 
-    /// The ranks, of all nodes, that `rank` speaks with for those of its own node: itself among them, no other of its node.
+    /// Iterates over the ranks of all nodes with which `rank` exchanges messages for its node. It is among them, but
+    /// no other rank of its node.
     pub fn served_by(&self, rank: usize) -> impl Iterator<Item = usize> + '_ {
         let node = self.of(rank);
         (0..self.num_ranks()).filter(move |&other| self.relay(node, other) == rank)

@@ -1,7 +1,7 @@
-//! Where experts live: the ranks that hold each expert.
+//! The placement of experts: the ranks that hold each expert.
 //!
-//! "Each expert on one rank" is plain expert parallelism, "every expert on every rank" is data parallelism of experts, and
-//! replicas of popular experts are between them. One type stands for all of these.
+//! With each expert on one rank it is plain expert parallelism, with every expert on every rank data parallelism of
+//! experts. Replicas of popular experts are between the two. One type covers all of these.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,7 +11,7 @@ use crate::placements::Sizes;
 
 /// The ranks that hold each expert, numbered within a group of ranks. Each expert is on at least one.
 ///
-/// The text form has a line with the sizes and a line for each expert, `*` for all ranks:
+/// The text form has a line with the sizes and a line for each expert; `*` means all ranks:
 ///
 /// ```
 /// use moeworks_plan::Placement;
@@ -24,22 +24,23 @@ use crate::placements::Sizes;
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Placement {
     num_ranks: usize,
-    /// Of each expert: its ranks, ascending.
+    /// The ranks of each expert, ascending.
     ranks: Vec<Vec<usize>>,
 }
 
-/// A text that is no placement.
+/// The error of a text that is not a placement.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {problem}")]
 pub struct PlacementError {
-    /// From 1.
+    /// The line, from 1.
     pub line: usize,
-    /// What is wrong, and what would be right.
+    /// The problem, with what is expected.
     pub problem: String,
 }
 
 impl Placement {
-    /// Each expert on one rank: neighbouring experts together, the first `num_experts % num_ranks` ranks with one more.
+    /// Places each expert on one rank and neighbouring experts together. The first `num_experts % num_ranks` ranks
+    /// have one more.
     #[must_use]
     pub fn sharded(num_experts: usize, num_ranks: usize) -> Self {
         assert!(num_ranks > 0, "a placement needs a rank");
@@ -49,7 +50,7 @@ impl Placement {
         Self { num_ranks, ranks }
     }
 
-    /// Every expert on every rank.
+    /// Places every expert on every rank.
     #[must_use]
     pub fn everywhere(num_experts: usize, num_ranks: usize) -> Self {
         assert!(num_ranks > 0, "a placement needs a rank");
@@ -65,38 +66,39 @@ impl Placement {
         held.dedup();
     }
 
-    /// E.
+    /// Returns E, the number of experts.
     #[must_use]
     pub fn num_experts(&self) -> usize {
         self.ranks.len()
     }
 
-    /// Ranks of the group.
+    /// Returns the number of ranks of the group.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.num_ranks
     }
 
-    /// The ranks that hold `expert`, ascending; at least one.
+    /// Returns the ranks that hold `expert`, ascending; at least one.
     #[must_use]
     pub fn ranks_of(&self, expert: usize) -> &[usize] {
         &self.ranks[expert]
     }
 
-    /// The experts that `rank` holds, ascending.
+    /// Returns the experts that `rank` holds, ascending.
     #[must_use]
     pub fn experts_of(&self, rank: usize) -> Vec<usize> {
         (0..self.num_experts()).filter(|&expert| self.holds(rank, expert)).collect()
     }
 
-    /// Whether `rank` holds `expert`.
+    /// Returns whether `rank` holds `expert`.
     #[must_use]
     pub fn holds(&self, rank: usize, expert: usize) -> bool {
         self.ranks[expert].binary_search(&rank).is_ok()
     }
 
-    /// The rank that computes `expert` for the tokens of rank `source`: itself where it can, otherwise one of those that
-    /// hold the expert, where there are such those of its node, each for its share of the sources.
+    /// Returns the rank that computes `expert` for the tokens of rank `source`: `source` itself if it holds the
+    /// expert, otherwise a holder of its node if there is one, otherwise any holder. Several holders share the
+    /// sources evenly.
     #[must_use]
     pub fn serving_rank(&self, nodes: &Nodes, source: usize, expert: usize) -> usize {
         let held = &self.ranks[expert];
@@ -112,7 +114,7 @@ impl Placement {
         }
     }
 
-    /// The most experts that a rank holds.
+    /// Returns the largest number of experts on one rank.
     #[must_use]
     pub fn max_experts(&self) -> usize {
         let mut counts = vec![0; self.num_ranks];
@@ -120,7 +122,7 @@ impl Placement {
         counts.into_iter().max().unwrap_or(0)
     }
 
-    /// Whether some expert is on more than one rank.
+    /// Returns whether any expert is on more than one rank.
     #[must_use]
     pub fn has_replicas(&self) -> bool {
         self.ranks.iter().any(|ranks| ranks.len() > 1)

@@ -1,4 +1,4 @@
-//! The placements of a model's layers: one for all of them, or one for each.
+//! The placements of a model's layers: one for all, or one for each.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,13 +6,15 @@ use std::str::FromStr;
 
 use crate::{Placement, PlacementError};
 
-/// Ranks, experts and layers that a text may name.
+/// The most ranks, experts and layers that a text may name.
 const MAX_SIZE: usize = 1 << 20;
 
-/// The placements of a model's MoE layers: one for all of them, or one for each layer. All have as many experts and ranks.
+/// The placements of a model's MoE layers: one for all of them, or one for each. All have the same numbers of experts
+/// and ranks.
 ///
-/// The text form is that of a [`Placement`] where there is one for all. Otherwise each layer has a section behind the line with the
-/// sizes. A layer has its number in the model, from 0, dense layers counted, as in `model.layers.3`:
+/// The text form of one placement for all layers is that of a [`Placement`]. Otherwise each layer has a section after
+/// the line with the sizes. A layer's number is its position in the model, from 0, counting dense layers, as in
+/// `model.layers.3`:
 ///
 /// ```
 /// use moeworks_plan::{Placement, Placements};
@@ -30,9 +32,9 @@ pub struct Placements {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Kind {
-    /// One for all layers.
+    /// One placement for all layers.
     Same(Placement),
-    /// One for each layer that has experts, at least one.
+    /// One placement for each layer that has experts, at least one.
     Layers(BTreeMap<usize, Placement>),
 }
 
@@ -43,7 +45,8 @@ impl From<Placement> for Placements {
 }
 
 impl Placements {
-    /// The placement of each layer, by the layer's number. Panics if there is none, or if numbers of experts or ranks differ.
+    /// Makes placements by the number of the layer. Panics if there is none, or if numbers of experts or ranks
+    /// differ.
     #[must_use]
     pub fn per_layer(layers: impl IntoIterator<Item = (usize, Placement)>) -> Self {
         let layers: BTreeMap<usize, Placement> = layers.into_iter().collect();
@@ -53,7 +56,7 @@ impl Placements {
         Self { kind: Kind::Layers(layers) }
     }
 
-    /// The placement of a layer; none where layers have their own and this one has none.
+    /// Returns the placement of a layer; `None` if layers have their own and this one has none.
     #[must_use]
     pub fn layer(&self, layer: usize) -> Option<&Placement> {
         match &self.kind {
@@ -62,7 +65,7 @@ impl Placements {
         }
     }
 
-    /// The placement of the MoE layer that has `place` MoE layers before it.
+    /// Returns the placement of the MoE layer that has `place` MoE layers before it.
     #[must_use]
     pub fn nth(&self, place: usize) -> Option<&Placement> {
         match &self.kind {
@@ -71,7 +74,7 @@ impl Placements {
         }
     }
 
-    /// The numbers of the layers that have a placement of their own, ascending; empty where all have the same.
+    /// Returns the numbers of the layers that have a placement of their own, ascending; empty if all share one.
     #[must_use]
     pub fn layers(&self) -> Vec<usize> {
         match &self.kind {
@@ -80,7 +83,7 @@ impl Placements {
         }
     }
 
-    /// The different placements.
+    /// Iterates over the different placements.
     fn all(&self) -> impl Iterator<Item = &Placement> {
         let (same, layers) = match &self.kind {
             Kind::Same(placement) => (Some(placement), None),
@@ -93,19 +96,19 @@ impl Placements {
         self.all().next().expect("a layer with a placement")
     }
 
-    /// E.
+    /// Returns E, the number of experts.
     #[must_use]
     pub fn num_experts(&self) -> usize {
         self.first().num_experts()
     }
 
-    /// Ranks of the group.
+    /// Returns the number of ranks of the group.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.first().num_ranks()
     }
 
-    /// Whether in some layer an expert is on more than one rank.
+    /// Returns whether any layer has an expert on more than one rank.
     #[must_use]
     pub fn has_replicas(&self) -> bool {
         self.all().any(Placement::has_replicas)

@@ -1,12 +1,13 @@
-//! Which layout to take: every one that the ranks allow, with its costs, the best first.
+//! The choice of a layout: all that the ranks allow, with their costs, the best first.
 
 use crate::cost::estimate::estimate;
 use crate::{Algorithm, Estimate, Exchange, Group, Layout, ModelShape, RankOrder, Topology, Wire, Workload};
 
-/// All layouts of the ranks of `topology` for `shape`, those that fit in memory first and each part by the seconds of a step,
-/// with the path of the all-to-all that is fastest for it. Of equal layouts the one with fewer groups that talk.
+/// Returns all layouts of the ranks of `topology` for `shape`, each with its fastest all-to-all path. Those that fit
+/// in memory come first, and within each part the shortest step. Of equal layouts the one with fewer communicating
+/// groups comes first.
 ///
-/// Matrices are cut across no more ranks than the model allows, and an expert-parallel group has no more ranks than there are experts.
+/// Tensor parallelism is limited by the model, and an expert-parallel group has no more ranks than there are experts.
 #[must_use]
 pub fn propose(shape: &ModelShape, workload: &Workload, topology: &Topology) -> Vec<Estimate> {
     let n = topology.num_ranks();
@@ -22,12 +23,12 @@ pub fn propose(shape: &ModelShape, workload: &Workload, topology: &Topology) -> 
     found
 }
 
-/// The divisors of `n` up to `most`.
+/// Iterates over the divisors of `n` up to `most`.
 fn divisors(n: usize, most: usize) -> impl Iterator<Item = usize> {
     (1..=n.min(most)).filter(move |divisor| n.is_multiple_of(*divisor))
 }
 
-/// The orders that differ.
+/// Iterates over the rank orders that differ for these sizes.
 fn orders(topology: &Topology, dp: usize, ep: usize) -> impl Iterator<Item = RankOrder> {
     let differ = dp > 1 && ep > 1 && topology.node_sizes.len() > 1;
     [RankOrder::EpInner, RankOrder::DpInner].into_iter().take(if differ { 2 } else { 1 })

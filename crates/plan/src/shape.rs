@@ -1,33 +1,33 @@
-//! What a planner has to know of a model and of a step.
+//! The properties of a model and of a step that costs depend on.
 
 use serde::{Deserialize, Serialize};
 
 /// The sizes of a model that costs depend on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
-    /// D.
+    /// D, the width.
     pub width: usize,
-    /// L.
+    /// L, the number of layers.
     pub num_layers: usize,
-    /// Layers with experts.
+    /// The number of layers with experts.
     pub num_moe_layers: usize,
-    /// E of each of them.
+    /// E, the number of experts of each.
     pub num_experts: usize,
-    /// K.
+    /// K, the number of experts a token.
     pub top_k: usize,
-    /// Parameters of one expert.
+    /// The number of parameters of one expert.
     pub expert_params: u64,
-    /// Parameters that are in no routed expert.
+    /// The number of parameters outside routed experts.
     pub dense_params: u64,
-    /// Those of them that ranks which cut matrices between them have whole: norms, routers, shared experts.
+    /// The number of `dense_params` that tensor parallelism replicates: norms, routers, shared experts.
     pub whole_params: u64,
-    /// Those of `dense_params` that belong to no layer: embedding, last norm, head.
+    /// The number of `dense_params` outside the layers: embedding, last norm, head.
     pub outside_params: u64,
-    /// The most ranks that matrices can be cut across.
+    /// The largest tensor-parallel size.
     pub max_tp: usize,
-    /// Share of `dense_params` that are trained: frozen ones have neither gradients nor moments. 0 to 1.
+    /// The share of `dense_params` that is trained, 0 to 1. Frozen parameters have neither gradients nor moments.
     pub trained_dense: f64,
-    /// Share of the experts' parameters that are trained.
+    /// The share of the experts' parameters that is trained.
     pub trained_experts: f64,
     /// Operations of a forward pass for a token, without routed experts.
     pub dense_flops: f64,
@@ -36,25 +36,26 @@ pub struct ModelShape {
 }
 
 impl ModelShape {
-    /// Parameters in all.
+    /// Returns the number of parameters.
     #[must_use]
     pub fn params(&self) -> u64 {
         self.dense_params + self.expert_params * (self.num_experts * self.num_moe_layers) as u64
     }
 
-    /// Operations of a forward pass for a token in the experts of all its layers.
+    /// Returns the operations of a forward pass for a token in the experts of all its layers.
     #[must_use]
     pub fn expert_flops(&self) -> f64 {
         2.0 * self.expert_params as f64 * (self.top_k * self.num_moe_layers) as f64
     }
 
-    /// Operations of a training step for a token: three forward passes.
+    /// Returns the operations of a training step for a token: those of three forward passes.
     #[must_use]
     pub fn training_flops(&self) -> f64 {
         3.0 * (self.dense_flops + self.expert_flops())
     }
 
-    /// A made-up model for tables on paper: 24 layers of width 2048, 64 experts of 1408 in each, six a token.
+    /// Returns an example model for tables on paper: 24 layers of width 2048, each with 64 experts of width 1408, six
+    /// a token.
     #[must_use]
     pub fn example() -> Self {
         let (width, num_layers, expert_width) = (2048, 24, 1408);
@@ -80,7 +81,7 @@ impl ModelShape {
     }
 }
 
-/// Number format of the matrices that compute.
+/// The number format of matrix products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
@@ -88,18 +89,19 @@ pub enum Precision {
     F32,
     /// Mixed: bf16 matrix products with f32 sums, f32 master weights, optimizer, norms, router and losses.
     Bf16,
-    /// As `bf16`; the products of experts and dense feed-forwards, forward and back to their inputs, in FP8 (e4m3).
+    /// `bf16`, but the products of experts and dense feed-forwards, forward and for input gradients, are in FP8
+    /// (e4m3).
     Fp8,
 }
 
 impl Precision {
-    /// Returns whether products are made of bf16 copies of the weights.
+    /// Returns whether products read bf16 copies of the weights.
     #[must_use]
     pub fn has_bf16_copies(self) -> bool {
         self != Self::F32
     }
 
-    /// Bytes of a number in memory and on the wire.
+    /// Returns the bytes of a number in memory and on the wire.
     #[must_use]
     pub fn bytes(self) -> usize {
         match self {
@@ -108,7 +110,7 @@ impl Precision {
         }
     }
 
-    /// Bytes of a weight in memory: the f32 one, and the copy that products read.
+    /// Returns the bytes of a weight in memory: the f32 one, and the copy that products read.
     #[must_use]
     pub fn weight_bytes(self) -> usize {
         match self {
@@ -118,22 +120,22 @@ impl Precision {
     }
 }
 
-/// The tokens of a micro-batch.
+/// The tokens of a microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tokens {
-    /// So many for each rank, however many there are.
+    /// A number of tokens for each rank, whatever the number of ranks.
     OfEachRank(usize),
-    /// Sequences that are shared out.
+    /// Sequences that are divided among the ranks.
     Sequences {
-        /// How many.
+        /// The number of sequences.
         num: usize,
-        /// Tokens of each.
+        /// The tokens of each.
         len: usize,
     },
 }
 
 impl Tokens {
-    /// The tokens of the fullest of the groups of `tp` ranks with the same tokens that `num_ranks` ranks make.
+    /// Returns the tokens of the fullest tensor-parallel group, if `num_ranks` ranks form groups of `tp` ranks.
     #[must_use]
     pub fn of_group(self, num_ranks: usize, tp: usize) -> usize {
         match self {
@@ -143,15 +145,15 @@ impl Tokens {
     }
 }
 
-/// What one step does on each rank.
+/// The work of one step on each rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Workload {
-    /// The tokens of a micro-batch.
+    /// The tokens of a microbatch.
     pub tokens: Tokens,
-    /// Number format of matrices.
+    /// The number format of matrix products.
     pub precision: Precision,
-    /// What copies of a weight share between them: 0 nothing, 1 its optimizer state, 2 its gradient, too, 3 and the weight itself (the
-    /// stages of ZeRO).
+    /// The ZeRO stage: copies of a weight share nothing (0), its optimizer state (1), its gradient too (2), or the
+    /// weight itself too (3).
     pub zero: u8,
     /// Bytes of a gradient of an expert's weight: 4 in f32, 2 in bf16. All other gradients are f32.
     pub expert_gradient_bytes: usize,

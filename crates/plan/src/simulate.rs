@@ -1,30 +1,31 @@
-//! A cluster that grows on paper: the same tokens on each rank, more ranks.
+//! Weak scaling on paper: the same tokens on each rank, and more ranks.
 
 use crate::cost::estimate::estimate;
 use crate::{Algorithm, Estimate, Exchange, Layout, ModelShape, Topology, Wire, Workload};
 
-/// One size of the cluster. Each estimate has what the one before it has, and one thing more.
+/// The estimates for one size of the cluster. Each adds one optimization to the one before it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScalingRow {
-    /// Ranks.
+    /// The number of ranks.
     pub num_ranks: usize,
-    /// Tokens as f32 or bf16 straight to their experts, in one piece.
+    /// Tokens in f32 or bf16 go straight to their experts, in one piece.
     pub linear: Estimate,
-    /// Once to each node, and on from there.
+    /// The fastest path: tokens may go once to each node and on from there.
     pub hierarchical: Estimate,
-    /// In the number of chunks that hides most.
+    /// The number of chunks that hides most.
     pub overlapped: Estimate,
-    /// Dispatched and combined as bytes with a scale for each 128 numbers.
+    /// Dispatch and combine in bytes, with a scale for each 128 numbers.
     pub compressed: Estimate,
-    /// The same with matrices cut across ranks of a node, in the way that takes the least time; none where they cannot be.
+    /// Tensor parallelism within a node as well, in the size that takes the least time; `None` where no size is
+    /// possible.
     pub cut: Option<Estimate>,
 }
 
-/// Chunks that a layer is cut into at most.
+/// The largest number of chunks that is tried.
 const MAX_CHUNKS: usize = 8;
 
-/// The table for clusters of 8, 16, ... up to `most` ranks like those of `cluster`. Expert-parallel groups have as many ranks
-/// as there are experts, or all.
+/// Returns the table for clusters of 8, 16, ... up to `most` ranks like those of `cluster`. Expert-parallel groups
+/// have as many ranks as there are experts, or all.
 #[must_use]
 pub fn weak_scaling(shape: &ModelShape, workload: &Workload, cluster: &Topology, most: usize) -> Vec<ScalingRow> {
     let sizes = (3..usize::BITS).map(|power| 1 << power).take_while(|&ranks: &usize| ranks <= most);
@@ -53,7 +54,7 @@ fn row(shape: &ModelShape, workload: &Workload, topology: &Topology) -> ScalingR
     ScalingRow { num_ranks, linear: of(&plain), hierarchical, overlapped, compressed, cut }
 }
 
-/// `whole` with matrices cut across 2, 4, .. ranks of a node, whichever takes the least time.
+/// Returns the fastest estimate of `whole` with tensor parallelism over 2, 4, ... ranks of a node.
 fn cut(shape: &ModelShape, workload: &Workload, topology: &Topology, whole: &Estimate) -> Option<Estimate> {
     let num_ranks = topology.num_ranks();
     let most = shape.max_tp.min(topology.node_sizes[0]);

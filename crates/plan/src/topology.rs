@@ -1,8 +1,8 @@
-//! What there is to run on: ranks, the nodes they stand in, and the links between them.
+//! The cluster: ranks, their nodes, and the links between them.
 
 use serde::{Deserialize, Serialize};
 
-/// A cluster: its nodes, what a rank can do, and the two classes of links.
+/// A cluster: its nodes, the speed and memory of a rank, and the two classes of links.
 ///
 /// The TOML form names every field:
 ///
@@ -19,31 +19,31 @@ use serde::{Deserialize, Serialize};
 /// # Ok::<(), moeworks_plan::TopologyError>(())
 /// ```
 ///
-/// `node_sizes = [4, 4, 2]` stands in place of the first two lines where nodes differ.
+/// `node_sizes = [4, 4, 2]` replaces the first two lines if nodes differ.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Raw", into = "Raw")]
 pub struct Topology {
-    /// Ranks of each node; ranks are numbered node by node.
+    /// The number of ranks of each node; ranks are numbered node by node.
     pub node_sizes: Vec<usize>,
-    /// What each rank can do.
+    /// The speed and memory of each rank.
     pub rank: RankSpec,
-    /// Between two ranks of a node.
+    /// The link between two ranks of a node.
     pub node_link: Link,
-    /// Between ranks of two nodes: what one rank gets while all ranks of its node send.
+    /// The link between ranks of two nodes: the share of one rank while all ranks of its node send.
     pub cluster_link: Link,
-    /// Cores on each NUMA node of a machine; nothing where that is not known.
+    /// The number of cores on each NUMA node of a machine; empty if unknown.
     pub numa_cores: Vec<usize>,
 }
 
-/// What one rank can do.
+/// The speed and memory of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RankSpec {
-    /// Floating-point operations a second that matrix products of this model reach, not the peak.
+    /// Floating-point operations per second that the matrix products of this model reach, below the peak.
     pub flops: f64,
-    /// Memory.
+    /// Bytes of memory.
     pub memory_bytes: f64,
-    /// Bytes a second that memory is read or written at.
+    /// Memory bandwidth for reading or writing.
     pub memory_bytes_per_s: f64,
 }
 
@@ -53,50 +53,50 @@ pub struct RankSpec {
 pub struct Link {
     /// Seconds until the first byte arrives.
     pub latency_s: f64,
-    /// Bytes a second from then on.
+    /// Bytes per second after that.
     pub bytes_per_s: f64,
 }
 
 impl Link {
-    /// Seconds of `messages` messages, one after the other, with `bytes` in all.
+    /// Returns the seconds of `messages` messages, one after another, with `bytes` in all.
     #[must_use]
     pub fn seconds(&self, messages: usize, bytes: f64) -> f64 {
         messages as f64 * self.latency_s + bytes / self.bytes_per_s
     }
 }
 
-/// Those of a rank, by what they lead to.
+/// The two links of a rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Links {
-    /// Between ranks of a node.
+    /// The link between ranks of a node.
     pub node: Link,
-    /// Between ranks of different nodes.
+    /// The link between ranks of different nodes.
     pub cluster: Link,
 }
 
 impl Links {
-    /// The link of a class; within a rank that of the node.
+    /// Returns the link of a class; for a rank's messages to itself that of the node.
     #[must_use]
     pub fn of(&self, class: LinkClass) -> Link {
         if class == LinkClass::Cluster { self.cluster } else { self.node }
     }
 }
 
-/// What a message between two ranks goes over.
+/// The class of link that a message between two ranks uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkClass {
-    /// Both are the same rank: nothing moves.
+    /// None: both are the same rank, and nothing moves.
     Own,
-    /// Both stand in one node.
+    /// The link within a node.
     Node,
-    /// They stand in different nodes.
+    /// The link between nodes.
     Cluster,
 }
 
-/// A topology that cannot be.
+/// The error of an invalid topology.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TopologyError {
-    /// No TOML, a missing field or one too many.
+    /// The text is not TOML, or a field is missing or unknown.
     #[error("{0}")]
     Form(String),
     /// A value out of range.
@@ -104,14 +104,14 @@ pub enum TopologyError {
     Value {
         /// The field.
         field: &'static str,
-        /// What it is.
+        /// The value.
         value: String,
-        /// What would be right.
+        /// The expected range.
         expected: &'static str,
     },
 }
 
-/// The file's form.
+/// The form of the file.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Raw {
@@ -128,7 +128,7 @@ struct Raw {
     numa_cores: Vec<usize>,
 }
 
-/// Ranks that a topology may have.
+/// The most ranks of a topology.
 const MAX_RANKS: usize = 1 << 20;
 
 impl TryFrom<Raw> for Topology {
@@ -184,7 +184,7 @@ impl Topology {
         })
     }
 
-    /// The TOML form, which [`Topology::parse`] reads back.
+    /// Returns the TOML form, which [`Topology::parse`] reads back.
     #[must_use]
     pub fn to_toml(&self) -> String {
         // Numbers and tables of numbers always have a TOML form.
@@ -219,7 +219,8 @@ impl Topology {
         Ok(())
     }
 
-    /// One machine whose `num_ranks` ranks are threads: they share its memory, its operations a second and its memory's rate.
+    /// Makes a topology of one machine whose `num_ranks` ranks are threads that share its memory, compute and memory
+    /// bandwidth.
     #[must_use]
     pub fn one_machine(num_ranks: usize, whole: RankSpec) -> Self {
         let share = num_ranks.max(1) as f64;
@@ -234,8 +235,9 @@ impl Topology {
         Self { node_sizes, rank, node_link: link, cluster_link: link, numa_cores: Vec::new() }
     }
 
-    /// A described cluster for tables on paper: nodes of eight ranks with 80 GB each, 40% of 312 TFLOP/s, 300 GB/s between
-    /// ranks of a node and 25 GB/s from each rank to other nodes (eight A100 with NVLink and one 200 Gbit/s card each).
+    /// Returns an example cluster for tables on paper: nodes of eight ranks with 80 GB each, 40% of 312 TFLOP/s, 300
+    /// GB/s between ranks of a node and 25 GB/s from each rank to other nodes (eight A100 with NVLink and one 200
+    /// Gbit/s card each).
     #[must_use]
     pub fn example_cluster(num_nodes: usize) -> Self {
         Self {
@@ -247,7 +249,7 @@ impl Topology {
         }
     }
 
-    /// The same ranks and links with `num_ranks` ranks, in nodes of the first node's size; the last may be smaller.
+    /// Returns the cluster resized to `num_ranks` ranks, in nodes of the first node's size; the last may be smaller.
     #[must_use]
     pub fn resized(&self, num_ranks: usize) -> Self {
         let size = self.node_sizes[0];
@@ -255,26 +257,26 @@ impl Topology {
         Self { node_sizes, ..self.clone() }
     }
 
-    /// Ranks in all.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.node_sizes.iter().sum()
     }
 
-    /// What leads from a rank to others.
+    /// Returns the links of a rank.
     #[must_use]
     pub fn links(&self) -> Links {
         Links { node: self.node_link, cluster: self.cluster_link }
     }
 
-    /// The node that `rank` stands in.
+    /// Returns the node of `rank`.
     #[must_use]
     pub fn node_of(&self, rank: usize) -> usize {
         let mut end = 0;
         self.node_sizes.iter().take_while(|&&size| (end + size <= rank).then(|| end += size).is_some()).count()
     }
 
-    /// What a message from rank `a` to rank `b` goes over.
+    /// Returns the class of link that a message from rank `a` to rank `b` uses.
     #[must_use]
     pub fn link_class(&self, a: usize, b: usize) -> LinkClass {
         match () {

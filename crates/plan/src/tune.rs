@@ -1,41 +1,42 @@
-//! How many chunks to cut a layer into, found by trying: a dictionary from the load to the best number, as Tutel keeps one
+//! The number of chunks of a layer, found by trying: a dictionary from the load to the best number, as in Tutel
 //! (Hwang et al., 2206.03382, section 3.3).
 //!
-//! Ranks that observe the same loads and the same times, such as those of the slowest of them, make the same choices.
+//! Ranks that observe the same loads and times make the same choices; these may be those of the slowest rank.
 
 use std::collections::BTreeMap;
 
-/// Numbers of chunks that are tried.
+/// The numbers of chunks that are tried.
 const DEGREES: [usize; 4] = [1, 2, 4, 8];
-/// Times that each is tried; its best time counts.
+/// The number of times that each is tried; the best time counts.
 const REPEATS: usize = 2;
 
-/// Tries numbers of chunks while the load is one that it does not know yet, and then takes the fastest of them.
+/// A tuner that tries numbers of chunks while the load is unknown, and then takes the fastest.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ChunkTuner {
     /// Seconds of the trials so far, by the key of the load: [`REPEATS`] for each of [`DEGREES`].
     trials: BTreeMap<i32, Vec<f64>>,
     key: i32,
-    /// Whether the pass under way began with another number of chunks: its time says nothing.
+    /// True if the current pass began with another number of chunks, so that its time does not count.
     is_mixed: bool,
 }
 
 impl ChunkTuner {
-    /// The number of chunks for the pass under way.
+    /// Returns the number of chunks for the current pass.
     #[must_use]
     pub fn chunks(&self) -> usize {
         let trials = self.trials.get(&self.key).map_or(&[][..], Vec::as_slice);
         DEGREES.get(trials.len() / REPEATS).copied().unwrap_or_else(|| best(trials))
     }
 
-    /// Whether the time of the pass under way is wanted.
+    /// Returns whether the time of the current pass is wanted.
     #[must_use]
     pub fn is_trying(&self) -> bool {
         !self.is_mixed && self.trials.get(&self.key).is_none_or(|trials| trials.len() < DEGREES.len() * REPEATS)
     }
 
-    /// Ends a pass that took `seconds` (`None` where that is not known, or not wanted). `load` are the rows that the fullest rank
-    /// of the next one is expected to have; loads are told apart in steps of the square root of two.
+    /// Ends a pass that took `seconds`; `None` if that is unknown or not wanted. `load` is the number of rows that
+    /// the fullest rank is expected to have in the next pass. Loads are distinguished in steps of the square root of
+    /// two.
     pub fn observe(&mut self, load: f64, seconds: Option<f64>) {
         let before = self.chunks();
         if let Some(seconds) = seconds.filter(|_| self.is_trying()) {
@@ -46,7 +47,7 @@ impl ChunkTuner {
     }
 }
 
-/// The number of chunks whose best time is lowest; the lowest of equal ones.
+/// Returns the number of chunks with the lowest best time; the lowest number at ties.
 fn best(trials: &[f64]) -> usize {
     let times = trials.chunks(REPEATS).map(|times| times.iter().copied().fold(f64::INFINITY, f64::min));
     let fastest = times.zip(DEGREES).min_by(|a, b| a.0.total_cmp(&b.0));
@@ -57,7 +58,7 @@ fn best(trials: &[f64]) -> usize {
 mod tests {
     use super::*;
 
-    /// The numbers of chunks of `num_passes` passes at a load, each of which takes the seconds of `time`.
+    /// Runs `num_passes` passes at a load, each taking the seconds of `time`, and returns their numbers of chunks.
     fn passes(tuner: &mut ChunkTuner, num_passes: usize, load: f64, time: impl Fn(usize) -> f64) -> Vec<usize> {
         let pass = |_| {
             let chunks = tuner.chunks();

@@ -182,5 +182,12 @@ impl<'a> Engine<'a> {
 /// A part of a turn as the model takes it.
 fn sequence_part(part: &TurnPart) -> SequencePart<'_> {
     let logits = if part.draws { WantedLogits::Last } else { WantedLogits::None };
-    SequencePart { ids: &part.tokens, start: part.start, blocks: &part.blocks, adapter: part.adapter, logits }
+    SequencePart {
+        ids: &part.tokens,
+        start: part.start,
+        blocks: &part.blocks,
+        adapter: part.adapter,
+        logits,
+        expert_ids: &[],
+    }
 }

@@ -1,4 +1,4 @@
-//! Matrices in blocks whose numbers and whose scales a file has in two places.
+//! Matrices in blocks whose values and scales are in two places of a file.
 
 use std::sync::OnceLock;
 
@@ -7,46 +7,46 @@ use crate::dtype::{DType, Element};
 use crate::pool::MemoryPool;
 use crate::tensor::{Bytes, Tensor};
 
-/// The bytes of each row of a matrix, or of some neighbouring ones that share theirs.
+/// The bytes of each row of a matrix, or of each group of consecutive rows that share a line.
 #[derive(Clone, Copy, Debug)]
 pub struct Lines<'a> {
     bytes: &'a [u8],
     first: usize,
     len: usize,
     step: usize,
-    /// The logarithm of the rows that share a line: a division for each row would show.
+    /// The base-2 logarithm of the number of rows that share a line; a division per row would take measurable time.
     shift: u32,
 }
 
 impl<'a> Lines<'a> {
-    /// Of `len` bytes each, one behind the other.
+    /// Returns consecutive lines of `len` bytes each.
     #[must_use]
     pub const fn packed(bytes: &'a [u8], len: usize) -> Self {
         Self { bytes, first: 0, len, step: len, shift: 0 }
     }
 
-    /// The bytes of a row. Panics if there are none.
+    /// Returns the bytes of a row. Panics if it is beyond the end.
     #[inline(always)]
     #[must_use]
     pub fn row(self, row: usize) -> &'a [u8] {
         &self.bytes[self.start(row)..][..self.len]
     }
 
-    /// Those of the rows from one on.
+    /// Returns the lines of the rows from `row` on.
     #[inline(always)]
     #[must_use]
     pub const fn starting_at(self, row: usize) -> Self {
         Self { first: self.first + row, ..self }
     }
 
-    /// Where the bytes of a row are, or would be if it were there.
+    /// Returns the address of a row, which need not exist.
     #[inline(always)]
     #[must_use]
     pub fn address(self, row: usize) -> *const u8 {
         self.bytes.as_ptr().wrapping_add(self.start(row))
     }
 
-    /// Bytes of a row; none if all that there is to know is elsewhere.
+    /// Returns the bytes of a row; 0 if everything is elsewhere.
     #[inline(always)]
     #[must_use]
     pub const fn row_bytes(self) -> usize {
@@ -59,16 +59,16 @@ impl<'a> Lines<'a> {
     }
 }
 
-/// Where lines are in memory that somebody else owns.
+/// The place of lines in memory of another owner.
 #[derive(Clone)]
 pub struct Place {
-    /// Whose memory it is.
+    /// The owner of the memory.
     pub owner: Bytes,
-    /// Its first byte of them.
+    /// The offset of the first line in bytes.
     pub start: usize,
-    /// Bytes from one line to the next.
+    /// The number of bytes from one line to the next.
     pub step: usize,
-    /// How many neighbouring rows share a line: a power of two.
+    /// The number of consecutive rows that share a line, a power of two.
     pub rows_each: usize,
 }
 
@@ -78,7 +78,7 @@ impl Place {
         Lines { bytes, first: 0, len, step: self.step, shift: self.rows_each.trailing_zeros() }
     }
 
-    /// Whether the lines of `rows` rows are all there.
+    /// Returns true if the memory has the lines of `rows` rows.
     fn holds(&self, rows: usize, len: usize) -> bool {
         if !self.rows_each.is_power_of_two() {
             return false;
@@ -90,7 +90,7 @@ impl Place {
     }
 }
 
-/// The memory of a tensor whose numbers and scales are apart, and of all in blocks if somebody has asked for that.
+/// The storage of a tensor with separate values and scales, and the blocks made of them on first use.
 pub(crate) struct Apart {
     places: [Place; 2],
     pool: MemoryPool,
@@ -98,7 +98,7 @@ pub(crate) struct Apart {
 }
 
 impl Apart {
-    /// None if a line of a row is not there, or if the type is not one that can be apart.
+    /// Makes the storage; none if a line is missing, or for a type without separate scales.
     pub(crate) fn new(
         pool: &MemoryPool,
         (rows, cols): (usize, usize),
@@ -134,7 +134,7 @@ impl Apart {
     }
 }
 
-/// Bytes of a row's numbers and of its scales.
+/// Returns the bytes of a row's values and of its scales; none for a type without separate scales.
 fn line_lens(dtype: DType, cols: usize) -> Option<[usize; 2]> {
     let blocks = cols / dtype.block_len();
     match dtype {

@@ -1,44 +1,44 @@
-//! Blocks of quantized weights: neighbours of a row with a scale. The layouts are those of GGUF files
-//! (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>), so that mapped files are used as they are. `Q8_0` and `Q4_0`
-//! are also what we quantize to ourselves; the others are read alone.
+//! Blocks of quantized weights: neighbours of a row with a common scale. The layouts are those of GGUF files
+//! (<https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>), so that mapped files are used as they are. We
+//! quantize to `Q8_0` and `Q4_0`; the other types are only read.
 
 use bytemuck::{Pod, Zeroable};
 use half::f16;
 
 use crate::dtype::{DType, Element};
 
-/// Elements of a block of the simple types.
+/// The number of elements of a block of the simple types.
 pub const BLOCK_LEN: usize = 32;
 
-/// Elements of a block of eight-bit floats.
+/// The number of elements of a block of FP8.
 pub const F8_BLOCK_LEN: usize = 128;
 
-/// Elements of a block of the types whose names end in K.
+/// The number of elements of a block of the types whose names end in K.
 pub const LONG_BLOCK_LEN: usize = 256;
 
 /// 32 weights of 8 bits: weight i is `scale * values[i]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Q8Block {
-    /// An f16, little-endian: a block of a mapped file may start at any byte.
+    /// An f16, little-endian. Blocks of a mapped file may start at any byte.
     pub scale: [u8; 2],
-    /// From -127 to 127.
+    /// The values, from -127 to 127.
     pub values: [i8; BLOCK_LEN],
 }
 
-/// 32 weights of 4 bits: weight i is `scale * (n_i - 8)`, where n_i for the first 16 is the low half of byte i, for the
-/// others the high half of byte i - 16.
+/// 32 weights of 4 bits: weight i is `scale * (n_i - 8)`. The first 16 n_i are the low halves of the bytes, the
+/// others the high halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Q4Block {
     /// An f16, little-endian.
     pub scale: [u8; 2],
-    /// Two weights a byte.
+    /// Two weights per byte.
     pub values: [u8; BLOCK_LEN / 2],
 }
 
 impl Q8Block {
-    /// The scale.
+    /// Returns the scale.
     #[inline(always)]
     #[must_use]
     pub fn scale(&self) -> f32 {
@@ -47,7 +47,7 @@ impl Q8Block {
 }
 
 impl Q4Block {
-    /// The scale.
+    /// Returns the scale.
     #[inline(always)]
     #[must_use]
     pub fn scale(&self) -> f32 {
@@ -55,32 +55,32 @@ impl Q4Block {
     }
 }
 
-/// 128 floats of eight bits (E4M3 of OCP 8-bit Floating Point 1.0) and what they are multiplied by: weights of DeepSeek-V3, which has
-/// a scale for 128 rows of 128.
+/// 128 values of FP8 (E4M3 of OCP 8-bit Floating Point 1.0) with a scale: weights of DeepSeek-V3, where 128 rows of
+/// 128 share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct F8Block {
     /// An f32, little-endian.
     pub scale: [u8; 4],
-    /// The floats.
+    /// The values.
     pub values: [[u8; BLOCK_LEN]; F8_BLOCK_LEN / BLOCK_LEN],
 }
 
 impl F8Block {
-    /// The block of some floats and of their scale.
+    /// Makes a block of values and their scale.
     #[must_use]
     pub fn joined(values: &[u8; F8_BLOCK_LEN], scale: &[u8; 4]) -> Self {
         Self { scale: *scale, values: bytemuck::cast(*values) }
     }
 }
 
-/// The value of an E4M3 float without infinities (OCP 8-bit Floating Point 1.0): bias 7, NaN is all ones.
+/// Decodes FP8 E4M3 without infinities (OCP 8-bit Floating Point 1.0): bias 7, NaN has all bits set.
 #[must_use]
 pub const fn f8_value(byte: u8) -> f32 {
     let (sign, exponent, mantissa) = ((byte as u32 & 0x80) << 24, (byte >> 3 & 15) as u32, byte & 7);
     match (exponent, mantissa) {
         (15, 7) => f32::NAN,
-        // Multiples of 2^-9.
+        // Subnormal numbers are multiples of 2^-9.
         (0, _) => f32::from_bits(sign | (mantissa as f32 / 512.0).to_bits()),
         _ => f32::from_bits(sign | (exponent + 120) << 23 | (mantissa as u32) << 20),
     }
@@ -91,8 +91,8 @@ impl Element for F8Block {
 }
 
 impl Mxfp4Block {
-    /// The block of floats two a byte, the first in its low half, and of the exponent of their scale: the two tensors that GPT-OSS
-    /// has of a matrix.
+    /// Makes a block of values, two per byte with the first in its low half, and the exponent of their scale: the
+    /// layout of GPT-OSS's two tensors.
     #[must_use]
     pub fn joined(values: &[u8; BLOCK_LEN / 2], &[scale]: &[u8; 1]) -> Self {
         let value = |i: usize| values[i / 2] >> (4 * (i % 2)) & 15;
@@ -103,7 +103,7 @@ impl Mxfp4Block {
         Self([block])
     }
 
-    /// What [`joined`](Self::joined) makes this block of.
+    /// Splits the block into the values and the scale of [`joined`](Self::joined).
     #[must_use]
     pub fn parted(&self) -> ([u8; BLOCK_LEN / 2], u8) {
         let value = |i: usize| self.bytes()[1 + i % (BLOCK_LEN / 2)] >> (4 * (i / (BLOCK_LEN / 2))) & 15;
@@ -127,12 +127,12 @@ macro_rules! blocks_of_bytes {
             #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
             #[repr(C)]
             pub struct $name(
-                /// As in the file, as rows of bytes for the sake of a length that `bytemuck` knows.
+                /// The bytes as in the file, in rows of a length that `bytemuck` supports.
                 pub [[u8; $cols]; $rows],
             );
 
             impl $name {
-                /// The bytes as in the file.
+                /// Returns the bytes as in the file.
                 #[inline(always)]
                 #[must_use]
                 pub const fn bytes(&self) -> &[u8] {
@@ -150,28 +150,28 @@ macro_rules! blocks_of_bytes {
 blocks_of_bytes! {
     /// 32 weights `scale * n + least`: two f16, then `n` of 4 bits each as in [`Q4Block`].
     Q4_1Block(Q4_1): 1 x 20;
-    /// 32 weights `scale * (n - 16)`: an f16, the 32 fifth bits, then the lower four as in [`Q4Block`].
+    /// 32 weights `scale * (n - 16)`: an f16, the fifth bits, then the lower four as in [`Q4Block`].
     Q5_0Block(Q5_0): 1 x 22;
     /// 32 weights `scale * n + least`: two f16, then `n` as in [`Q5_0Block`].
     Q5_1Block(Q5_1): 1 x 24;
-    /// 256 weights `scale * n - least` with a scale and a least value of four bits for each 16: these, `n` of two bits, and the
-    /// f16 factors of scales and of least values.
+    /// 256 weights `scale * n - least`, with a scale and a least value of four bits for each 16: these, `n` of two
+    /// bits, and the f16 factors of scales and least values.
     Q2KBlock(Q2K): 4 x 21;
-    /// 256 weights `scale * (n - 4)` with a scale of six bits for each 16: the 256 third bits, the lower two of each, the scales,
-    /// and their f16 factor.
+    /// 256 weights `scale * (n - 4)`, with a scale of six bits for each 16: the third bits, the lower two of each,
+    /// the scales, and their f16 factor.
     Q3KBlock(Q3K): 5 x 22;
-    /// 256 weights `scale * n - least` with a scale and a least value of six bits for each 32: the f16 factors of both, these, and
-    /// `n` of four bits.
+    /// 256 weights `scale * n - least`, with a scale and a least value of six bits for each 32: the f16 factors of
+    /// both, these, and `n` of four bits.
     Q4KBlock(Q4K): 9 x 16;
-    /// As [`Q4KBlock`], with the 256 fifth bits before the lower four.
+    /// 256 weights like [`Q4KBlock`], with the fifth bits before the lower four.
     Q5KBlock(Q5K): 11 x 16;
-    /// 256 weights `scale * (n - 32)` with a signed byte as the scale of each 16: the lower four bits of `n`, the upper two, the
-    /// scales, and their f16 factor.
+    /// 256 weights `scale * (n - 32)`, with a signed byte as the scale of each 16: the lower four bits of `n`, the
+    /// upper two, the scales, and their f16 factor.
     Q6KBlock(Q6K): 10 x 21;
-    /// 32 weights `scale * level`: an f16 and numbers of 16 levels as in [`Q4Block`].
+    /// 32 weights `scale * level`: an f16, and the indices of 16 levels as in [`Q4Block`].
     Iq4NlBlock(Iq4Nl): 1 x 18;
-    /// 32 floats of four bits with a power of two: its exponent in a byte, the floats as in [`Q4Block`] (OCP Microscaling Formats
-    /// 1.0).
+    /// 32 values of MXFP4 (OCP Microscaling Formats 1.0): the exponent of their scale, a power of two, in a byte,
+    /// then the values as in [`Q4Block`].
     Mxfp4Block(Mxfp4): 1 x 17;
 }
 

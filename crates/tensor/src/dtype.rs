@@ -10,17 +10,17 @@ use crate::blocks::{
 /// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DType {
-    /// IEEE single precision: the reference precision.
+    /// IEEE single precision, the reference precision.
     F32,
     /// bfloat16: f32 with a 7-bit mantissa.
     BF16,
-    /// IEEE half precision: weights for inference as many files have them, multiplied as the f32 that they are.
+    /// IEEE half precision, for inference with weights that files have in it; they are multiplied as f32.
     F16,
     /// Unsigned 32-bit integers: token ids, expert ids, row maps.
     U32,
     /// Weights for inference in blocks of 32 with one scale, 8 bits each: [`Q8Block`](crate::Q8Block).
     Q8,
-    /// The same with 4 bits each: [`Q4Block`](crate::Q4Block).
+    /// Weights for inference in blocks of 32 with one scale, 4 bits each: [`Q4Block`](crate::Q4Block).
     Q4,
     /// [`Q4_1Block`](crate::Q4_1Block).
     Q4_1,
@@ -47,7 +47,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes of what a [`slice`](crate::Tensor::slice) of the type consists of: one element, or a block.
+    /// Returns the bytes of one item of a [`slice`](crate::Tensor::slice) of the type: an element, or a block.
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
@@ -69,7 +69,7 @@ impl DType {
         }
     }
 
-    /// Elements in [`size`](Self::size) bytes: the last dim of a tensor is a multiple of it.
+    /// Returns the number of elements in [`size`](Self::size) bytes; the last dim of a tensor is a multiple of it.
     #[must_use]
     pub const fn block_len(self) -> usize {
         match self {
@@ -80,19 +80,19 @@ impl DType {
         }
     }
 
-    /// Whether elements come in blocks with a scale.
+    /// Returns true for types of blocks with scales.
     #[must_use]
     pub const fn is_quantized(self) -> bool {
         self.block_len() > 1
     }
 
-    /// The type of activations beside weights of this type: bf16 beside bf16, f32 beside all others.
+    /// Returns the type of activations for weights of this type: bf16 for bf16, f32 for all others.
     #[must_use]
     pub const fn of_activations(self) -> Self {
         if matches!(self, Self::BF16) { self } else { Self::F32 }
     }
 
-    /// What the address of the memory must be a multiple of.
+    /// Returns the required alignment of memory in bytes.
     pub(crate) const fn align(self) -> usize {
         if self.is_quantized() { 1 } else { self.size() }
     }
@@ -120,11 +120,11 @@ impl Element for u32 {
     const DTYPE: DType = DType::U32;
 }
 
-/// Where a tensor's memory is and who computes on it.
+/// The device of a tensor's memory and computation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Device {
-    /// The host processor.
+    /// The CPU.
     Cpu,
-    /// A GPU of NVIDIA.
+    /// An NVIDIA GPU.
     Cuda,
 }

@@ -1,8 +1,8 @@
-//! The ground floor: what a tensor is, where its memory comes from, and random numbers.
+//! Tensors, their memory and random numbers.
 //!
-//! There is no mathematics on tensors here; that is `moeworks-ops`. A [`Tensor`] is row-major, its memory
-//! comes from a [`MemoryPool`] that keeps freed blocks, and random numbers come from [`Random`], whose value depends on
-//! (seed, purpose, step, position) alone.
+//! There is no mathematics on tensors here; that is `moeworks-ops`. A [`Tensor`] is row-major. Its memory comes from
+//! a [`MemoryPool`], which reuses freed blocks. Random numbers come from [`Random`], whose values depend only on
+//! (seed, purpose, step, position).
 
 mod apart;
 mod blocks;

@@ -91,7 +91,7 @@ fn a_tensor_has_a_block_on_each_device_that_reads_it_and_one_after_a_device_has_
     _ = tensor.device_address_mut(2, on(2, &second));
     second.lock().unwrap()[0] = 7;
     first.lock().unwrap().clear();
-    // What the second one wrote goes by way of the host.
+    // The result of the second device is copied by way of the host.
     _ = tensor.device_address(1, on(1, &first));
     assert_eq!(*first.lock().unwrap(), [7, 0, 0, 0, 2, 0, 0, 0]);
     assert_eq!(tensor.u32s(), [7, 2]);

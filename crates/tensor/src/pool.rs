@@ -1,8 +1,8 @@
 //! A memory pool that keeps freed blocks by size.
 //!
-//! A training step asks for the same sizes every time, so after the first step nothing is asked of the system. Large
-//! blocks are anonymous mappings advised to use 2 MiB pages: a first touch then costs a fraction of what 4 KiB pages
-//! cost, and reading them misses the TLB less.
+//! A training step asks for the same sizes every time, so that after the first step nothing is allocated from the
+//! system. Large blocks are anonymous mappings advised to use 2 MiB pages: their first touch costs a fraction of that
+//! of 4 KiB pages, and reading them causes fewer TLB misses.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytemuck::{Pod, Zeroable};
 use memmap2::MmapMut;
 
-/// Blocks of at least this many bytes are mappings of their own; smaller ones come from the allocator.
+/// The size from which blocks are mappings of their own, in bytes; smaller ones come from the allocator.
 const MAPPING_MIN_BYTES: usize = 1 << 20;
 
-/// The unit of small blocks: one cache line, so that vector loads never straddle two.
+/// The unit of small blocks: a cache line, so that vector loads never straddle two.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
@@ -28,7 +28,7 @@ impl Block {
         if bytes >= MAPPING_MIN_BYTES
             && let Ok(mapping) = MmapMut::map_anon(bytes)
         {
-            // Advice only: where huge pages are not available the mapping works all the same.
+            // The advice may fail; without huge pages the mapping works as well.
             #[cfg(target_os = "linux")]
             let _ = mapping.advise(memmap2::Advice::HugePage);
             return Self::Mapping(mapping);
@@ -51,16 +51,16 @@ impl Block {
     }
 }
 
-/// What a pool holds and has asked of the system so far.
+/// The statistics of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
-    /// Bytes in blocks that are in use now.
+    /// The bytes of blocks in use.
     pub used_bytes: usize,
-    /// The largest `used_bytes` there has been, or has been since [`MemoryPool::restart`].
+    /// The largest `used_bytes` so far, or since [`MemoryPool::restart`].
     pub peak_bytes: usize,
-    /// Bytes obtained from the system and not given back: in use and kept.
+    /// The bytes obtained from the system and not returned: in use and kept.
     pub held_bytes: usize,
-    /// Blocks obtained from the system since the pool was made. Constant in steady-state training.
+    /// The number of blocks obtained from the system so far. Constant in steady-state training.
     pub system_allocations: u64,
 }
 
@@ -70,26 +70,26 @@ struct Inner {
     stats: PoolStats,
 }
 
-/// A shared pool of memory blocks. Cloning gives another handle to the same pool.
+/// A shared pool of memory blocks. Clones are handles to the same pool.
 #[derive(Clone, Default)]
 pub struct MemoryPool {
     inner: Arc<Mutex<Inner>>,
 }
 
 impl MemoryPool {
-    /// An empty pool.
+    /// Returns an empty pool.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What the pool holds now.
+    /// Returns the pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.lock().stats
     }
 
-    /// Gives kept blocks back to the system. Blocks in use are not touched.
+    /// Returns kept blocks to the system. Blocks in use are not touched.
     pub fn trim(&self) {
         let mut inner = self.lock();
         let freed: usize = inner.free.iter().map(|(bytes, blocks)| bytes * blocks.len()).sum();
@@ -97,14 +97,15 @@ impl MemoryPool {
         inner.stats.held_bytes -= freed;
     }
 
-    /// Gives kept blocks back, and counts the peak from what is in use now: for what comes after a beginning that took more.
+    /// Returns kept blocks to the system, and restarts the peak from the bytes in use, after a start that took more.
     pub fn restart(&self) {
         self.trim();
         let mut inner = self.lock();
         inner.stats.peak_bytes = inner.stats.used_bytes;
     }
 
-    /// A block of at least `bytes` bytes. A fresh block is zero; a recycled one holds what its last owner left.
+    /// Returns a block of at least `bytes` bytes, and true if it is fresh. A fresh block is zero; a recycled one has
+    /// its last contents.
     pub(crate) fn take(&self, bytes: usize) -> (PooledBytes, bool) {
         let class = size_class(bytes);
         let mut inner = self.lock();
@@ -121,20 +122,20 @@ impl MemoryPool {
         (PooledBytes { block: Some(block), class, pool: self.clone() }, is_fresh)
     }
 
-    // A thread that panicked while holding the lock left only counters behind: they stay usable.
+    // A thread that panicked while it held the lock has left only counters, which stay usable.
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Rounds up so that at most an eighth is wasted and near sizes share blocks.
+/// Rounds up to a size class, so that at most an eighth is wasted and similar sizes share blocks.
 fn size_class(bytes: usize) -> usize {
     let bytes = bytes.max(64);
     let step = (bytes.next_power_of_two() / 16).max(64);
     bytes.next_multiple_of(step)
 }
 
-/// A block that goes back to its pool when dropped.
+/// A block that returns to its pool when dropped.
 pub(crate) struct PooledBytes {
     block: Option<Block>,
     class: usize,

@@ -1,9 +1,9 @@
 //! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 //!
-//! A value depends on (seed, purpose, step, position) and on nothing else, so a result does not change with the order in
-//! which threads or ranks ask, and a resumed run draws what the uninterrupted one would have drawn.
+//! A value depends only on (seed, purpose, step, position). Results thus do not depend on the order in which threads
+//! or ranks draw, and a resumed run draws what the uninterrupted one would have.
 
-/// What random numbers are drawn for. Two purposes never share a stream.
+/// The purpose of random numbers. Two purposes never share a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Purpose {
@@ -17,14 +17,14 @@ pub enum Purpose {
     Sampling = 4,
     /// Tests and benchmarks.
     Test = 5,
-    /// The spans that are left out of a text.
+    /// The spans to leave out of a text.
     Spans = 6,
 }
 
-/// Calls of the generator that are computed together.
+/// The number of generator calls that are computed together.
 const LANES: usize = 16;
 
-/// Numbers of `bits` bits in the words of [`LANES`] calls.
+/// The count of numbers of `bits` bits in the words of [`LANES`] calls.
 const fn group_len(bits: u32) -> usize {
     LANES * 4 * 32 / bits as usize
 }
@@ -37,35 +37,35 @@ pub struct Random {
 }
 
 impl Random {
-    /// The stream of `seed` for `purpose` at `step`. Steps count up to 2^56.
+    /// Returns the stream of `seed` for `purpose` at `step`, which must be below 2^56.
     #[must_use]
     pub fn new(seed: u64, purpose: Purpose, step: u64) -> Self {
         let high = ((step >> 32) as u32 & 0x00ff_ffff) | (u32::from(purpose as u8) << 24);
         Self { key: [seed as u32, (seed >> 32) as u32], stream: [step as u32, high] }
     }
 
-    /// What the stream is made of, for a generator elsewhere: the key, and the upper half of the counter, whose lower half is the
+    /// Returns the state for a generator elsewhere: the key, and the upper half of the counter. The lower half is the
     /// position.
     #[must_use]
     pub fn key_and_stream(&self) -> [u32; 4] {
         [self.key[0], self.key[1], self.stream[0], self.stream[1]]
     }
 
-    /// Four random words at `position`.
+    /// Returns four random words at `position`.
     #[must_use]
     pub fn words(&self, position: u64) -> [u32; 4] {
         let counter = [position as u32, (position >> 32) as u32, self.stream[0], self.stream[1]];
         philox4x32_10(counter, self.key)
     }
 
-    /// A number uniform in [0, 1) at `position`, on a grid of 2^-24.
+    /// Returns a number uniform in [0, 1) at `position`, on a grid of 2^-24.
     #[must_use]
     pub fn uniform(&self, position: u64) -> f32 {
         unit(self.words(position / 4)[(position % 4) as usize])
     }
 
-    /// Fills `numbers` with those of [`uniform`](Self::uniform) at `first` and the positions after it, many at a time: compiled
-    /// into a caller for vector instructions it takes a tenth of the time.
+    /// Fills `numbers` with [`uniform`](Self::uniform) at `first` and the positions after it, many at a time. Inlined
+    /// into a caller compiled for vector instructions, it takes a tenth of the time.
     #[inline(always)]
     pub fn fill_uniform(&self, first: u64, numbers: &mut [f32]) {
         let head = (first.wrapping_neg() % 4).min(numbers.len() as u64);
@@ -84,34 +84,34 @@ impl Random {
         rest.iter_mut().zip(4 * position..).for_each(|(number, position)| *number = self.uniform(position));
     }
 
-    /// A number uniform in [0, 1) at `position`, on a grid of 2^-16: eight share a call of the generator, where of
-    /// [`uniform`](Self::uniform) four do. For noise of which much is needed and little is asked.
+    /// Returns a number uniform in [0, 1) at `position`, on a grid of 2^-16. Eight share a call of the generator,
+    /// instead of four for [`uniform`](Self::uniform), for large amounts of undemanding noise.
     #[must_use]
     pub fn coarse(&self, position: u64) -> f32 {
         self.part::<16>(position)
     }
 
-    /// As [`coarse`](Self::coarse) on a grid of 2^-8, of which sixteen share a call.
+    /// Returns a number uniform in [0, 1) at `position`, on a grid of 2^-8. Sixteen share a call of the generator.
     #[must_use]
     pub fn byte(&self, position: u64) -> f32 {
         self.part::<8>(position)
     }
 
-    /// Fills `numbers` with those of [`coarse`](Self::coarse) at `first` and the positions after it, as
-    /// [`fill_uniform`](Self::fill_uniform) does.
+    /// Fills `numbers` with [`coarse`](Self::coarse) at `first` and the positions after it, like
+    /// [`fill_uniform`](Self::fill_uniform).
     #[inline(always)]
     pub fn fill_coarse(&self, first: u64, numbers: &mut [f32]) {
         self.fill_parts::<16>(first, numbers);
     }
 
-    /// As [`fill_coarse`](Self::fill_coarse) with the numbers of [`byte`](Self::byte).
+    /// Fills `numbers` with [`byte`](Self::byte) at `first` and the positions after it.
     #[inline(always)]
     pub fn fill_bytes(&self, first: u64, numbers: &mut [f32]) {
         self.fill_parts::<8>(first, numbers);
     }
 
-    /// The number at `position` that is `BITS` bits of a word over `2^BITS`. Sixteen calls of the generator make a group of
-    /// numbers: the lowest bits of all their words, first words first, then the next ones, so that numbers in a row are one
+    /// Returns the number at `position`: `BITS` bits of a word over `2^BITS`. Sixteen generator calls make a group of
+    /// numbers: the lowest bits of all their words in order, then the next bits, so that consecutive numbers are one
     /// operation on a vector of words.
     fn part<const BITS: u32>(&self, position: u64) -> f32 {
         let group = const { group_len(BITS) as u64 };
@@ -143,7 +143,7 @@ impl Random {
         }
     }
 
-    /// The words at `first` and the positions after it: word w of the i-th is at `[w][i]`.
+    /// Returns the words at `first` and the positions after it; word w of the i-th is at `[w][i]`.
     #[inline(always)]
     fn words_of<const N: usize>(&self, first: u64) -> [[u32; N]; 4] {
         let (mut low, mut high) = ([0; N], [0; N]);
@@ -168,7 +168,7 @@ impl Random {
         counter
     }
 
-    /// A standard normal number at `position` (Box-Muller).
+    /// Returns a standard normal number at `position` (Box-Muller).
     #[must_use]
     pub fn normal(&self, position: u64) -> f32 {
         let words = self.words(position / 2);
@@ -176,8 +176,8 @@ impl Random {
         box_muller(pair[0], pair[1])
     }
 
-    /// Fills `numbers` with those of [`normal`](Self::normal) at `first` and the positions after it, as
-    /// [`fill_uniform`](Self::fill_uniform) does.
+    /// Fills `numbers` with [`normal`](Self::normal) at `first` and the positions after it, like
+    /// [`fill_uniform`](Self::fill_uniform).
     #[inline(always)]
     pub fn fill_normal(&self, first: u64, numbers: &mut [f32]) {
         let head = (first % 2).min(numbers.len() as u64);
@@ -202,21 +202,21 @@ impl Random {
         rest.iter_mut().zip(2 * position..).for_each(|(number, position)| *number = self.normal(position));
     }
 
-    /// A standard Gumbel number at `position`: `-ln(-ln u)` of the uniform number there, the number 0 counting as half of the
-    /// next one, so that none is infinite.
+    /// Returns a standard Gumbel number at `position`: `-ln(-ln u)` of the uniform number u there. A u of 0 counts as
+    /// half of the smallest positive one, so that the result is finite.
     #[must_use]
     pub fn gumbel(&self, position: u64) -> f32 {
         gumbel(self.uniform(position))
     }
 
-    /// Fills `numbers` with those of [`gumbel`](Self::gumbel), as [`fill_uniform`](Self::fill_uniform) does.
+    /// Fills `numbers` with [`gumbel`](Self::gumbel), like [`fill_uniform`](Self::fill_uniform).
     #[inline(always)]
     pub fn fill_gumbel(&self, first: u64, numbers: &mut [f32]) {
         self.fill_uniform(first, numbers);
         numbers.iter_mut().for_each(|number| *number = gumbel(*number));
     }
 
-    /// A whole number uniform in [0, bound), at `position`. `bound` must not be 0.
+    /// Returns an integer uniform in [0, bound) at `position`. `bound` must not be 0.
     #[must_use]
     pub fn below(&self, position: u64, bound: u64) -> u64 {
         let [low, high, ..] = self.words(position);
@@ -234,7 +234,7 @@ fn part_unit<const BITS: u32>(word: u32) -> f32 {
     (word & ((1 << BITS) - 1)) as i32 as f32 * const { 1.0 / (1_u32 << BITS) as f32 }
 }
 
-/// The normal number of two random words.
+/// Computes a normal number from two random words.
 #[inline(always)]
 fn box_muller(radius: u32, angle: u32) -> f32 {
     ((-2.0 * ln(1.0 - unit(radius))).sqrt() * cos_of_turns(unit(angle))) as f32
@@ -247,8 +247,8 @@ fn gumbel(uniform: f32) -> f32 {
     -ln(-ln(u) as f32) as f32
 }
 
-/// The natural logarithm of a normal `x` above 0, within 1e-15 of its size: without branches and calls, so that loops over it
-/// turn into vector code with the same bits.
+/// Computes the natural logarithm of a normal `x` above 0 with a relative error of 1e-15. It has no branches and
+/// calls, so that loops over it are vectorised with the same bits.
 #[inline(always)]
 fn ln(x: f32) -> f64 {
     const ROOT_HALF: u32 = 0x3f35_04f3;
@@ -265,7 +265,7 @@ fn ln(x: f32) -> f64 {
     f64::from(k) * std::f64::consts::LN_2 + 2.0 * s * (p * z + 1.0)
 }
 
-/// `cos(2 pi x)` for x in 0 to 1, within 1e-13.
+/// Computes `cos(2 pi x)` for x in [0, 1], with an error below 1e-13.
 #[inline(always)]
 fn cos_of_turns(x: f32) -> f64 {
     // cos(2 pi x) = -sin(y) with y of at most a quarter turn, by its series.

@@ -1,6 +1,6 @@
 use super::*;
 
-/// The known answers that Random123 ships for philox4x32-10 (`kat_vectors`).
+/// The known answers for philox4x32-10 in Random123 (`kat_vectors`).
 #[test]
 fn philox_gives_the_known_answers() {
     assert_eq!(philox4x32_10([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
@@ -55,6 +55,6 @@ fn normal_and_gumbel_numbers_are_those_of_the_formulas() {
     assert!(
         (f64::from(gumbel(0.0)) - low).abs() < 1e-6 && (f64::from(gumbel(1.0 - 2.0_f32.powi(-24))) - high).abs() < 1e-5
     );
-    // The ends of what normal numbers are made of.
+    // The extreme inputs of normal numbers.
     assert!((0..=255).all(|i| box_muller(u32::MAX, i << 24).is_finite() && box_muller(0, i << 24) == 0.0));
 }

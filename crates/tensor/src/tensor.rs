@@ -1,5 +1,5 @@
-//! The tensor: row-major, with shared read-only or unique writable memory, in one piece unless a file has it in several, or its
-//! scales apart, or its matrices transposed.
+//! The tensor: row-major, with shared read-only or unique writable memory. It is contiguous, unless a file has it in
+//! pieces, with separate scales, or with transposed matrices.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::mirror::{DeviceBlock, DeviceBlocks, Mirrored};
 use crate::pool::MemoryPool;
 use crate::turned::Turned;
 
-/// Memory that somebody else owns, such as a mapped file.
+/// Memory of another owner, such as a mapped file.
 pub type Bytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 #[derive(Clone)]
@@ -25,7 +25,7 @@ enum Storage {
     Turned(Arc<Turned>),
 }
 
-/// Tensors that make one, one behind the other, and that one in memory of its own if somebody has asked for it.
+/// Tensors that are consecutive pieces of one, and the contiguous copy made on first use.
 struct Pieces {
     list: Vec<Tensor>,
     whole: OnceLock<Tensor>,
@@ -50,11 +50,11 @@ impl Pieces {
 
 /// A row-major array.
 ///
-/// A file may have the matrices of a stack apart; such a tensor is made [of pieces](Tensor::of_pieces). Whoever goes by
-/// [pieces](Tensor::pieces) takes no copy of it; whoever asks for its elements as one slice gets a copy that it then keeps.
+/// A file may store the matrices of a stack separately; such a tensor is made [of pieces](Tensor::of_pieces). Access
+/// by [pieces](Tensor::pieces) makes no copy; access to all elements as one slice makes a copy that is kept.
 ///
-/// Cloning shares the memory; a tensor can be written to only while nobody shares it. Element access names the type it
-/// expects: asking for another one than the tensor holds is an error of the program and panics.
+/// Clones share the memory, and only a tensor whose memory is not shared can be written to. Element access names the
+/// expected type and panics if the tensor has another.
 #[derive(Clone)]
 pub struct Tensor {
     storage: Storage,
@@ -63,7 +63,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor of zeros.
+    /// Returns a tensor of zeros.
     #[must_use]
     pub fn zeros(pool: &MemoryPool, shape: &[usize], dtype: DType) -> Self {
         let bytes = byte_len(shape, dtype);
@@ -74,7 +74,7 @@ impl Tensor {
         Self::over(Mirrored::in_host(pool, bytes, block), shape, dtype)
     }
 
-    /// A tensor whose contents are unspecified (what the memory's last owner left): for results that are written whole.
+    /// Returns a tensor with unspecified contents (the memory's last ones), for results that are written in full.
     #[must_use]
     pub fn empty(pool: &MemoryPool, shape: &[usize], dtype: DType) -> Self {
         let bytes = byte_len(shape, dtype);
@@ -82,8 +82,8 @@ impl Tensor {
         Self::over(Mirrored::in_host(pool, bytes, block), shape, dtype)
     }
 
-    /// A tensor whose contents are those of `block`, on a device; it must hold as many bytes as the shape asks for. The
-    /// host's copy, made when the host first reads the tensor, comes from `pool`.
+    /// Returns a tensor with the contents of `block`, on a device, which must have the size of the shape. The host's
+    /// copy, made when the host first reads the tensor, comes from `pool`.
     #[must_use]
     pub fn from_device(pool: &MemoryPool, shape: &[usize], dtype: DType, block: DeviceBlock) -> Self {
         Self::over(Mirrored::on_device(pool, byte_len(shape, dtype), block), shape, dtype)
@@ -93,7 +93,7 @@ impl Tensor {
         Self { storage: Storage::Pooled(Arc::new(memory)), shape: shape.to_vec(), dtype }
     }
 
-    /// A tensor with a copy of `values`, whose number must be the product of `shape`.
+    /// Returns a tensor with a copy of `values`, whose number must be the product of `shape`.
     #[must_use]
     pub fn from_slice<E: Element>(pool: &MemoryPool, shape: &[usize], values: &[E]) -> Self {
         let mut tensor = Self::empty(pool, shape, E::DTYPE);
@@ -101,8 +101,8 @@ impl Tensor {
         tensor
     }
 
-    /// A read-only tensor over memory that `owner` keeps alive. `None` if `range` is not inside it, has another length
-    /// than the shape asks for, or is not aligned for the element type.
+    /// Returns a read-only tensor over memory that `owner` keeps alive. `None` if `range` is not in it, has another
+    /// length than the shape requires, or is not aligned for the element type.
     #[must_use]
     pub fn from_foreign(owner: Bytes, range: Range<usize>, shape: &[usize], dtype: DType) -> Option<Self> {
         let bytes = (*owner).as_ref().get(range.clone())?;
@@ -113,8 +113,8 @@ impl Tensor {
         Some(Self { storage: Storage::Foreign { owner, range, device: Arc::default() }, shape: shape.to_vec(), dtype })
     }
 
-    /// The read-only tensor that `pieces` make one behind the other, without a copy. `None` if there is none, or their types
-    /// differ, or their elements are not as many as the shape asks for, or their last dim is another than the shape's.
+    /// Returns a read-only tensor made of consecutive `pieces`, without a copy. `None` if there are no pieces, if
+    /// their types differ, or if their number of elements or their last dim is not that of the shape.
     #[must_use]
     pub fn of_pieces(pool: &MemoryPool, pieces: Vec<Self>, shape: &[usize]) -> Option<Self> {
         let (dtype, cols) = (pieces.first()?.dtype, shape.last().copied());
@@ -127,10 +127,11 @@ impl Tensor {
         Some(Self { storage: Storage::Pieces(Arc::new(pieces)), shape: shape.to_vec(), dtype })
     }
 
-    /// A read-only tensor in blocks (of [`DType::Mxfp4`] or [`DType::F8`]) whose numbers and scales lie in these places, without a
-    /// copy. Numbers of four bits are two a byte, the first in its low half. `None` for another type, or if not all rows are there.
+    /// Returns a read-only tensor in blocks ([`DType::Mxfp4`] or [`DType::F8`]) whose values and scales are in these
+    /// places, without a copy. Values of four bits are two per byte, the first in its low half. `None` for another
+    /// type, or if rows are missing.
     ///
-    /// Whoever goes by [lines](Self::lines) takes no copy; whoever asks for blocks gets one that is then kept.
+    /// Access by [lines](Self::lines) makes no copy; access by blocks makes a copy that is kept.
     #[must_use]
     pub fn apart(pool: &MemoryPool, shape: &[usize], dtype: DType, [numbers, scales]: [Place; 2]) -> Option<Self> {
         checked_byte_len(shape, dtype)?;
@@ -139,7 +140,7 @@ impl Tensor {
         Some(Self { storage: Storage::Apart(Arc::new(apart)), shape: shape.to_vec(), dtype })
     }
 
-    /// The numbers and the scales of its rows, if they are apart.
+    /// Returns the values and the scales of its rows, if they are separate.
     #[must_use]
     pub fn lines(&self) -> Option<[Lines<'_>; 2]> {
         match &self.storage {
@@ -148,11 +149,11 @@ impl Tensor {
         }
     }
 
-    /// The read-only tensor `[E, N, K]` whose matrices are those of `base`, `[E, K, N]` of floats, transposed, without a copy. With
-    /// `is_in_turn` the columns there of its first and of its second half of rows take turns. `None` if `base` is of another shape or
-    /// type.
+    /// Returns the read-only tensor `[E, N, K]` whose matrices are those of `base`, `[E, K, N]` floats, transposed,
+    /// without a copy. With `is_in_turn` the columns of `base` alternate between the first and the second half of the
+    /// rows. `None` if `base` has another shape or type.
     ///
-    /// Whoever goes by [`as_turned`](Self::as_turned) takes no copy; whoever asks for elements gets one that is then kept.
+    /// Access by [`as_turned`](Self::as_turned) makes no copy; access to elements makes a copy that is kept.
     #[must_use]
     pub fn turned(pool: &MemoryPool, base: Self, is_in_turn: bool) -> Option<Self> {
         let &[matrices, depth, columns] = base.shape() else { return None };
@@ -165,7 +166,7 @@ impl Tensor {
         })
     }
 
-    /// The `base` that this one was [turned](Self::turned) from, and whether columns there take turns.
+    /// Returns the `base` of a [transposed](Self::turned) tensor, and true if its columns alternate.
     #[must_use]
     pub fn as_turned(&self) -> Option<(&Self, bool)> {
         match &self.storage {
@@ -174,7 +175,7 @@ impl Tensor {
         }
     }
 
-    /// The tensors that make this one, one behind the other, if it is not in one piece.
+    /// Returns the consecutive pieces of a tensor that is not contiguous.
     #[must_use]
     pub fn pieces(&self) -> Option<&[Self]> {
         match &self.storage {
@@ -183,7 +184,8 @@ impl Tensor {
         }
     }
 
-    /// Copies its bytes from `start` on to `out`, without gathering its [pieces](Tensor::pieces). Panics if there are fewer.
+    /// Copies its bytes from `start` on to `out`, without joining its [pieces](Tensor::pieces). Panics if there are
+    /// fewer.
     pub fn read_bytes(&self, start: usize, out: &mut [u8]) {
         let (mut skipped, mut rest) = (start, out);
         for part in self.parts() {
@@ -198,14 +200,15 @@ impl Tensor {
         assert!(rest.is_empty(), "bytes of a tensor {:?}", self.shape);
     }
 
-    /// Its [pieces](Tensor::pieces), or itself where it is in one.
+    /// Returns its [pieces](Tensor::pieces), or the tensor itself if it is contiguous.
     #[must_use]
     pub fn parts(&self) -> &[Self] {
         self.pieces().unwrap_or(std::slice::from_ref(self))
     }
 
-    /// The elements from the first of either tensor to the last, and where each begins among them; none if they do not lie
-    /// in the same memory, that of one file say, at whole elements. Panics if `E` is not the type of both.
+    /// Returns the elements from the first of either tensor to the last, and the start of each among them. None
+    /// unless both are in the same memory, such as one file, at whole elements. Panics if `E` is not the type of
+    /// both.
     #[must_use]
     pub fn span<'a, E: Element>(&'a self, other: &Self) -> Option<(&'a [E], [usize; 2])> {
         assert_eq!((self.dtype, other.dtype), (E::DTYPE, E::DTYPE), "element type of a tensor {:?}", self.shape);
@@ -213,13 +216,13 @@ impl Tensor {
         Some((bytemuck::try_cast_slice(bytes).ok()?, places))
     }
 
-    /// Whether there is a [`span`](Self::span) of two tensors of one type.
+    /// Returns true if two tensors of one type have a [`span`](Self::span).
     #[must_use]
     pub fn has_span(&self, other: &Self) -> bool {
         self.dtype == other.dtype && self.span_of_bytes(other).is_some()
     }
 
-    /// The bytes of whole elements of a span.
+    /// Returns the bytes of the whole elements of a span.
     fn span_of_bytes(&self, other: &Self) -> Option<(&[u8], [usize; 2])> {
         let (Storage::Foreign { owner, range: a, .. }, Storage::Foreign { owner: theirs, range: b, .. }) =
             (&self.storage, &other.storage)
@@ -232,44 +235,45 @@ impl Tensor {
         }
         let start = a.start.min(b.start);
         let bytes = (**owner).as_ref().get(start..a.end.max(b.end))?;
-        // Both begin at whole elements, hence so does what lies between; what is behind the last whole element is nobody's.
+        // Both begin at whole elements, and so does everything between; the bytes after the last whole element are
+        // dropped.
         let bytes = &bytes[..bytes.len() / size * size];
         let places = [a.start - start, b.start - start];
         let is_whole = places.iter().all(|place| place.is_multiple_of(size));
         is_whole.then(|| (bytes, places.map(|place| place / size)))
     }
 
-    /// The sizes of the dims, outermost first.
+    /// Returns the sizes of the dims, outermost first.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The element type.
+    /// Returns the element type.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether there is no element.
+    /// Returns true if there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes of all elements.
+    /// Returns the bytes of all elements.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         byte_len(&self.shape, self.dtype)
     }
 
-    /// Bytes of all elements as they lie: fewer than [`num_bytes`](Self::num_bytes) where rows share scales.
+    /// Returns the bytes of all elements as stored: fewer than [`num_bytes`](Self::num_bytes) if rows share scales.
     #[must_use]
     pub fn stored_bytes(&self) -> usize {
         match &self.storage {
@@ -279,19 +283,19 @@ impl Tensor {
         }
     }
 
-    /// The size of the last dim; 1 for a tensor without dims.
+    /// Returns the size of the last dim; 1 for a tensor without dims.
     #[must_use]
     pub fn cols(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// The product of all dims but the last.
+    /// Returns the product of all dims but the last.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.shape.split_last().map_or(1, |(_, outer)| outer.iter().product())
     }
 
-    /// The same elements under another shape of as many elements.
+    /// Returns the same elements with another shape. Panics if the numbers of elements differ.
     #[must_use]
     pub fn reshaped(mut self, shape: &[usize]) -> Self {
         assert_eq!(self.len(), shape.iter().product::<usize>(), "reshape {:?} to {shape:?}", self.shape);
@@ -305,7 +309,7 @@ impl Tensor {
         self
     }
 
-    /// A copy of its own.
+    /// Returns a copy with memory of its own.
     #[must_use]
     pub fn copied(&self, pool: &MemoryPool) -> Self {
         let mut copy = Self::empty(pool, &self.shape, self.dtype);
@@ -313,7 +317,8 @@ impl Tensor {
         copy
     }
 
-    /// The elements as bytes, in the machine's byte order. Copied from the device first, if they are only there.
+    /// Returns the elements as bytes, in the machine's byte order, after a copy from the device if only that has
+    /// them.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         match &self.storage {
@@ -325,7 +330,7 @@ impl Tensor {
         }
     }
 
-    /// Whether the host can read the elements without a copy from a device.
+    /// Returns true if the host can read the elements without a copy from a device.
     #[must_use]
     pub fn is_in_host(&self) -> bool {
         match &self.storage {
@@ -334,8 +339,8 @@ impl Tensor {
         }
     }
 
-    /// Where the elements are on a device, for reading. `device` is its number, and `upload` makes a block with the bytes
-    /// that it is given; it is called if there is none yet.
+    /// Returns the address of the elements on device number `device`, for reading. If they are not there, `upload`
+    /// allocates a block with the bytes that it is given.
     #[must_use]
     pub fn device_address(&self, device: usize, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
         match &self.storage {
@@ -347,7 +352,8 @@ impl Tensor {
         }
     }
 
-    /// As [`device_address`](Self::device_address), for writing: the host's copy is given up. Panics if the memory is shared.
+    /// Returns the address of the elements on a device for writing; the host's copy is dropped. Panics if the memory
+    /// is shared.
     #[must_use]
     pub fn device_address_mut(&mut self, device: usize, upload: impl FnOnce(&[u8]) -> DeviceBlock) -> u64 {
         match &mut self.storage {
@@ -358,7 +364,7 @@ impl Tensor {
         }
     }
 
-    /// The elements as bytes, for writing. Panics if the memory is shared.
+    /// Returns the elements as bytes, for writing. Panics if the memory is shared.
     #[must_use]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.storage {
@@ -367,57 +373,57 @@ impl Tensor {
         }
     }
 
-    /// The elements. Panics if `E` is not the tensor's type.
+    /// Returns the elements. Panics if `E` is not the tensor's type.
     #[must_use]
     pub fn slice<E: Element>(&self) -> &[E] {
         assert_eq!(self.dtype, E::DTYPE, "element type of a tensor {:?}", self.shape);
         bytemuck::cast_slice(self.bytes())
     }
 
-    /// The elements, for writing. Panics if `E` is not the tensor's type or the memory is shared.
+    /// Returns the elements for writing. Panics if `E` is not the tensor's type or the memory is shared.
     #[must_use]
     pub fn slice_mut<E: Element>(&mut self) -> &mut [E] {
         assert_eq!(self.dtype, E::DTYPE, "element type of a tensor {:?}", self.shape);
         bytemuck::cast_slice_mut(self.bytes_mut())
     }
 
-    /// The elements of an f32 tensor.
+    /// Returns the elements of an f32 tensor.
     #[must_use]
     pub fn f32s(&self) -> &[f32] {
         self.slice()
     }
 
-    /// The elements of an f32 tensor, for writing.
+    /// Returns the elements of an f32 tensor, for writing.
     #[must_use]
     pub fn f32s_mut(&mut self) -> &mut [f32] {
         self.slice_mut()
     }
 
-    /// The elements of a bf16 tensor.
+    /// Returns the elements of a bf16 tensor.
     #[must_use]
     pub fn bf16s(&self) -> &[bf16] {
         self.slice()
     }
 
-    /// The elements of a bf16 tensor, for writing.
+    /// Returns the elements of a bf16 tensor, for writing.
     #[must_use]
     pub fn bf16s_mut(&mut self) -> &mut [bf16] {
         self.slice_mut()
     }
 
-    /// The elements of a u32 tensor.
+    /// Returns the elements of a u32 tensor.
     #[must_use]
     pub fn u32s(&self) -> &[u32] {
         self.slice()
     }
 
-    /// The elements of a u32 tensor, for writing.
+    /// Returns the elements of a u32 tensor, for writing.
     #[must_use]
     pub fn u32s_mut(&mut self) -> &mut [u32] {
         self.slice_mut()
     }
 
-    /// The elements converted to f32, whatever float type they have.
+    /// Converts the elements of any float type to f32.
     #[must_use]
     pub fn to_f32_vec(&self) -> Vec<f32> {
         match self.dtype {
@@ -430,7 +436,7 @@ impl Tensor {
     }
 }
 
-/// So that a tensor can own what others [borrow](Tensor::from_foreign) of it.
+/// Lets a tensor own what others [borrow](Tensor::from_foreign) of it.
 impl AsRef<[u8]> for Tensor {
     fn as_ref(&self) -> &[u8] {
         self.bytes()

@@ -68,7 +68,7 @@ fn pieces_must_make_the_shape() {
     assert!(of(vec![piece(&[1, 2], DType::F32), piece(&[1, 2], DType::BF16)], &[2, 2]).is_none());
 }
 
-/// Rows of 256 eight-bit floats from byte 3 on with two bytes between them, and scales for two rows each.
+/// Rows of 256 FP8 values from byte 3 on with two bytes between them, and scales for two rows each.
 fn eight_bits(rows: usize) -> Option<Tensor> {
     let numbers: Bytes = Arc::new((0..3 + 258 * 3 + 256).map(|i| (i % 251) as u8).collect::<Vec<u8>>());
     let scales: Bytes =

@@ -1,11 +1,11 @@
-//! Stacks of matrices that a file has transposed.
+//! Stacks of matrices that a file stores transposed.
 
 use std::sync::OnceLock;
 
 use crate::pool::MemoryPool;
 use crate::tensor::Tensor;
 
-/// A stack in the order of the file, and in ours if somebody has asked for that.
+/// A stack in the file's order, and its transposed copy made on first use.
 pub(crate) struct Turned {
     /// `[E, K, N]`
     pub(crate) base: Tensor,
@@ -19,7 +19,7 @@ impl Turned {
         Self { base, is_in_turn, pool: pool.clone(), whole: OnceLock::new() }
     }
 
-    /// `[E, N, K]`
+    /// Returns the transposed copy, `[E, N, K]`.
     pub(crate) fn whole(&self) -> &Tensor {
         self.whole.get_or_init(|| {
             let &[matrices, depth, columns] = self.base.shape() else { return self.base.clone() };

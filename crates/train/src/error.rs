@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use moeworks_comm::CommError;
 use moeworks_gpu::GpuError;
-use moeworks_infer::data::DataError;
+use moeworks_infer::data::{DataError, SpanTokensError};
 use moeworks_infer::store::StoreError;
 use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_plan::Layout;
@@ -24,6 +24,9 @@ pub enum TrainError {
     /// The data cannot be used.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// The tokenizer lacks the tokens of span corruption.
+    #[error(transparent)]
+    SpanTokens(#[from] SpanTokensError),
     /// The data cannot be trained on.
     #[error(transparent)]
     Dataset(DatasetError),

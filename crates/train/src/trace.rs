@@ -22,7 +22,7 @@ pub fn events(rank: usize, spans: &[Span], num_left_out: u64) -> String {
         let name = span.name;
         let args = if span.bytes > 0 { format!(",\"args\":{{\"bytes\":{}}}", span.bytes) } else { String::new() };
         // Writing to a String cannot fail.
-        let _ = if span.is_under_way {
+        let _ = if span.is_in_flight {
             let head = format!("\"cat\":\"under way\",\"name\":\"{name}\",\"pid\":{rank},\"tid\":0");
             let id = format!("\"id\":\"{rank}.{index}\"");
             write!(
@@ -72,12 +72,12 @@ mod tests {
 
     #[test]
     fn a_trace_has_a_process_for_each_rank_and_its_spans_in_microseconds() {
-        let span = |name, is_under_way| Span {
+        let span = |name, is_in_flight| Span {
             name,
             start: Duration::from_micros(1500),
             length: Duration::from_nanos(2500),
-            bytes: if is_under_way { 64 } else { 0 },
-            is_under_way,
+            bytes: if is_in_flight { 64 } else { 0 },
+            is_in_flight,
         };
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace.json");

@@ -26,7 +26,7 @@ pub(super) fn run(args: &CommArgs) -> Result<ExitCode, Failure> {
     }
     check_ranks(args.ranks)?;
     let measured = ranks::on_ranks(args.ranks, |comm| {
-        let raw = is_launched().then(RawMpi::of_run).transpose().map_err(CommError::from)?;
+        let raw = is_launched().then(RawMpi::from_run).transpose().map_err(CommError::from)?;
         cluster::measure(comm, raw.as_ref(), args.max_bytes)
     })?;
     let Some(measured) = measured else { return Ok(ExitCode::SUCCESS) };

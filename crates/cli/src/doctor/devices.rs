@@ -78,7 +78,7 @@ fn gpu(index: usize) -> Finding {
 
 fn mpi() -> Finding {
     let launched = if is_launched() { "; this process was started by a launcher" } else { "" };
-    match RawMpi::of_run() {
+    match RawMpi::from_run() {
         // The library says it in several lines.
         Ok(mpi) => {
             let version = mpi.version();

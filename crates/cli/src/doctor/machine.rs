@@ -191,7 +191,7 @@ mod tests {
             fs::create_dir_all(path.parent().expect("a parent")).expect("made");
             fs::write(path, text).expect("written");
         }
-        let system = System::at(dir.path());
+        let system = System::from_root(dir.path());
         (dir, system)
     }
 

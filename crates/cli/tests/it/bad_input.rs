@@ -122,7 +122,7 @@ fn a_gguf_file_is_a_model_and_a_damaged_one_is_named() {
         assert_success(&work.run(&args));
     }
     let short = work.file("short.gguf", &bytes[..bytes.len() - 100]);
-    refused(&work, &["generate", &short], &["short.gguf", "cut short"]);
+    refused(&work, &["generate", &short], &["short.gguf", "truncated inside"]);
     let other = work.file("other.gguf", b"GGUF\x09\0\0\0");
     refused(&work, &["inspect", &other], &["other.gguf", "version is 9"]);
 }

@@ -46,15 +46,11 @@ fn what_is_passed_over_is_told_in_one_line_for_files_and_one_for_rows() {
     work.file("d/rows.jsonl", "{\"text\": \"a row\"}\n{\"text\": null}\n");
     let output = train(&work, "run", &["d"], &[]);
     assert_success(&output);
-    let told = lines(&output, "passed over");
+    let told = lines(&output, "skipped");
     assert_eq!(told.len(), 2, "{told:?}");
-    let parts =
-        ["1 file passed over: not UTF-8 (", "d/latin1.txt); 1 hidden file or folder passed over (", "d/.hidden)"];
+    let parts = ["1 file skipped: not UTF-8 (", "d/latin1.txt); 1 hidden file or folder skipped (", "d/.hidden)"];
     assert!(parts.iter().all(|part| told[0].contains(part)), "{told:?}");
-    assert!(
-        told[1].contains("1 row passed over: its text is null (") && told[1].contains("d/rows.jsonl:2)"),
-        "{told:?}"
-    );
+    assert!(told[1].contains("1 row skipped: its text is null (") && told[1].contains("d/rows.jsonl:2)"), "{told:?}");
     let data = lines(&output, "2 files, 2 documents, ");
     assert!(data.len() == 1 && data[0].ends_with(" tokens"), "{data:?}");
 }

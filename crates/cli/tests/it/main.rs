@@ -6,6 +6,7 @@ mod bench_comm;
 mod chat;
 mod data;
 mod device;
+mod examples;
 mod extremes;
 mod in_a_row;
 mod layers;

@@ -1,8 +1,8 @@
 //! The functions of an MPI library, found at run time, and its constants, which differ between libraries.
 //!
-//! Handles (communicators, requests, types) are pointers in Open MPI and in the MPI-5 standard ABI, and `int` in MPICH. They
-//! are kept as zero-initialised `usize`: as arguments and where the library writes one, the low half is the `int` on the
-//! little-endian machines this runs on. Arrays of handles would differ and are not used.
+//! Handles (communicators, requests, types) are pointers in Open MPI and in the MPI-5 standard ABI, and `int` in
+//! MPICH. They are kept as zero-initialised `usize`. On the little-endian machines this runs on, the low half is the
+//! `int`, both as an argument and where the library writes one. Arrays of handles would differ and are not used.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -10,10 +10,10 @@ use libloading::os::unix::Library;
 
 use super::MpiError;
 
-/// A handle of whatever kind.
+/// A handle of any kind.
 pub(crate) type Handle = usize;
 
-/// Room for the status of any library (20 to 32 bytes).
+/// Memory for the status of any library (20 to 32 bytes).
 pub(crate) type Status = [u64; 8];
 
 macro_rules! functions {
@@ -27,8 +27,8 @@ macro_rules! functions {
             fn load(library: &Library) -> Result<Self, MpiError> {
                 Ok(Self { $(
                     $field: {
-                        // SAFETY: the MPI standard declares the function with these arguments, handles apart (see above).
-                        // The library is never closed.
+                        // SAFETY: the MPI standard declares the function with these arguments, handles apart (see
+                        // above). The library is never closed.
                         let symbol = unsafe { library.get::<unsafe extern "C" fn($($argument),*) -> c_int>($name) };
                         *symbol.map_err(|_| MpiError::Incomplete(String::from_utf8_lossy($name).into_owned()))?
                     },
@@ -82,7 +82,7 @@ functions! {
     get_count = b"MPI_Get_count" (*const Status, Handle, *mut c_int);
 }
 
-/// What has another value in each library.
+/// The constants whose values differ between libraries.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Constants {
     pub(crate) comm_world: Handle,
@@ -92,7 +92,7 @@ pub(crate) struct Constants {
     pub(crate) float: Handle,
     pub(crate) sum: Handle,
     pub(crate) errors_return: Handle,
-    /// "Here, the memory that is received into": an address.
+    /// The address that means "in place": the data is in the receive buffer.
     pub(crate) in_place: usize,
     pub(crate) type_shared: c_int,
     pub(crate) thread_serialized: c_int,
@@ -100,32 +100,33 @@ pub(crate) struct Constants {
     pub(crate) status: StatusLayout,
 }
 
-/// Where a status has the bytes of what was received. Headers lay it open, since programs make statuses themselves.
+/// The place in a status of the bytes received. Libraries fix it in their headers, since programs allocate statuses
+/// themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StatusLayout {
     /// `{ int MPI_SOURCE, MPI_TAG, MPI_ERROR, _cancelled; size_t _ucount; }`, from Open MPI 1.7 on.
     OpenMpi,
     /// `{ int count_lo, count_hi_and_cancelled, MPI_SOURCE, MPI_TAG, MPI_ERROR; }`, in MPICH's ABI of 2014.
     Mpich,
-    /// Not said: the library is to be asked.
+    /// Not public: the library has to be asked.
     Hidden,
 }
 
 impl StatusLayout {
-    /// Whether a status tells that `bytes` bytes came; if not, the library is to be asked, too.
+    /// Returns whether a status proves that `bytes` bytes came. If it does not, the library has to be asked.
     #[inline]
     pub(crate) fn tells(self, status: &Status, bytes: usize) -> bool {
         let bytes = bytes as u64;
         match self {
             Self::OpenMpi => status[2] == bytes,
-            // The high half above the bit that says whether it was cancelled.
+            // The high half lies above the bit that says whether it was cancelled.
             Self::Mpich => status[0] == (bytes & 0xffff_ffff) | (bytes >> 32 << 33),
             Self::Hidden => false,
         }
     }
 }
 
-/// "Of no colour", in all libraries.
+/// `MPI_UNDEFINED`, the colour of no group, in all libraries.
 pub(crate) const UNDEFINED: c_int = -32766;
 
 /// The values of the standard ABI (MPI 5.0, appendix A).
@@ -144,7 +145,7 @@ const ABI: Constants = Constants {
     status: StatusLayout::Hidden,
 };
 
-/// The values of MPICH and what is built from it (its ABI of 2014).
+/// The values of MPICH and libraries built from it (its ABI of 2014).
 const MPICH: Constants = Constants {
     comm_world: 0x4400_0000,
     comm_null: 0x0400_0000,
@@ -161,9 +162,9 @@ const MPICH: Constants = Constants {
 };
 
 impl Constants {
-    /// Which of the three the library uses.
-    pub(crate) fn of(library: &Library) -> Result<Self, MpiError> {
-        if let Some(constants) = Self::of_open_mpi(library) {
+    /// Finds out which of the three ABIs the library uses.
+    pub(crate) fn from_library(library: &Library) -> Result<Self, MpiError> {
+        if let Some(constants) = Self::from_open_mpi(library) {
             return Ok(constants);
         }
         type GetVersion = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
@@ -183,8 +184,8 @@ impl Constants {
         Err(MpiError::Unknown(version))
     }
 
-    /// In Open MPI a predefined handle is the address of an object of the library.
-    fn of_open_mpi(library: &Library) -> Option<Self> {
+    /// Reads Open MPI's constants: its predefined handles are the addresses of objects of the library.
+    fn from_open_mpi(library: &Library) -> Option<Self> {
         // SAFETY: only the address is taken, as that of a byte.
         let address = |name: &[u8]| Some(unsafe { library.get::<*const u8>(name) }.ok()?.into_raw().addr());
         Some(Self {
@@ -205,11 +206,11 @@ impl Constants {
 }
 
 impl Functions {
-    pub(crate) fn of(library: &Library) -> Result<Self, MpiError> {
+    pub(crate) fn from_library(library: &Library) -> Result<Self, MpiError> {
         Self::load(library)
     }
 
-    /// What the library says of itself, its first line.
+    /// Returns the library's name and version, the first line of its own description.
     pub(crate) fn version(&self) -> String {
         let (mut text, mut len) = (vec![0_u8; 8192], 0);
         // SAFETY: no library writes more than 8192 characters (its MPI_MAX_LIBRARY_VERSION_STRING).
@@ -219,7 +220,7 @@ impl Functions {
         first_line(&text)
     }
 
-    /// What an error code means.
+    /// Returns the library's text for an error code.
     pub(crate) fn explain(&self, code: c_int) -> String {
         let (mut text, mut len) = (vec![0_u8; 1024], 0);
         // SAFETY: no library writes more than 512 characters (its MPI_MAX_ERROR_STRING).
@@ -242,7 +243,7 @@ mod tests {
     #[test]
     fn a_status_tells_of_the_bytes_that_came_and_of_no_others() {
         let (short, long) = (1_000, (5 << 32) + 7);
-        // As the headers have them: source 3, tag 9, no error; of MPICH the count's high half above a bit.
+        // Laid out as in the headers: source 3, tag 9, no error; in MPICH's the count's high half above a bit.
         let open_mpi = |bytes: u64| [3 | 9 << 32, 0, bytes, 0, 0, 0, 0, 0];
         let mpich = |bytes: u64| [(bytes & 0xffff_ffff) | ((bytes >> 32) << 1) << 32, 3 | 9 << 32, 0, 0, 0, 0, 0, 0];
         for bytes in [0, short, long] {

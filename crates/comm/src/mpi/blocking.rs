@@ -1,5 +1,5 @@
-//! The calls of a group of processes that block: the library's own, with as little around them as can be. A short call takes 0.1 to
-//! 0.5 µs, of which the watchdog's note and the checks must not be a tenth.
+//! Blocking calls of a group of processes, with as little as possible around the library's own. A short call takes
+//! 0.1 to 0.5 µs; the watchdog's note and the checks must stay below a tenth of it.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -10,13 +10,13 @@ use super::pieces::starts;
 use super::versions::Versions;
 use crate::CommError;
 use crate::few::{FEW, with_few};
-use crate::number::{NumberKind, Reduce};
+use crate::in_flight::locked;
+use crate::number::Reduction;
 use crate::operation::{Call, Memory, Operation};
-use crate::under_way::locked;
 
 impl Group {
     /// # Safety
-    /// As `Communicator::run`.
+    /// The promises of `Communicator::run` hold.
     pub(crate) unsafe fn run(&self, operation: &Operation<'_>, memory: &Memory) -> Result<(), CommError> {
         let call = &operation.call;
         let _in_operation = self.enter(call);
@@ -26,27 +26,27 @@ impl Group {
                 Call::Barrier | Call::Split => self.check(call, (self.functions().barrier)(self.comm)),
                 Call::Broadcast { root, .. } => self.broadcast(call, memory, root),
                 Call::AllGatherV => self.all_gather_v(call, operation.recv_counts, memory),
-                Call::AllToAllV => self.all_to_all_v(call, (operation.send_counts, operation.recv_counts), memory),
+                Call::AllToAllV => self.all_to_all_v(call, operation.send_counts, operation.recv_counts, memory),
                 Call::ReduceScatter { .. } if self.is_of_library(call, memory.send_bytes, false) => {
                     self.library_share(call, operation.send_counts, memory)
                 }
                 Call::ReduceScatter { number, reduce } => {
-                    self.reduce_scatter(call, operation.send_counts, memory, (number, reduce))
+                    self.reduce_scatter(call, operation.send_counts, memory, Reduction { number, reduce })
                 }
                 Call::AllReduce { bytes, .. } if self.is_of_library(call, bytes, false) => {
                     self.library_sum(call, memory)
                 }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
-                    self.all_reduce_at_once(call, memory, (number, reduce))
+                    self.all_reduce_at_once(call, memory, Reduction { number, reduce })
                 }
-                Call::AllReduce { number, reduce, .. } => self.all_reduce(call, memory, (number, reduce)),
+                Call::AllReduce { number, reduce, .. } => self.all_reduce(call, memory, Reduction { number, reduce }),
                 Call::Send { to, tag, .. } => self.send(call, memory, to, tag),
                 Call::Receive { from, tag, .. } => self.receive(call, memory, from, tag),
             }
         }
     }
 
-    /// Calls `work` with a region of so many bytes as the library wants it: how many of which type.
+    /// Calls `work` with a region of `bytes` bytes as a count of an MPI type.
     #[inline]
     fn as_whole(
         &self,
@@ -72,14 +72,14 @@ impl Group {
     unsafe fn all_gather_v(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
         let own = counts[self.rank];
         if memory.recv_bytes <= self.process.limit && counts.iter().all(|&count| count == own) {
-            // The library is faster where it need not look at counts.
+            // The library is faster when it need not look at counts.
             // SAFETY: as below.
             return self.check(call, unsafe {
                 let (functions, byte, own) = (self.functions(), self.byte(), own as c_int);
                 (functions.allgather)(memory.send, own, byte, memory.recv, own, byte, self.comm)
             });
         }
-        self.as_pieces(call, (counts, memory.recv_bytes), |counts, starts, unit| {
+        self.as_pieces(call, counts, memory.recv_bytes, |counts, starts, unit| {
             let (functions, comm) = (self.functions(), self.comm);
             // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
             self.check(call, unsafe {
@@ -89,13 +89,14 @@ impl Group {
         })
     }
 
-    /// Calls `work` with the pieces of a region of `bytes` bytes as the library wants them: how long each is, where it begins, and of
-    /// which type. (Written once where they stay: to hand them on would take as long as the rest of a short call.)
+    /// Calls `work` with the pieces of a region of `bytes` bytes as the library takes them: counts, starts and type.
+    /// The arrays are written in place, because moving them would take as long as the rest of a short call.
     #[inline(always)]
     fn as_pieces(
         &self,
         call: &Call,
-        (counts, bytes): (&[usize], usize),
+        counts: &[usize],
+        bytes: usize,
         work: impl FnOnce(*const c_int, *const c_int, Handle) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         if counts.len() > FEW || bytes > self.process.limit {
@@ -115,14 +116,16 @@ impl Group {
     unsafe fn all_to_all_v(
         &self,
         call: &Call,
-        (send_counts, recv_counts): (&[usize], &[usize]),
+        send_counts: &[usize],
+        recv_counts: &[usize],
         memory: &Memory,
     ) -> Result<(), CommError> {
         let (functions, comm) = (self.functions(), self.comm);
-        self.as_pieces(call, (send_counts, memory.send_bytes), |sends, send_starts, send_unit| {
-            self.as_pieces(call, (recv_counts, memory.recv_bytes), |recvs, recv_starts, recv_unit| {
+        self.as_pieces(call, send_counts, memory.send_bytes, |sends, send_starts, send_unit| {
+            self.as_pieces(call, recv_counts, memory.recv_bytes, |recvs, recv_starts, recv_unit| {
                 let (from, to) = (memory.send, memory.recv);
-                // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the memory.
+                // SAFETY: the caller's promise; the pieces are those of the counts, which were held against the
+                // memory.
                 self.check(call, unsafe {
                     (functions.alltoallv)(from, sends, send_starts, send_unit, to, recvs, recv_starts, recv_unit, comm)
                 })
@@ -130,13 +133,13 @@ impl Group {
         })
     }
 
-    /// Everybody gets all versions of its share and sums them in the order of ranks.
+    /// Fetches all ranks' versions of this rank's share and reduces them in the order of ranks.
     unsafe fn reduce_scatter(
         &self,
         call: &Call,
         counts: &[usize],
         memory: &Memory,
-        how: (NumberKind, Reduce),
+        how: Reduction,
     ) -> Result<(), CommError> {
         let (own, size) = (memory.recv_bytes, self.size());
         let share = memory.send.wrapping_add(counts[..self.rank].iter().sum());
@@ -144,13 +147,13 @@ impl Group {
         let there = Memory { recv: versions.start(), recv_bytes: own * size, ..*memory };
         // SAFETY: the caller's promise; the versions have room for one share from each rank.
         unsafe {
-            with_few(size, |_| own, |owns| self.all_to_all_v(call, (counts, owns), &there))?;
+            with_few(size, |_| own, |owns| self.all_to_all_v(call, counts, owns, &there))?;
             versions.reduce(how, memory.recv);
         }
         Ok(())
     }
 
-    /// The share of a sum that the library takes.
+    /// Lets the library take the sum, of which each rank gets a share.
     unsafe fn library_share(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
         let (float, sum) = (self.process.mpi.constants.float, self.process.mpi.constants.sum);
         let (functions, number) = (self.functions(), |rank: usize| (counts[rank] / size_of::<f32>()) as c_int);
@@ -162,7 +165,7 @@ impl Group {
         })
     }
 
-    /// A sum that the library takes.
+    /// Lets the library take the sum in place.
     unsafe fn library_sum(&self, call: &Call, memory: &Memory) -> Result<(), CommError> {
         let constants = &self.process.mpi.constants;
         let in_place = ptr::without_provenance(constants.in_place);
@@ -171,12 +174,7 @@ impl Group {
         self.check(call, unsafe { (self.functions().allreduce)(in_place, memory.recv, count, float, sum, self.comm) })
     }
 
-    unsafe fn all_reduce_at_once(
-        &self,
-        call: &Call,
-        memory: &Memory,
-        how: (NumberKind, Reduce),
-    ) -> Result<(), CommError> {
+    unsafe fn all_reduce_at_once(&self, call: &Call, memory: &Memory, how: Reduction) -> Result<(), CommError> {
         let mut versions = Versions::new(locked(&self.process.spare), memory.recv_bytes, self.size(), memory.recv);
         let (count, byte, there) = (memory.recv_bytes as c_int, self.byte(), versions.start());
         // SAFETY: the caller's promise; the versions have room for `count` bytes from each rank.
@@ -188,7 +186,7 @@ impl Group {
         Ok(())
     }
 
-    unsafe fn all_reduce(&self, call: &Call, memory: &Memory, how: (NumberKind, Reduce)) -> Result<(), CommError> {
+    unsafe fn all_reduce(&self, call: &Call, memory: &Memory, how: Reduction) -> Result<(), CommError> {
         let shares = shares(memory.recv_bytes, self.size());
         let own = shares[self.rank];
         let start: usize = shares[..self.rank].iter().sum();
@@ -201,7 +199,7 @@ impl Group {
         };
         // SAFETY: the caller's promise. The own share is written after all versions of it have come.
         unsafe { self.reduce_scatter(call, &shares, &there, how)? };
-        // In place: MPI takes the own share from where it is to be.
+        // In place: MPI reads this rank's share from its place in the result.
         let in_place = Memory { send: ptr::without_provenance(self.process.mpi.constants.in_place), ..*memory };
         // SAFETY: as above.
         unsafe { self.all_gather_v(call, &shares, &in_place) }

@@ -1,17 +1,18 @@
-//! In debug builds: the ranks compare what they call beside the call itself, and name who calls something else.
+//! Comparison of calls in debug builds: ranks exchange what they call beside the call itself, and name a rank that
+//! differs.
 
 use std::ffi::c_int;
 
 use super::api::Handle;
 use super::group::{Group, hash};
 use crate::CommError;
-use crate::error::{disagreement, piece_disagreement};
+use crate::error::{RankCall, disagreement, piece_disagreement};
 use crate::operation::{Call, Operation};
 
-/// What a rank says of its call: the call, and what stands for counts that must be the same everywhere.
+/// The encoding of a call: its four words, and a hash of counts that must agree on all ranks.
 type Words = [u64; 5];
 
-/// A comparison under way.
+/// A comparison in flight.
 pub(crate) struct Check {
     pub(crate) requests: Vec<Handle>,
     own: Box<Words>,
@@ -22,7 +23,7 @@ pub(crate) struct Check {
 }
 
 impl Check {
-    /// Starts to tell the others. Messages between two ranks are not compared: their sizes are seen on arrival.
+    /// Starts the comparison. Messages between two ranks are not compared: a wrong size shows on arrival.
     pub(crate) fn start(group: &Group, operation: &Operation<'_>) -> Result<Option<Self>, CommError> {
         let call = operation.call;
         if !group.process.is_checked || matches!(call, Call::Send { .. } | Call::Receive { .. }) {
@@ -56,7 +57,8 @@ impl Check {
         let byte = group.byte();
         let words = size_of::<Words>() as c_int;
         let (mut gather, mut exchange) = (0, 0);
-        // SAFETY: all memory is on the heap and belongs to `self`, which is kept until the requests are done (`Started`).
+        // SAFETY: all memory is on the heap and belongs to `self`, which is kept until the requests are done
+        // (`Started`).
         unsafe {
             let (own, all) = (self.own.as_ptr().cast(), self.all.as_mut_ptr().cast());
             group.check(
@@ -73,10 +75,11 @@ impl Check {
         Ok(())
     }
 
-    /// Judges when all have answered.
+    /// Compares the calls once all ranks have answered.
     pub(crate) fn verdict(&self, group: &Group) -> Result<(), CommError> {
         if self.all.iter().any(|words| *words != *self.own) {
-            let calls = self.all.iter().zip(&group.members).map(|(words, &rank)| (rank, describe(words)));
+            let calls = self.all.iter().zip(&group.members);
+            let calls = calls.map(|(words, &rank)| RankCall { rank, text: describe(words) });
             return Err(group.fail(disagreement(&calls.collect::<Vec<_>>())));
         }
         if self.own[0] != Call::AllToAllV.to_words()[0] {
@@ -95,7 +98,7 @@ impl Check {
 
 fn describe(&[a, b, c, d, counts]: &Words) -> String {
     match Call::from_words([a, b, c, d]) {
-        None => "what this program does not know".to_owned(),
+        None => "an unknown operation".to_owned(),
         Some(call @ (Call::AllGatherV | Call::ReduceScatter { .. })) => {
             format!("{call} with counts whose checksum is {counts:x}")
         }

@@ -1,4 +1,4 @@
-//! A group of processes, and what its calls share.
+//! A group of processes, and the state that all groups of a process share.
 
 use std::collections::hash_map::DefaultHasher;
 use std::ffi::c_int;
@@ -10,50 +10,51 @@ use std::thread;
 use std::time::Duration;
 
 use super::api::{Functions, Handle, Status};
+use super::hydra_guard::HydraGuard;
 use super::library::Mpi;
-use super::linger::Linger;
 use super::pieces::{Pieces, Unit};
 use super::sums::LibrarySums;
 use super::versions::Line;
 use super::watch::{InOperation, Watch};
 use crate::CommError;
+use crate::in_flight::InFlight;
 use crate::operation::Call;
-use crate::under_way::UnderWay;
 
-/// Up to here an all-reduce is one step, in which every rank reduces everything.
+/// The size up to which an all-reduce is one step, in which every rank reduces everything.
 pub(crate) const ONE_STEP_BYTES: usize = 16 << 10;
 
-/// What the watchdog has to name a process that has ended: ten of its looks, for machines that are busy.
-const TIME_FOR_OBITUARY: Duration = Duration::from_secs(1);
+/// The time that an error of the library is held back, so that the death watch can first name a process that ended:
+/// ten ticks, for busy machines.
+const DEATH_REPORT_GRACE: Duration = Duration::from_secs(1);
 
-/// Told the rank and why the run fails.
+/// The callback that reports the rank and the reason of a failure.
 pub(crate) type Report = dyn Fn(usize, &dyn Display) + Send + Sync;
 
-/// What the groups of a process share.
+/// The state that all groups of a process share.
 pub(crate) struct Process {
     /// This rank's number in the whole run.
     pub(crate) rank: usize,
     pub(crate) report: Arc<Report>,
     pub(crate) mpi: &'static Mpi,
     pub(crate) watch: Arc<Watch>,
-    pub(crate) under_way: Arc<UnderWay>,
+    pub(crate) in_flight: Arc<InFlight>,
     pub(crate) failure: OnceLock<CommError>,
-    /// Memory for versions of numbers that are reduced.
+    /// Spare memory for the versions of numbers that are reduced.
     pub(crate) spare: Mutex<Vec<Line>>,
-    /// The greatest count that is said as one `int`.
+    /// The greatest count passed as one `int`.
     pub(crate) limit: usize,
-    /// Whether calls are compared before they are made.
+    /// True if ranks compare calls before they make them.
     pub(crate) is_checked: bool,
     pub(crate) sums: LibrarySums,
-    /// Who outlives this process if it ends too early.
-    pub(crate) linger: Option<Linger>,
+    /// The guard process that outlives this one if it ends too early.
+    pub(crate) hydra_guard: Option<HydraGuard>,
 }
 
-/// A communicator of the library. It lives until MPI is finalised: freeing it would be a call of all its ranks.
+/// A communicator of the library. It lives until MPI is finalised, since freeing it would be a call of all its ranks.
 pub(crate) struct Group {
     pub(crate) process: Arc<Process>,
     pub(crate) comm: Handle,
-    /// The same ranks again: for what is sent beside the calls.
+    /// A duplicate of the communicator, for messages that must not mix with those of calls.
     pub(crate) beside: Handle,
     pub(crate) rank: usize,
     /// Each rank's number in the whole run.
@@ -92,33 +93,33 @@ impl Group {
         self.process.mpi.constants.byte
     }
 
-    /// In the call, for the watchdog.
+    /// Notes for the watchdog that this rank is in a call.
     pub(crate) fn enter(&self, call: &Call) -> InOperation<'_> {
         self.process.watch.enter(call)
     }
 
-    /// Whether the library takes a sum, of `bytes` bytes of each rank.
+    /// Returns whether the library takes a reduction of `bytes` bytes of each rank.
     #[inline]
     pub(crate) fn is_of_library(&self, call: &Call, bytes: usize, is_started: bool) -> bool {
         bytes / size_of::<f32>() <= self.process.limit && self.process.sums.takes(call, bytes, self.size(), is_started)
     }
 
-    /// A number for what belongs to this call alone, the same on all ranks.
+    /// Returns a tag for this call alone, the same on all ranks.
     pub(crate) fn next_tag(&self) -> c_int {
         (self.num_calls.fetch_add(1, Ordering::Relaxed) % 32_768) as c_int
     }
 
-    /// An error code of the library as an error.
+    /// Converts an error code of the library.
     #[inline]
     pub(crate) fn check(&self, call: &Call, code: c_int) -> Result<(), CommError> {
         if code == 0 { Ok(()) } else { Err(self.library_error(call, code)) }
     }
 
-    /// The library may notice that a process has ended before the watchdog does, but not whose it was: the watchdog, which ends the
-    /// run, has a moment to say so first.
+    /// Makes the error of a failed call. The library may notice before the watchdog that a process ended, but not
+    /// which one: it waits, so that the watchdog can report that and end the run.
     #[cold]
     fn library_error(&self, call: &Call, code: c_int) -> CommError {
-        thread::sleep(TIME_FOR_OBITUARY);
+        thread::sleep(DEATH_REPORT_GRACE);
         let rank = self.members[self.rank];
         self.fail(CommError::Library { rank, call: *call, text: self.functions().explain(code) })
     }
@@ -127,18 +128,20 @@ impl Group {
         self.process.failure.get_or_init(|| error).clone()
     }
 
-    /// The failure of the run, if there was one.
+    /// Returns the failure of the run, if there was one.
     pub(crate) fn still_going(&self) -> Result<(), CommError> {
         self.process.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
     pub(crate) fn too_long(&self, call: &Call) -> CommError {
-        let text =
-            format!("more than {} pieces of bytes without a common divisor: send less at a time", self.process.limit);
+        let text = format!(
+            "more than {} bytes without a common divisor of the counts: send less at a time",
+            self.process.limit
+        );
         self.fail(CommError::BadCall { rank: self.members[self.rank], call: *call, text })
     }
 
-    /// The pieces and type of a single region.
+    /// Returns count and type of a single region.
     pub(crate) fn whole(&self, call: &Call, bytes: usize) -> Result<(c_int, Unit), CommError> {
         if bytes <= self.process.limit {
             return Ok((bytes as c_int, Unit::byte(self.process.mpi)));
@@ -149,7 +152,7 @@ impl Group {
 
     #[inline]
     pub(crate) fn pieces(&self, call: &Call, counts: &[usize]) -> Result<Pieces, CommError> {
-        Pieces::of(counts, self.process.limit).ok_or_else(|| self.too_long(call))
+        Pieces::new(counts, self.process.limit).ok_or_else(|| self.too_long(call))
     }
 
     pub(crate) fn unit(&self, call: &Call, pieces: &Pieces) -> Result<Unit, CommError> {
@@ -157,7 +160,7 @@ impl Group {
             .map_err(|code| self.check(call, code).err().unwrap_or_else(|| self.too_long(call)))
     }
 
-    /// A message that is shorter than was asked for is no error to MPI.
+    /// Fails if a message is shorter than requested, which MPI does not treat as an error.
     #[inline]
     pub(crate) fn check_received(
         &self,
@@ -166,7 +169,7 @@ impl Group {
         count: c_int,
         unit: Handle,
     ) -> Result<(), CommError> {
-        // To ask the library takes as long as the rest of what is done here for a short message.
+        // Asking the library takes as long as all other work on a short message.
         match *call {
             Call::Receive { bytes, .. } if self.process.mpi.constants.status.tells(status, bytes) => Ok(()),
             _ => self.ask_received(call, status, count, unit),
@@ -183,18 +186,18 @@ impl Group {
         }
         let Call::Receive { from, bytes, .. } = *call else { return Ok(()) };
         let (from, to) = (self.members[from], self.members[self.rank]);
-        let text = format!("rank {from} sends less to rank {to} than the {bytes} bytes which it expects");
+        let text = format!("rank {from} sends fewer than the {bytes} bytes that rank {to} expects");
         Err(self.fail(CommError::Disagreement { ranks: vec![from, to], text }))
     }
 }
 
-/// The bytes of an all-reduce that each rank reduces, in whole cache lines.
+/// Returns the bytes of an all-reduce that each rank reduces, in whole cache lines.
 pub(crate) fn shares(bytes: usize, num_ranks: usize) -> Vec<usize> {
     let share = bytes.div_ceil(num_ranks).next_multiple_of(64);
     (0..num_ranks).map(|rank| share.min(bytes - (share * rank).min(bytes))).collect()
 }
 
-/// What stands for counts where they are compared.
+/// Returns a hash of counts, for comparison between ranks.
 pub(crate) fn hash(counts: &[usize]) -> u64 {
     let mut hasher = DefaultHasher::new();
     counts.hash(&mut hasher);

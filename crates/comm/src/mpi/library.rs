@@ -1,4 +1,4 @@
-//! Finding the MPI library that belongs to the launcher that started this process.
+//! The search for the MPI library that belongs to the launcher of this process.
 
 use std::iter::successors;
 use std::path::{Path, PathBuf};
@@ -10,33 +10,34 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use super::MpiError;
 use super::api::{Constants, Functions};
 
-/// Set to the path of an MPI library to use that one.
+/// The environment variable with the path of an MPI library to use.
 pub const LIBRARY_VARIABLE: &str = "MOEWORKS_MPI_LIBRARY";
 
-/// Variables that launchers set for each rank, with the number of ranks.
+/// The variables in which launchers pass the number of ranks.
 const SIZE_VARIABLES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS"];
 
-/// Between a rank and its launcher there are a proxy and perhaps a shell or a profiler.
+/// The most ancestors that are searched for the launcher. Between a rank and its launcher there are a proxy and
+/// perhaps a shell or a profiler.
 const MOST_ANCESTORS: usize = 6;
 
-/// File names: Open MPI (4 and 5), MPICH and what keeps its ABI, the standard ABI.
+/// File names of Open MPI (4 and 5), of MPICH and libraries with its ABI, and of the standard ABI.
 const OPEN_MPI: [&str; 1] = ["libmpi.so.40"];
 const MPICH: [&str; 3] = ["libmpi.so.12", "libmpich.so.12", "libmpich.so"];
 const STANDARD: [&str; 4] = ["libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so", "libmpi.so"];
 
-/// Whether an MPI launcher (`mpirun`, `mpiexec`, or `srun` with PMI or PMIx) started this process.
+/// Returns whether an MPI launcher (`mpirun`, `mpiexec`, or `srun` with PMI or PMIx) started this process.
 #[must_use]
 pub fn is_launched() -> bool {
     SIZE_VARIABLES.iter().chain(&["PMIX_RANK", "PMI_RANK"]).any(|name| env::var_os(name).is_some())
 }
 
-/// A loaded library. It stays loaded until the process ends: it has threads and handlers of its own.
+/// A loaded library. It stays loaded until the process ends, because it has threads and handlers of its own.
 pub(crate) struct Mpi {
     pub(crate) functions: Functions,
     pub(crate) constants: Constants,
 }
 
-/// The library of this process, loaded on the first call.
+/// Returns the library of this process, which the first call loads.
 pub(crate) fn load() -> Result<&'static Mpi, MpiError> {
     static LIBRARY: OnceLock<Result<Mpi, MpiError>> = OnceLock::new();
     LIBRARY.get_or_init(open_first).as_ref().map_err(Clone::clone)
@@ -45,14 +46,17 @@ pub(crate) fn load() -> Result<&'static Mpi, MpiError> {
 fn open_first() -> Result<Mpi, MpiError> {
     let mut failures = Vec::new();
     for path in candidates() {
-        // SAFETY: the initialisers of an MPI library have no preconditions. `RTLD_GLOBAL`, because its plug-ins look for its
-        // symbols.
+        // SAFETY: the initialisers of an MPI library have no preconditions. `RTLD_GLOBAL`, because its plug-ins look
+        // for its symbols.
         match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) } {
             Ok(library) => {
                 let library = Box::leak(Box::new(library));
-                return Ok(Mpi { constants: Constants::of(library)?, functions: Functions::of(library)? });
+                return Ok(Mpi {
+                    constants: Constants::from_library(library)?,
+                    functions: Functions::from_library(library)?,
+                });
             }
-            // One that is there and cannot be loaded is worth a word; the others are only not here.
+            // A library that exists and cannot be loaded is worth a message; the others are merely absent.
             Err(error) if path.is_absolute() => failures.push(error.to_string()),
             Err(_) => {}
         }
@@ -60,7 +64,7 @@ fn open_first() -> Result<Mpi, MpiError> {
     Err(MpiError::NotFound { failures })
 }
 
-/// Fails where the launcher started several processes and the library knows this one alone: it is another one's.
+/// Fails if the launcher started several processes but the library sees one: it belongs to another MPI.
 pub(crate) fn check_size(size: usize) -> Result<(), MpiError> {
     let launched = SIZE_VARIABLES[..2].iter().find_map(|name| env::var(name).ok()?.parse::<usize>().ok());
     match launched {
@@ -69,14 +73,14 @@ pub(crate) fn check_size(size: usize) -> Result<(), MpiError> {
     }
 }
 
-/// Where to look, in turn: what the user says; beside the launcher, which is this process's parent or one of its; beside one on the
-/// path; where the system looks.
+/// Lists the places to look, in order: the user's choice; beside the launcher, an ancestor of this process; beside a
+/// launcher on the path; the loader's own search.
 fn candidates() -> Vec<PathBuf> {
     if let Some(path) = env::var_os(LIBRARY_VARIABLE) {
         return vec![PathBuf::from(path)];
     }
     let is_open_mpi = env::vars_os().any(|(name, _)| name.to_string_lossy().starts_with("OMPI_"));
-    // Under Open MPI's launcher another MPI's library of the standard ABI may lie nearer than its own.
+    // Under Open MPI's launcher, another MPI's library with the standard ABI may be found before its own.
     let families: Vec<Vec<&str>> = if is_open_mpi {
         vec![OPEN_MPI.to_vec(), STANDARD.to_vec()]
     } else {
@@ -97,16 +101,16 @@ fn library_folders() -> Vec<PathBuf> {
         .chain(env::split_paths(&path))
         .filter(|folder| ["mpirun", "mpiexec"].iter().any(|name| folder.join(name).exists()))
         .filter_map(|folder| folder.parent().map(Path::to_path_buf));
-    // Not the system's own: its loader knows better where they are.
+    // The system's own folders are left to its loader.
     let own = prefixes.filter(|prefix| prefix != Path::new("/usr") && prefix != Path::new("/"));
     own.flat_map(|prefix| ["lib", "lib64", "lib/release"].map(|folder| prefix.join(folder))).collect()
 }
 
-/// The folders of the programs that started this process, the nearest first, where the system says.
+/// Returns the folders of the programs that started this process, the nearest first, where the system tells.
 fn folders_of_ancestors() -> Vec<PathBuf> {
     let parent_of = |pid: &u32| {
         let state = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // Behind the program's name, in brackets, and the state of the process.
+        // The fields behind the program's name, which is in brackets: the state, then the parent.
         state.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
     };
     let ancestors = successors(parent_of(&process::id()), parent_of).take(MOST_ANCESTORS);

@@ -1,18 +1,19 @@
-//! Ranks as processes that an MPI launcher has started, on this machine or on many.
+//! Ranks as processes that an MPI launcher started, on one machine or many.
 //!
-//! The MPI library is loaded at run time: the program is built without one and works with Open MPI 4 and 5, MPICH and its
-//! relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except reductions other than its
-//! quick sums (`sums.rs`): these are fetched with all-to-all and taken here in the order of ranks, the same bits as among threads.
+//! The MPI library is loaded at run time: the program is built without one, and works with Open MPI 4 and 5, MPICH
+//! and its relatives, and any library with the standard ABI of MPI 5. Collectives are the library's own, except most
+//! reductions. Only sums that the library takes quickly are left to it (`sums.rs`); other data is exchanged by
+//! all-to-all and reduced here in the order of ranks, so that the bits are those of ranks as threads.
 
 mod api;
 mod blocking;
 mod check;
+mod death_watch;
 mod group;
+mod heartbeat;
+mod hydra_guard;
 mod library;
-mod linger;
-mod obituary;
 mod pieces;
-mod pulse;
 mod raw;
 mod run;
 mod started;
@@ -31,35 +32,35 @@ pub use raw::{EqualPieces, RawMpi};
 pub use run::{MpiOptions, run_mpi};
 use started::Started;
 
+use crate::in_flight::{Handle, Steps as _};
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
-use crate::under_way::{Handle, Steps as _};
 use crate::{CommError, Communicator};
 
-/// Why there is no MPI.
+/// The reason why MPI cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MpiError {
     /// No library was found.
     #[error("no MPI library was found; set {LIBRARY_VARIABLE} to the path of libmpi.so{}",
         failures.iter().map(|failure| format!("; {failure}")).collect::<String>())]
     NotFound {
-        /// What the loader said of those that are there.
+        /// The loader's messages about the libraries that exist.
         failures: Vec<String>,
     },
     /// The library lacks a function.
     #[error("the MPI library has no {0}: Open MPI 4 or MPICH 3 or newer is needed")]
     Incomplete(String),
-    /// The library is not the launcher's.
+    /// The library does not belong to the launcher.
     #[error(
-        "the launcher started {num_launched} processes, but the MPI library that was found knows one: it is of another MPI; set \
+        "the launcher started {num_launched} processes, but the MPI library that was found sees one: it belongs to another MPI; set \
              {LIBRARY_VARIABLE} to the path of the launcher's libmpi.so"
     )]
     OfAnother {
-        /// Processes that there are.
+        /// The number of processes that the launcher started.
         num_launched: usize,
     },
     /// The library is none of those whose constants are known.
-    #[error("the MPI library \"{0}\" is neither Open MPI nor of MPICH's ABI nor of the standard one")]
+    #[error("unknown MPI library \"{0}\": expected Open MPI, or one with the ABI of MPICH or of MPI 5")]
     Unknown(String),
 }
 
@@ -69,23 +70,23 @@ impl From<MpiError> for CommError {
     }
 }
 
-/// Where no bytes lie: an address that stands for nothing else.
+/// The address given for empty regions. It means nothing to any library.
 static NOWHERE: u64 = 0;
 
-/// The door of a rank that is a process.
+/// The communicator of a rank that is a process.
 struct MpiComm {
     group: Arc<Group>,
 }
 
 impl MpiComm {
-    /// Whether the call is one. Makes its memory such as the library wants it.
+    /// Checks the call, and replaces the addresses of empty regions by one that the library accepts.
     #[inline(always)]
     fn admit(&self, operation: &Operation<'_>, memory: &mut Memory) -> Result<(), CommError> {
         let group = &self.group;
         group.still_going()?;
         let world_rank = group.members[group.rank];
         operation.check(memory, group.rank, group.size(), world_rank).map_err(|error| group.fail(error))?;
-        // An empty slice may stand anywhere, also at the address 1, which to most libraries means "in place".
+        // An empty slice may have any address, also 1, which most libraries read as "in place".
         if memory.send_bytes == 0 {
             memory.send = std::ptr::from_ref(&NOWHERE).cast();
         }
@@ -117,15 +118,16 @@ impl Communicator for MpiComm {
         self.admit(operation, &mut memory)?;
         // SAFETY: the caller's promise.
         let started = unsafe { Started::start(&self.group, operation, memory) }?;
-        Ok(Box::new(Handle::new(operation.call, started, &self.group.process.under_way)))
+        Ok(Box::new(Handle::new(operation.call, started, &self.group.process.in_flight)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, mut memory: Memory) -> Result<(), CommError> {
         self.admit(operation, &mut memory)?;
         let process = &self.group.process;
-        if process.is_checked || process.under_way.has_collectives() {
-            // What is under way must go on meanwhile, and the comparison comes first. All ranks come here or none: the library does
-            // not match a collective that blocks with one that does not. (Messages go on in any call of the library.)
+        if process.is_checked || process.in_flight.has_collectives() {
+            // Operations in flight have to progress during this call, and the comparison of calls comes first. All
+            // ranks of the group take this branch or none does: MPI does not match a blocking collective with a
+            // non-blocking one. Messages need no such care, because any call of the library makes them progress.
             // SAFETY: the caller's promise.
             return unsafe { Started::start(&self.group, operation, memory) }?.finish();
         }
@@ -146,7 +148,7 @@ impl Communicator for MpiComm {
         if comm == group.process.mpi.constants.comm_null {
             return Ok(None);
         }
-        let part = Group::of_comm(
+        let part = Group::from_comm(
             &group.process,
             comm,
             |rank| {

@@ -1,21 +1,21 @@
-//! Counts of bytes as MPI wants them: `int`s, with where each piece begins.
+//! Counts and starts of pieces as MPI takes them, in `int`.
 
 use std::ffi::c_int;
 
 use super::api::Handle;
 use super::library::Mpi;
 
-/// Pieces of a region: how long each is and where it begins, in units of a type.
+/// The pieces of a region: lengths and starts in units of a type.
 pub(crate) struct Pieces {
     pub(crate) counts: Vec<c_int>,
     pub(crate) starts: Vec<c_int>,
-    /// Bytes of the type. 1, or for what is longer than an `int` can say a divisor of all lengths.
+    /// Bytes of the type: 1, or a common divisor of all lengths where bytes exceed an `int`.
     pub(crate) unit: usize,
 }
 
 impl Pieces {
-    /// Pieces of these counts of bytes, which lie one after another. `None` if they cannot be said in `int`s up to `limit`.
-    pub(crate) fn of(counts: &[usize], limit: usize) -> Option<Self> {
+    /// Makes consecutive pieces of these byte counts. `None` if they cannot be expressed in `int`s up to `limit`.
+    pub(crate) fn new(counts: &[usize], limit: usize) -> Option<Self> {
         let total: usize = counts.iter().sum();
         let unit = if total <= limit { 1 } else { unit_for(counts, limit) };
         let units = |bytes: usize| (bytes / unit) as c_int;
@@ -25,7 +25,7 @@ impl Pieces {
     }
 }
 
-/// Where each of several pieces begins that lie one after another.
+/// Iterates over the starts of consecutive pieces.
 #[inline]
 pub(crate) fn starts(counts: &[usize]) -> impl Iterator<Item = usize> {
     counts.iter().scan(0, |end, &count| {
@@ -35,7 +35,7 @@ pub(crate) fn starts(counts: &[usize]) -> impl Iterator<Item = usize> {
     })
 }
 
-/// The greatest divisor of all counts, made smaller by halves where it is above the limit itself.
+/// Returns the greatest common divisor of the counts, halved until it is within the limit.
 fn unit_for(counts: &[usize], limit: usize) -> usize {
     let mut unit = counts.iter().fold(0, |a, &b| gcd(a, b));
     while unit > limit && unit.is_multiple_of(2) {
@@ -48,7 +48,7 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// A type of so many bytes. A communication that was started with it goes on when it is dropped.
+/// An MPI type of a number of bytes. A communication that was started with it may outlive it.
 pub(crate) struct Unit {
     mpi: &'static Mpi,
     pub(crate) handle: Handle,
@@ -56,7 +56,7 @@ pub(crate) struct Unit {
 }
 
 impl Unit {
-    /// One byte.
+    /// Returns the type of one byte.
     pub(crate) fn byte(mpi: &'static Mpi) -> Self {
         Self { mpi, handle: mpi.constants.byte, is_own: false }
     }
@@ -68,7 +68,8 @@ impl Unit {
         }
         let functions = &mpi.functions;
         let mut handle = 0;
-        // SAFETY: MPI is initialised while there are communicators; `handle` is valid for writing. `bytes` fits (`unit_for`).
+        // SAFETY: MPI is initialised while there are communicators; `handle` is valid for writing. `bytes` fits
+        // (`unit_for`).
         let code = unsafe {
             match (functions.type_contiguous)(bytes as c_int, mpi.constants.byte, &raw mut handle) {
                 0 => (functions.type_commit)(&raw mut handle),
@@ -86,7 +87,7 @@ impl Unit {
 impl Drop for Unit {
     fn drop(&mut self) {
         if self.is_own {
-            // SAFETY: made above, and not freed before. An error would leave a few bytes behind.
+            // SAFETY: the type was made above and not freed before. An error would leak a few bytes.
             unsafe { (self.mpi.functions.type_free)(&raw mut self.handle) };
         }
     }
@@ -98,16 +99,16 @@ mod tests {
 
     #[test]
     fn counts_within_the_limit_are_bytes() {
-        let pieces = Pieces::of(&[3, 0, 7], 10).unwrap();
+        let pieces = Pieces::new(&[3, 0, 7], 10).unwrap();
         assert_eq!((pieces.unit, &*pieces.counts, &*pieces.starts), (1, &[3, 0, 7][..], &[0, 3, 3][..]));
     }
 
     #[test]
     fn beyond_it_they_are_multiples_of_a_divisor() {
-        let pieces = Pieces::of(&[24, 0, 36], 10).unwrap();
+        let pieces = Pieces::new(&[24, 0, 36], 10).unwrap();
         assert_eq!((pieces.unit, &*pieces.counts, &*pieces.starts), (6, &[4, 0, 6][..], &[0, 4, 4][..]));
-        assert!(Pieces::of(&[23, 36], 10).is_none(), "no common divisor");
-        let whole = Pieces::of(&[64], 10).unwrap();
+        assert!(Pieces::new(&[23, 36], 10).is_none(), "no common divisor");
+        let whole = Pieces::new(&[64], 10).unwrap();
         assert_eq!((whole.unit, &*whole.counts), (8, &[8][..]));
     }
 }

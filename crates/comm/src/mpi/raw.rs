@@ -1,4 +1,4 @@
-//! The library's own calls, for measuring what this crate adds to them.
+//! Direct calls of the library, to measure the overhead of this crate.
 
 use std::ffi::c_int;
 use std::ptr;
@@ -7,21 +7,21 @@ use super::MpiError;
 use super::api::{Handle, Status};
 use super::library::{self, Mpi};
 
-/// The library's own calls among the ranks of one of its communicators, unchecked: all ranks must make the same calls with the same
+/// Direct calls of the library on one communicator, unchecked. All ranks must make the same calls with the same
 /// lengths.
 pub struct RawMpi {
     mpi: &'static Mpi,
     comm: Handle,
 }
 
-/// Pieces of equal length, one for each rank, as the library wants them: prepared before anything is timed.
+/// Counts and starts of equal pieces, one for each rank, prepared before anything is timed.
 pub struct EqualPieces {
     counts: Vec<c_int>,
     starts: Vec<c_int>,
 }
 
 impl EqualPieces {
-    /// Pieces of `len` elements for each of `num_ranks` ranks.
+    /// Makes pieces of `len` elements for each of `num_ranks` ranks.
     #[must_use]
     pub fn new(num_ranks: usize, len: usize) -> Self {
         let starts = (0..num_ranks).map(|rank| (rank * len) as c_int).collect();
@@ -34,11 +34,11 @@ impl EqualPieces {
 }
 
 impl RawMpi {
-    /// The library of the run that this process takes part in, among all its ranks.
+    /// Opens the library on all ranks of the run that this process takes part in.
     ///
     /// # Errors
-    /// There is none.
-    pub fn of_run() -> Result<Self, MpiError> {
+    /// Returns an error if no library can be loaded.
+    pub fn from_run() -> Result<Self, MpiError> {
         library::load().map(|mpi| Self { mpi, comm: mpi.constants.comm_world })
     }
 
@@ -48,7 +48,8 @@ impl RawMpi {
         self.mpi.functions.version()
     }
 
-    /// `MPI_Comm_split`: the library's calls among those that give the same `color`, in the order of `key`.
+    /// Calls `MPI_Comm_split`. The result calls the library on the ranks that pass the same `color`, in the order of
+    /// `key`.
     #[must_use]
     pub fn split(&self, color: u32, key: usize) -> Self {
         let mut comm = 0;
@@ -60,14 +61,14 @@ impl RawMpi {
         Self { mpi: self.mpi, comm }
     }
 
-    /// `MPI_Barrier`.
+    /// Calls `MPI_Barrier`.
     pub fn barrier(&self) {
         // SAFETY: a call of all ranks.
         let code = unsafe { (self.mpi.functions.barrier)(self.comm) };
         assert_eq!(code, 0, "MPI_Barrier");
     }
 
-    /// `MPI_Bcast`.
+    /// Calls `MPI_Bcast`.
     pub fn broadcast(&self, data: &mut [u8], root: usize) {
         let (functions, byte) = (&self.mpi.functions, self.mpi.constants.byte);
         // SAFETY: `data` is borrowed until the call returns, as in all that follow.
@@ -75,7 +76,7 @@ impl RawMpi {
         assert_eq!(code, 0, "MPI_Bcast");
     }
 
-    /// `MPI_Allgather`.
+    /// Calls `MPI_Allgather`.
     pub fn all_gather(&self, send: &[u8], recv: &mut [u8], num_ranks: usize) {
         assert!(send.len() * num_ranks <= recv.len(), "room for all pieces");
         let (functions, byte, len) = (&self.mpi.functions, self.mpi.constants.byte, send.len() as c_int);
@@ -84,7 +85,7 @@ impl RawMpi {
         assert_eq!(code, 0, "MPI_Allgather");
     }
 
-    /// `MPI_Alltoallv` of equal pieces of bytes.
+    /// Calls `MPI_Alltoallv` with equal pieces of bytes.
     pub fn all_to_all(&self, send: &[u8], recv: &mut [u8], pieces: &EqualPieces) {
         assert!(pieces.total() <= send.len().min(recv.len()), "room for all pieces");
         let (byte, counts, starts) = (self.mpi.constants.byte, pieces.counts.as_ptr(), pieces.starts.as_ptr());
@@ -95,7 +96,7 @@ impl RawMpi {
         assert_eq!(code, 0, "MPI_Alltoallv");
     }
 
-    /// `MPI_Reduce_scatter` of equal pieces, the sum of f32.
+    /// Calls `MPI_Reduce_scatter` with equal pieces, for the sum of f32.
     pub fn reduce_scatter(&self, send: &[f32], recv: &mut [f32], pieces: &EqualPieces) {
         assert!(pieces.total() <= send.len() && pieces.counts[0] as usize <= recv.len(), "room for all pieces");
         let (functions, constants) = (&self.mpi.functions, &self.mpi.constants);
@@ -105,7 +106,7 @@ impl RawMpi {
         assert_eq!(code, 0, "MPI_Reduce_scatter");
     }
 
-    /// `MPI_Allreduce`, the sum of f32 in place.
+    /// Calls `MPI_Allreduce` in place, for the sum of f32.
     pub fn all_reduce(&self, data: &mut [f32]) {
         let (functions, constants) = (&self.mpi.functions, &self.mpi.constants);
         let in_place = ptr::without_provenance(constants.in_place);
@@ -115,7 +116,7 @@ impl RawMpi {
         assert_eq!(code, 0, "MPI_Allreduce");
     }
 
-    /// `MPI_Send`.
+    /// Calls `MPI_Send`.
     pub fn send(&self, data: &[u8], to: usize) {
         let (functions, byte) = (&self.mpi.functions, self.mpi.constants.byte);
         // SAFETY: as above.
@@ -123,7 +124,7 @@ impl RawMpi {
         assert_eq!(code, 0, "MPI_Send");
     }
 
-    /// `MPI_Recv`.
+    /// Calls `MPI_Recv`.
     pub fn receive(&self, data: &mut [u8], from: usize) {
         let (functions, byte, mut status) = (&self.mpi.functions, self.mpi.constants.byte, Status::default());
         let (to, count) = (data.as_mut_ptr(), data.len() as c_int);

@@ -1,4 +1,4 @@
-//! Beginning and end of a run under an MPI launcher.
+//! Start and end of a run under an MPI launcher.
 
 use std::ffi::c_int;
 use std::fmt::Display;
@@ -13,9 +13,9 @@ use std::{env, fs, process, ptr, thread};
 use super::MpiComm;
 use super::api::Handle;
 use super::group::{Group, Process, Report};
+use super::heartbeat::{Heartbeat, HeartbeatSocket, NO_CONTACT};
+use super::hydra_guard::HydraGuard;
 use super::library::{self, Mpi};
-use super::linger::Linger;
-use super::pulse::{Mouth, NO_CARD, Pulse};
 use super::sums::LibrarySums;
 use super::watch::{Page, Watch};
 use crate::pin;
@@ -25,10 +25,10 @@ use crate::{CommError, Communicator};
 /// The exit code of a run that failed.
 const FAILED: c_int = 2;
 
-/// Bytes of the name of the watchdogs' page.
+/// The size of the message with the path of the watchdogs' page.
 const NAME_BYTES: usize = 256;
 
-/// How the ranks of a run treat each other.
+/// The settings of a run: timeout, nodes, checks and the order of sums.
 #[derive(Clone, Debug)]
 pub struct MpiOptions {
     timeout: Duration,
@@ -39,8 +39,8 @@ pub struct MpiOptions {
 }
 
 impl Default for MpiOptions {
-    /// Nodes are found out; a rank that does not come for 25 seconds is taken for hung; in debug builds calls are compared; the library
-    /// takes sums as it likes.
+    /// Returns the defaults. Nodes are detected; a rank that does not come for 25 seconds is reported as hung; debug
+    /// builds compare calls; the library takes sums in its own order.
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(25),
@@ -53,36 +53,38 @@ impl Default for MpiOptions {
 }
 
 impl MpiOptions {
-    /// How long a rank waits for others before it takes them for hung.
+    /// Sets how long a rank waits for others before it reports them as hung.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// Supposes so many ranks on each node, whatever is the case: for trying on one machine what is meant for many.
+    /// Assumes this number of ranks on each node instead of detecting nodes, to try decisions for many machines on
+    /// one.
     #[must_use]
     pub fn with_ranks_per_node(mut self, ranks: usize) -> Self {
         self.ranks_per_node = Some(ranks.max(1));
         self
     }
 
-    /// Whether ranks compare what they call, beside the call: a wrong one is named instead of hanging or worse.
+    /// Sets whether ranks compare their calls. A wrong call is then named instead of hanging or corrupting data.
     #[must_use]
     pub fn with_checks(mut self, is_checked: bool) -> Self {
         self.is_checked = is_checked;
         self
     }
 
-    /// Whether sums of f32 are taken in the order of ranks, as among threads, and never by the library. Its sums are as good (the MPI
-    /// standard requires that all ranks get identical results), but other bits than those of threads and perhaps of another library.
+    /// Sets whether sums of f32 are taken in the order of ranks, as among threads, and never by the library. The
+    /// library's sums are as accurate, and the MPI standard requires identical results on all ranks, but their bits
+    /// differ from those of threads and perhaps of another library.
     #[must_use]
     pub fn with_order(mut self, keeps_order: bool) -> Self {
         self.keeps_order = keeps_order;
         self
     }
 
-    /// The greatest count to say as one `int`: to try what happens beyond 2 GiB with less.
+    /// Sets the greatest count passed as one `int`, to test messages beyond 2 GiB with small ones.
     #[doc(hidden)]
     #[must_use]
     pub fn with_limit(mut self, limit: usize) -> Self {
@@ -91,14 +93,15 @@ impl MpiOptions {
     }
 }
 
-/// Runs `rank` as this process' rank of a run that an MPI launcher started, and gives what it returned. May be called once.
+/// Runs `rank` as this process' rank of a run that an MPI launcher started, and returns its result. It may be called
+/// once.
 ///
-/// Where it fails or panics, or another rank hangs, `report` is told the rank and the error and then all processes of the
-/// run are ended by `MPI_Abort`, with exit code 2: this function returns an error only if there is no run, or one of a single
-/// rank. A rank whose process dies is named by the others of its node.
+/// If `rank` fails or panics, or another rank hangs, `report` gets the rank and the error, and then `MPI_Abort` ends
+/// all processes of the run with exit code 2. This function returns an error only if there is no run, or a run of a
+/// single rank. A rank whose process dies is reported by the others of its node.
 ///
 /// # Errors
-/// The error of `rank`, or that MPI cannot be started.
+/// Returns the error of `rank`, or that MPI cannot be started.
 pub fn run_mpi<R, E>(
     options: &MpiOptions,
     report: impl Fn(usize, &dyn Display) + Send + Sync + 'static,
@@ -132,43 +135,43 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         return Err(CommError::Start("MPI can be started once in a process".to_owned()));
     }
     let mpi = library::load()?;
-    let linger = Linger::begin();
-    outlive_notices();
+    let hydra_guard = HydraGuard::start();
+    ignore_launcher_notices();
     initialise(mpi)?;
-    let world = mpi.constants.comm_world;
-    let (rank, size) = rank_and_size(mpi, world)?;
+    let comm = mpi.constants.comm_world;
+    let (rank, size) = rank_and_size(mpi, comm)?;
     library::check_size(size)?;
-    let node = Node::find(mpi, (world, rank), options.ranks_per_node)?;
+    let node = Node::find(mpi, World { comm, rank }, options.ranks_per_node)?;
     let (page, own) = node.page(mpi)?;
-    // A node is named by its first rank.
-    let nodes = gather(mpi, world, node.ranks[0], size)?;
-    let is_crowded = gather(mpi, world, usize::from(node.is_crowded), size)?.contains(&1);
-    let pulse = pulse(mpi, (world, rank), &nodes)?;
+    // A node is identified by its first rank.
+    let nodes = gather(mpi, comm, node.ranks[0], size)?;
+    let is_crowded = gather(mpi, comm, usize::from(node.is_crowded), size)?.contains(&1);
+    let heartbeat = start_heartbeat(mpi, World { comm, rank }, &nodes)?;
     let watch = Arc::new(Watch::new(page, own, node.ranks.clone(), size, options.timeout));
     let process = Arc::new(Process {
         rank,
         report,
         mpi,
         watch: Arc::clone(&watch),
-        under_way: Arc::default(),
+        in_flight: Arc::default(),
         failure: OnceLock::new(),
         spare: Mutex::default(),
         limit: options.limit,
         is_checked: options.is_checked,
-        sums: LibrarySums::of(mpi.constants.is_open_mpi, is_crowded, options.keeps_order),
-        linger,
+        sums: LibrarySums::new(mpi.constants.is_open_mpi, is_crowded, options.keeps_order),
+        hydra_guard,
     });
     let barking = Arc::clone(&process);
     watch
-        .spawn(&node.pids(mpi)?, pulse, move |error| barking.abort(&error))
-        .map_err(|error| CommError::Start(format!("no thread for the watchdog: {error}")))?;
-    let group = Group::of_comm(&process, world, |rank| nodes[rank], rank)?;
+        .spawn(&node.pids(mpi)?, heartbeat, move |error| barking.abort(&error))
+        .map_err(|error| CommError::Start(format!("cannot start the watchdog's thread: {error}")))?;
+    let group = Group::from_comm(&process, comm, |rank| nodes[rank], rank)?;
     Ok(MpiComm { group: Arc::new(group) })
 }
 
-/// MPICH's launcher tells the others by SIGUSR1 that a process has failed. Where nobody listens the signal would end them before
-/// they can say which.
-fn outlive_notices() {
+/// Ignores SIGUSR1, by which MPICH's launcher tells processes that another has failed. The default action would end
+/// them before they can report which.
+fn ignore_launcher_notices() {
     // SAFETY: a `sigaction` may be all zeros; it is valid for writing, and nothing is changed by this call.
     let is_default = unsafe {
         let mut now: libc::sigaction = std::mem::zeroed();
@@ -191,7 +194,7 @@ fn initialise(mpi: &Mpi) -> Result<(), CommError> {
             let code = (functions.init_thread)(ptr::null_mut(), ptr::null_mut(), wanted, &raw mut provided);
             checked(mpi, code)?;
         }
-        // Errors come back as codes instead of ending the process.
+        // Errors are returned as codes instead of ending the process.
         checked(mpi, (functions.comm_set_errhandler)(mpi.constants.comm_world, mpi.constants.errors_return))?;
     }
     if is_initialised == 0 && provided < wanted {
@@ -215,7 +218,7 @@ fn rank_and_size(mpi: &Mpi, comm: Handle) -> Result<(usize, usize), CommError> {
     Ok((rank as usize, size as usize))
 }
 
-/// Everybody's number.
+/// Gathers one number from each rank.
 fn gather(mpi: &Mpi, comm: Handle, own: usize, size: usize) -> Result<Vec<usize>, CommError> {
     Ok(gather_words(mpi, comm, &[own as u64], size)?.into_iter().map(|[number]| number as usize).collect())
 }
@@ -236,25 +239,34 @@ fn gather_words<const N: usize>(
     Ok(all)
 }
 
-/// The signs of life of a node's first rank, where there are several nodes. `nodes` has the first rank of each rank's node.
-fn pulse(mpi: &Mpi, (world, rank): (Handle, usize), nodes: &[usize]) -> Result<Option<Pulse>, CommError> {
+/// This rank in the communicator of the whole run.
+#[derive(Clone, Copy)]
+struct World {
+    comm: Handle,
+    rank: usize,
+}
+
+/// Starts the heartbeat of a node's first rank, if there are several nodes. `nodes` has, for each rank, the first
+/// rank of its node.
+fn start_heartbeat(mpi: &Mpi, world: World, nodes: &[usize]) -> Result<Option<Heartbeat>, CommError> {
     let firsts: Vec<usize> = (0..nodes.len()).filter(|&rank| nodes[rank] == rank).collect();
     if firsts.len() < 2 {
         return Ok(None);
     }
-    let place = firsts.iter().position(|&first| first == rank);
-    let mouth = place.and_then(|_| {
-        let mouth = Mouth::open();
-        mouth.inspect_err(|error| tracing::info!("no datagrams to other nodes: {error}")).ok()
+    let place = firsts.iter().position(|&first| first == world.rank);
+    let socket = place.and_then(|_| {
+        let socket = HeartbeatSocket::open();
+        socket.inspect_err(|error| tracing::info!("no heartbeats to other nodes: {error}")).ok()
     });
-    let cards = gather_words(mpi, world, mouth.as_ref().map_or(&NO_CARD, Mouth::card), nodes.len())?;
-    let (Some(place), Some(mouth)) = (place, mouth) else { return Ok(None) };
+    let contacts =
+        gather_words(mpi, world.comm, socket.as_ref().map_or(&NO_CONTACT, HeartbeatSocket::contact), nodes.len())?;
+    let (Some(place), Some(socket)) = (place, socket) else { return Ok(None) };
     let of_place = |place: usize| firsts[place % firsts.len()];
     let (next, previous) = (of_place(place + 1), of_place(place + firsts.len() - 1));
-    Ok(Some(mouth.pulse(&cards[next], previous, &cards[previous])))
+    Ok(Some(socket.connect(&contacts[next], previous, &contacts[previous])))
 }
 
-/// Whether more ranks share the machine of `comm` than the cores that they may use.
+/// Returns whether more ranks share the machine of `comm` than the cores that they may use.
 fn is_crowded(mpi: &Mpi, comm: Handle) -> Result<bool, CommError> {
     let (_, size) = rank_and_size(mpi, comm)?;
     let num_cores = pin::num_cores(&gather_words(mpi, comm, &pin::allowed(), size)?);
@@ -267,29 +279,30 @@ struct Node {
     own: usize,
     /// Their numbers in the whole run.
     ranks: Vec<usize>,
-    /// Whether there are more ranks on this machine than cores that they may use.
+    /// True if this machine has more ranks than cores that they may use.
     is_crowded: bool,
 }
 
 impl Node {
-    fn find(mpi: &Mpi, (world, rank): (Handle, usize), supposed: Option<usize>) -> Result<Self, CommError> {
+    fn find(mpi: &Mpi, world: World, supposed: Option<usize>) -> Result<Self, CommError> {
         let constants = &mpi.constants;
         let mut comm = 0;
         // SAFETY: a call of all ranks; `comm` is valid for writing.
         checked(mpi, unsafe {
-            (mpi.functions.comm_split_type)(world, constants.type_shared, 0, constants.info_null, &raw mut comm)
+            (mpi.functions.comm_split_type)(world.comm, constants.type_shared, 0, constants.info_null, &raw mut comm)
         })?;
         let is_crowded = is_crowded(mpi, comm)?;
         if let Some(ranks_per_node) = supposed {
-            let (of_machine, color) = (comm, (rank / ranks_per_node) as c_int);
+            let (of_machine, color) = (comm, (world.rank / ranks_per_node) as c_int);
             // SAFETY: as above.
-            checked(mpi, unsafe { (mpi.functions.comm_split)(of_machine, color, rank as c_int, &raw mut comm) })?;
+            checked(mpi, unsafe { (mpi.functions.comm_split)(of_machine, color, world.rank as c_int, &raw mut comm) })?;
         }
         let (own, size) = rank_and_size(mpi, comm)?;
-        Ok(Self { comm, own, ranks: gather(mpi, comm, rank, size)?, is_crowded })
+        Ok(Self { comm, own, ranks: gather(mpi, comm, world.rank, size)?, is_crowded })
     }
 
-    /// The numbers of the ranks' processes; none where they are in worlds of their own, in which numbers mean nothing.
+    /// Returns the process ids of the node's ranks; empty if they are in different PID namespaces, where ids mean
+    /// nothing to each other.
     fn pids(&self, mpi: &Mpi) -> Result<Vec<usize>, CommError> {
         let namespace = fs::metadata("/proc/self/ns/pid").map_or(0, |metadata| metadata.ino() as usize);
         let size = self.ranks.len();
@@ -298,24 +311,24 @@ impl Node {
         Ok(if namespaces.iter().all(|&other| other == namespace) { pids } else { Vec::new() })
     }
 
-    /// The watchdogs' page: its first rank makes it, all open it, then its name goes.
+    /// Makes the watchdogs' page: the first rank creates the file, all map it, then its name is removed.
     fn page(&self, mpi: &Mpi) -> Result<(Page, usize), CommError> {
         let path = if self.own == 0 { Some(page_path()) } else { None };
         let problem =
-            |path: &Path, error| CommError::Start(format!("{}: no memory that ranks share: {error}", path.display()));
+            |path: &Path, error| CommError::Start(format!("{}: cannot share memory: {error}", path.display()));
         let made = path.as_ref().map(|path| Page::create(path, self.ranks.len()).map_err(|error| problem(path, error)));
         let path = self.tell(mpi, path)?;
         let page = Page::open(&path, self.ranks.len()).map_err(|error| problem(&path, error));
-        // All have opened it.
+        // Waits until all have mapped it.
         gather(mpi, self.comm, self.own, self.ranks.len())?;
         if made.transpose()?.is_some() {
-            // It has no further use; one that stays behind is a few bytes.
+            // It has no further use; if it stays behind it takes a few bytes.
             let _ = fs::remove_file(&path);
         }
         Ok((page?, self.own))
     }
 
-    /// The first rank's path, on all.
+    /// Sends the first rank's path to all ranks of the node.
     fn tell(&self, mpi: &Mpi, path: Option<PathBuf>) -> Result<PathBuf, CommError> {
         let mut name = [0_u8; NAME_BYTES];
         if let Some(text) = path.as_ref().and_then(|path| path.to_str()).filter(|text| text.len() < NAME_BYTES) {
@@ -338,8 +351,9 @@ fn page_path() -> PathBuf {
 }
 
 impl Group {
-    /// The group of a communicator. `node` gives the node of a rank by its number in the whole run, which is `own` for this.
-    pub(super) fn of_comm(
+    /// Makes the group of a communicator. `node` returns the node of a rank by its number in the whole run; `own` is
+    /// this rank's number.
+    pub(super) fn from_comm(
         process: &Arc<Process>,
         comm: Handle,
         node: impl Fn(usize) -> usize,
@@ -355,30 +369,31 @@ impl Group {
 impl Process {
     /// Ends a run that has succeeded.
     fn end(&self) -> Result<(), CommError> {
-        let ended = CommError::Start("the run has ended, and with it its communicators".to_owned());
+        let ended = CommError::Start("the run has ended: its communicators cannot be used any more".to_owned());
         let has_failed = self.failure.get_or_init(|| ended.clone()) != &ended;
         if has_failed {
-            // The rank has passed over an error; the others may be in the middle of something.
+            // The rank ignored an error; the others may be in the middle of a call.
             return self.failure.get().map_or(Ok(()), |error| Err(error.clone()));
         }
         // SAFETY: a call of all ranks, after which nothing of the library is called: calls look for a failure first.
         let code = unsafe { (self.mpi.functions.finalize)() };
         self.watch.end();
-        self.linger.iter().for_each(Linger::end);
-        if code == 0 { Ok(()) } else { Err(CommError::Start(format!("the end of MPI: error {code}"))) }
+        self.hydra_guard.iter().for_each(HydraGuard::end);
+        if code == 0 { Ok(()) } else { Err(CommError::Start(format!("MPI_Finalize failed with error {code}"))) }
     }
 
-    /// Ends all processes of the run. Says why, unless another rank of the node has: they often notice together.
+    /// Ends all processes of the run. Reports the reason unless another rank of the node has, since ranks often
+    /// notice together.
     pub(super) fn abort(&self, reason: &dyn Display) -> ! {
         if self.watch.is_first_to_report() {
             (self.report)(self.rank, reason);
-            // A launcher drops what it has not yet passed on when it ends the processes.
+            // A launcher drops output that it has not yet passed on when it ends the processes.
             thread::sleep(Duration::from_millis(300));
         } else {
-            // The one who reports ends them when it has done so.
+            // The rank that reports ends the processes when it has done so.
             thread::sleep(Duration::from_secs(5));
         }
-        // Whatever the library is at in another thread: this process ends, and its launcher ends the others.
+        // Another thread may be inside the library. This process ends in any case, and its launcher ends the others.
         let _ = thread::Builder::new().spawn(|| {
             thread::sleep(Duration::from_secs(5));
             process::abort();

@@ -1,4 +1,4 @@
-//! Operations between processes that are started and finished later, on the library's own non-blocking calls.
+//! Operations between processes that are started now and finished later, on the library's non-blocking calls.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -10,47 +10,47 @@ use super::group::{Group, ONE_STEP_BYTES, shares};
 use super::pieces::{Pieces, Unit};
 use super::versions::{Taken, Versions};
 use crate::CommError;
-use crate::number::{NumberKind, Reduce};
+use crate::in_flight::Steps;
+use crate::number::Reduction;
 use crate::operation::{Call, Memory, Operation};
-use crate::under_way::Steps;
 
-/// What is still to do when the requests are done.
+/// The work that remains when the requests are done.
 enum Then {
     Nothing,
-    /// Sum up, into this memory.
-    Reduce(Versions<Taken>, (NumberKind, Reduce), Target),
-    /// Sum up this rank's share of an all-reduce, then exchange the shares.
-    Share(Versions<Taken>, (NumberKind, Reduce)),
-    /// See whether the whole message has come.
+    /// Reduce the versions into this memory.
+    Reduce(Versions<Taken>, Reduction, Target),
+    /// Reduce this rank's share of an all-reduce, then exchange the shares.
+    Share(Versions<Taken>, Reduction),
+    /// Check that the whole message has come.
     Count(c_int, Unit),
     Finished,
 }
 
-/// Where a result goes.
+/// The address of a result.
 struct Target(*mut u8);
 
 // SAFETY: an address in the memory of the operation, which only its rank's thread writes to.
 unsafe impl Send for Target {}
 
-/// A rank's part in an operation.
+/// One rank's part of an operation.
 pub(crate) struct Started {
     group: Arc<Group>,
     call: Call,
     memory: Memory,
     check: Option<Check>,
     requests: Vec<Handle>,
-    /// Kept until the requests are done.
+    /// Arrays that the requests use, kept until they are done.
     pieces: Vec<Pieces>,
     then: Then,
-    /// What the shares of an all-reduce are sent with.
+    /// The tag of the messages with an all-reduce's shares.
     tag: c_int,
-    /// A byte that goes from here to here, where nothing else does.
+    /// A byte that goes from this rank to itself when nothing else does.
     byte: Box<[u8; 2]>,
 }
 
 impl Started {
     /// # Safety
-    /// As `Communicator::start`.
+    /// The promises of `Communicator::start` hold.
     pub(crate) unsafe fn start(
         group: &Arc<Group>,
         operation: &Operation<'_>,
@@ -64,7 +64,7 @@ impl Started {
             requests: Vec::new(),
             pieces: Vec::new(),
             then: Then::Nothing,
-            // Not for messages: not all ranks send the same ones.
+            // Messages get no tag here, because not all ranks send the same ones.
             tag: if matches!(operation.call, Call::AllReduce { .. }) { group.next_tag() } else { 0 },
             byte: Box::default(),
         };
@@ -91,19 +91,19 @@ impl Started {
                 }
                 Call::ReduceScatter { number, reduce } => {
                     let versions = self.versions(operation.send_counts, memory)?;
-                    self.then = Then::Reduce(versions, (number, reduce), Target(memory.recv));
+                    self.then = Then::Reduce(versions, Reduction { number, reduce }, Target(memory.recv));
                     Ok(())
                 }
                 Call::AllReduce { bytes, .. } if self.group.is_of_library(&self.call, bytes, true) => {
                     self.library_sum()
                 }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
-                    self.gather_versions((number, reduce))
+                    self.gather_versions(Reduction { number, reduce })
                 }
                 Call::AllReduce { number, reduce, bytes } => {
                     let own = Memory { send: memory.recv, send_bytes: bytes, ..memory };
                     let versions = self.versions(&shares(bytes, size), own)?;
-                    self.then = Then::Share(versions, (number, reduce));
+                    self.then = Then::Share(versions, Reduction { number, reduce });
                     Ok(())
                 }
                 Call::Send { to, tag, .. } => {
@@ -119,7 +119,7 @@ impl Started {
         }
     }
 
-    /// Starts something of the library.
+    /// Starts a call of the library and keeps its request.
     fn request(&mut self, start: impl FnOnce(*mut Handle) -> c_int) -> Result<(), CommError> {
         let mut request = 0;
         self.group.check(&self.call, start(&raw mut request))?;
@@ -193,8 +193,9 @@ impl Started {
         })
     }
 
-    /// Makes of an all-to-all in which nothing goes to or from this rank one in which a byte goes from it to itself. Open MPI 4 does not
-    /// number a non-blocking call in which a rank has nothing to do, and then matches its later calls with the wrong ones of others.
+    /// Turns an all-to-all in which nothing goes to or from this rank into one in which a byte goes from it to
+    /// itself. Open MPI 4 does not number a non-blocking call in which a rank has nothing to do, and then matches its
+    /// later calls with the wrong ones of other ranks.
     fn say_something(&mut self) -> Memory {
         for pieces in &mut self.pieces {
             pieces.counts[self.group.rank] = 1;
@@ -203,7 +204,7 @@ impl Started {
         Memory { send: from, send_bytes: 1, recv: to, recv_bytes: 1 }
     }
 
-    /// Starts to fetch all versions of this rank's share of what `memory` sends.
+    /// Starts to fetch all ranks' versions of this rank's share of what `memory` sends.
     unsafe fn versions(&mut self, counts: &[usize], memory: Memory) -> Result<Versions<Taken>, CommError> {
         let own = counts[self.group.rank];
         let share = memory.send.wrapping_add(counts[..self.group.rank].iter().sum());
@@ -214,7 +215,7 @@ impl Started {
         Ok(versions)
     }
 
-    /// Starts a sum that the library takes.
+    /// Starts an all-reduce that the library takes.
     unsafe fn library_sum(&mut self) -> Result<(), CommError> {
         let (group, memory) = (Arc::clone(&self.group), self.memory);
         let Constants { in_place, float, sum, .. } = group.process.mpi.constants;
@@ -225,7 +226,7 @@ impl Started {
         })
     }
 
-    /// Starts one of which each rank gets a share.
+    /// Starts a reduce-scatter that the library takes.
     unsafe fn library_share(&mut self, counts: &[usize]) -> Result<(), CommError> {
         let (group, memory) = (Arc::clone(&self.group), self.memory);
         let numbers: Vec<usize> = counts.iter().map(|bytes| bytes / size_of::<f32>()).collect();
@@ -237,7 +238,7 @@ impl Started {
         })
     }
 
-    unsafe fn gather_versions(&mut self, how: (NumberKind, Reduce)) -> Result<(), CommError> {
+    unsafe fn gather_versions(&mut self, how: Reduction) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let memory = self.memory;
         let mut versions = Versions::new(Taken::from(&group), memory.recv_bytes, group.size(), memory.recv);
@@ -282,8 +283,8 @@ impl Started {
         })
     }
 
-    /// Exchanges the reduced shares, message by message: a collective started here would come at another place in the order
-    /// of calls on each rank.
+    /// Exchanges the reduced shares message by message: a collective started here would have a different place in the
+    /// order of calls on each rank.
     fn exchange_shares(&mut self) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let shares = shares(self.memory.recv_bytes, group.size());
@@ -300,7 +301,7 @@ impl Started {
         Ok(())
     }
 
-    /// When all requests are done: the next step.
+    /// Does the next step, when all requests are done.
     fn go_on(&mut self, status: &Status) -> Result<(), CommError> {
         match std::mem::replace(&mut self.then, Then::Finished) {
             Then::Nothing | Then::Finished => {}
@@ -319,7 +320,7 @@ impl Started {
         Ok(())
     }
 
-    /// Whether a request is done, without waiting or after waiting for it.
+    /// Tests a request, or waits for it. Returns the request unless it is done.
     fn test(&mut self, request: Handle, status: &mut Status, is_waiting: bool) -> Result<Option<Handle>, CommError> {
         let functions = self.group.functions();
         let (mut request, mut is_done) = (request, 0);
@@ -336,7 +337,7 @@ impl Started {
         Ok((is_done == 0).then_some(request))
     }
 
-    /// Works the requests off; whether all are done.
+    /// Tests the requests, or waits for them. Returns whether all are done.
     fn work_off(&mut self, status: &mut Status, is_waiting: bool) -> Result<bool, CommError> {
         if let Some(check) = &mut self.check {
             let mut requests = std::mem::take(&mut check.requests);
@@ -388,13 +389,13 @@ impl Steps for Started {
     fn finish(&mut self) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let _in_operation = group.enter(&self.call);
-        if group.process.under_way.is_empty() {
+        if group.process.in_flight.is_empty() {
             return self.step(true).map(drop);
         }
-        // The others have steps of their own, for which other ranks may wait.
+        // Other operations have steps of their own, which other ranks may wait for.
         let mut num_tries = 0_u32;
         while !self.step(false)? {
-            group.process.under_way.advance();
+            group.process.in_flight.advance();
             num_tries += 1;
             if num_tries.is_multiple_of(16) {
                 thread::yield_now();

@@ -1,37 +1,39 @@
-//! Which sums the library takes, and which are fetched and taken here in the order of ranks.
+//! The choice between sums by the library and sums taken here in the order of ranks.
 //!
-//! The library's are as good: the MPI standard requires that all ranks get identical results of an all-reduce, and advises that a call
-//! gives the same whenever it is made with the same numbers (MPI 4.1, sections 6.9.6 and 6.9.1). But they are other bits than those
-//! of threads, and not always sooner there; what was measured is in `bench/history/communication.md`.
+//! The library's sums are as accurate: the MPI standard requires identical results of an all-reduce on all ranks, and
+//! advises that a call returns the same result whenever it is made with the same numbers (MPI 4.1, sections 6.9.6 and
+//! 6.9.1). But their bits differ from those of threads, and they are not always faster;
+//! `bench/history/communication.md` has the measurements.
 
 use super::group::ONE_STEP_BYTES;
 use crate::number::{NumberKind, Reduce};
 use crate::operation::Call;
 
-/// What a process leaves to its library.
+/// The sums that a process leaves to its library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LibrarySums {
-    /// Sums for everybody, in a call that blocks.
+    /// True if all-reduces are left to it in blocking calls.
     whole: bool,
-    /// Sums of which each rank gets a share, in a call that blocks, of up to so many bytes.
+    /// The bytes up to which reduce-scatters are left to it in blocking calls.
     shares_up_to: usize,
-    /// Either, in a call that was started.
+    /// True if both are left to it in calls that were started.
     started: bool,
-    /// Whether that holds for two ranks alone, whose sums are the same bits in either order.
+    /// True if that holds only for two ranks, whose sums have the same bits in either order.
     only_of_two: bool,
 }
 
 impl LibrarySums {
     const NONE: Self = Self { whole: false, shares_up_to: 0, started: false, only_of_two: false };
 
-    /// The quickest of a library, among ranks of which more share a machine than it has cores if `is_crowded`; with `keeps_order` of
-    /// those that are the same bits as among threads.
-    pub(crate) fn of(is_open_mpi: bool, is_crowded: bool, keeps_order: bool) -> Self {
+    /// Returns the fastest choice for a library. `is_crowded` means that a machine has more ranks than cores. With
+    /// `keeps_order` only sums with the bits of threads are left to it.
+    pub(crate) fn new(is_open_mpi: bool, is_crowded: bool, keeps_order: bool) -> Self {
         let quickest = if is_open_mpi {
-            // Of long sums shares take it up to six times as long as they take here, and what is started up to three times.
+            // In Open MPI long reduce-scatters take up to six times as long as here, and started sums up to three
+            // times.
             Self { whole: true, shares_up_to: ONE_STEP_BYTES, ..Self::NONE }
         } else if is_crowded {
-            // MPICH's sums wait without giving up the core: milliseconds where those that are waited for have none.
+            // MPICH's sums wait without yielding the core: that takes milliseconds if the awaited ranks have none.
             Self::NONE
         } else {
             Self { whole: true, shares_up_to: usize::MAX, started: true, ..Self::NONE }
@@ -39,7 +41,7 @@ impl LibrarySums {
         Self { only_of_two: keeps_order, ..quickest }
     }
 
-    /// Whether the library takes `call`, of `bytes` bytes of each of `num_ranks` ranks.
+    /// Returns whether the library takes `call`, of `bytes` bytes of each of `num_ranks` ranks.
     pub(crate) fn takes(self, call: &Call, bytes: usize, num_ranks: usize, is_started: bool) -> bool {
         let (Call::AllReduce { number, reduce, .. } | Call::ReduceScatter { number, reduce }) = *call else {
             return false;
@@ -66,17 +68,17 @@ mod tests {
 
     #[test]
     fn sums_in_order_are_left_to_the_library_between_two_ranks_alone() {
-        let ordered = LibrarySums::of(false, false, true);
+        let ordered = LibrarySums::new(false, false, true);
         assert_eq!((takes(ordered, 2), takes(ordered, 3)), ([true; 2], [false; 2]));
-        assert_eq!(takes(LibrarySums::of(false, false, false), 3), [true; 2]);
+        assert_eq!(takes(LibrarySums::new(false, false, false), 3), [true; 2]);
     }
 
     #[test]
     fn a_library_takes_what_it_takes_quickly() {
-        assert_eq!(takes(LibrarySums::of(true, true, false), 4), [true, false]);
-        assert_eq!(takes(LibrarySums::of(false, true, false), 4), [false; 2]);
+        assert_eq!(takes(LibrarySums::new(true, true, false), 4), [true, false]);
+        assert_eq!(takes(LibrarySums::new(false, true, false), 4), [false; 2]);
         let share = Call::ReduceScatter { number: NumberKind::F32, reduce: Reduce::Sum };
-        let open_mpi = LibrarySums::of(true, false, false);
+        let open_mpi = LibrarySums::new(true, false, false);
         assert_eq!([64, 1 << 20].map(|bytes| open_mpi.takes(&share, bytes, 2, false)), [true, false]);
         let greatest = Call::AllReduce { number: NumberKind::F32, reduce: Reduce::Max, bytes: 4 };
         assert!(!open_mpi.takes(&greatest, 4, 2, false), "what becomes of NaN is not said");

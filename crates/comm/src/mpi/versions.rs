@@ -1,12 +1,12 @@
-//! All ranks' versions of the same numbers, fetched to be reduced here in the order of ranks.
+//! Versions of the same numbers from all ranks, fetched to be reduced here in the order of ranks.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::group::{Group, Process};
 use crate::few::with_few;
-use crate::number::{NumberKind, Reduce};
-use crate::under_way::locked;
+use crate::in_flight::locked;
+use crate::number::Reduction;
 
 /// Memory in whole cache lines.
 #[derive(Clone, Copy)]
@@ -15,24 +15,25 @@ pub(crate) struct Line([u8; 64]);
 
 const LINE: usize = size_of::<Line>();
 
-/// How far from the versions that a rank reads, within their page, its own memory begins: any distance would do but 16 bytes. Libraries
-/// and systems copy with `rep movsb`, which takes up to twenty times as long on some processors (Zen 3) where what is written lies
-/// exactly so much further in its page than what is read, as it may of two blocks from an allocator. Ranks mostly lay out their
-/// memory alike, so that far from this rank's is far from the others', too.
+/// The distance, within a 4 KiB page, from this rank's own memory to the start of the versions. Any distance but 16
+/// bytes would do. Libraries and systems copy with `rep movsb`, which takes up to twenty times as long on some CPUs
+/// (Zen 3) if the target lies exactly 16 bytes further in its page than the source, as may happen with two blocks of
+/// an allocator. Ranks mostly lay out their memory alike, so that the distance to the other ranks' memory is similar.
 const APART: usize = 1024;
 const PAGE: usize = 4096;
 
-/// Versions in memory that is used again and again, one after another: aligned for every number.
+/// Consecutive versions in memory that is reused, aligned for every number.
 pub(crate) struct Versions<W> {
     lines: W,
-    /// Lines before the first version.
+    /// The number of lines before the first version.
     skipped: usize,
     bytes: usize,
     num_ranks: usize,
 }
 
 impl<W: DerefMut<Target = Vec<Line>>> Versions<W> {
-    /// Room in `lines` for `bytes` bytes from each rank, which are copied from `source` and the like, with what was there before.
+    /// Makes space in `lines` for `bytes` bytes from each rank, which are copied from `source` and the like. Old
+    /// contents remain.
     pub(crate) fn new(mut lines: W, bytes: usize, num_ranks: usize, source: *const u8) -> Self {
         let len = (bytes * num_ranks).div_ceil(LINE) + PAGE / LINE;
         if lines.len() < len {
@@ -48,7 +49,8 @@ impl<W: DerefMut<Target = Vec<Line>>> Versions<W> {
 
     /// # Safety
     /// `target` is valid for writing the bytes of one version, and aligned for the number.
-    pub(crate) unsafe fn reduce(&self, (number, reduce): (NumberKind, Reduce), target: *mut u8) {
+    pub(crate) unsafe fn reduce(&self, reduction: Reduction, target: *mut u8) {
+        let Reduction { number, reduce } = reduction;
         let start = self.lines[self.skipped..].as_ptr().cast::<u8>();
         let source = |rank: usize| start.wrapping_add(rank * self.bytes);
         // SAFETY: the versions lie one after another, each a whole number of numbers.
@@ -56,12 +58,13 @@ impl<W: DerefMut<Target = Vec<Line>>> Versions<W> {
     }
 }
 
-/// Lines after which memory from `start` on lies [`APART`], or up to a line more, further in its page than `source`.
+/// Returns the number of lines after which memory from `start` on lies [`APART`], or up to a line more, further in
+/// its page than `source`.
 fn lines_to_skip(start: usize, source: usize) -> usize {
     (source.wrapping_add(APART).wrapping_sub(start) % PAGE).div_ceil(LINE)
 }
 
-/// The spare memory of a process, taken for an operation that ends later.
+/// The spare memory of a process, on loan to an operation that ends later.
 pub(crate) struct Taken {
     lines: Vec<Line>,
     process: Arc<Process>,

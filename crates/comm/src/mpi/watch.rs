@@ -1,9 +1,11 @@
-//! The watchdog of ranks that are processes. It learns at once when a process of its node ends before its run does.
+//! A watchdog for ranks that are processes: it reports a process of its node that ends before its run, and ranks that
+//! hang.
 //!
-//! For ranks that hang there is a clock. Each writes into a page of memory that the ranks of its node share whether it is
-//! in an operation, and a thread of each looks whether its own has been in one for too long. Those of the node that are not
-//! in one, or do not even show a sign of life, are who it waits for. A process that stands still is found in the time of a
-//! step even where ranks may take long, as while one writes a checkpoint; between nodes by its [`Pulse`].
+//! Death is noticed at once through the processes of the node. Hanging is noticed by a clock: each rank writes into a
+//! page shared by its node whether it is in an operation, and a thread of each checks whether its own rank has been
+//! in one for too long. The ranks of the node that are in none, or whose process shows no sign of life, are reported.
+//! A process that stands still is noticed within the shortest timeout so far, even while ranks may take long, as for
+//! a checkpoint; between nodes by [`Heartbeat`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -15,43 +17,43 @@ use std::time::Duration;
 
 use memmap2::MmapRaw;
 
-use super::obituary::Obituary;
-use super::pulse::Pulse;
+use super::death_watch::DeathWatch;
+use super::heartbeat::Heartbeat;
 use crate::CommError;
 use crate::operation::Call;
-use crate::patience::Patience;
+use crate::wait_timer::WaitTimer;
 
-/// How often a watchdog looks.
+/// The interval between two checks.
 const TICK: Duration = Duration::from_millis(100);
 
 /// One rank's part of the page.
 #[repr(C, align(64))]
 struct Slot {
-    /// Odd while the rank is in an operation; counts up.
+    /// An odd value while the rank is in an operation; it counts up.
     state: AtomicU64,
-    /// Counts up while the process lives.
+    /// A counter that grows while the process lives.
     heartbeat: AtomicU64,
-    /// In the first slot: whether a rank of the node has said why the run fails.
+    /// True if a rank of the node has reported why the run fails; used in the first slot.
     is_reported: AtomicBool,
 }
 
-/// The state of a rank that has come to the end of its run.
+/// The state of a rank whose run has ended.
 const ENDED: u64 = u64::MAX - 1;
 
-/// Memory that the ranks of a node share, one slot for each.
+/// Memory that the ranks of a node share, with one slot for each.
 pub(crate) struct Page {
     memory: MmapRaw,
     num_slots: usize,
 }
 
 impl Page {
-    /// Makes the file behind the page.
+    /// Creates the file behind the page.
     pub(crate) fn create(path: &Path, num_slots: usize) -> io::Result<()> {
         let mut options = OpenOptions::new();
         std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
         let file = options.read(true).write(true).create_new(true).open(path)?;
         file.set_len((num_slots * size_of::<Slot>()) as u64).inspect_err(|_| {
-            // Without its length it is of no use; that it may stay behind is the lesser evil.
+            // Without its length it is useless; that it may stay behind is the lesser evil.
             let _ = fs::remove_file(path);
         })
     }
@@ -66,24 +68,25 @@ impl Page {
     }
 
     fn slots(&self) -> &[Slot] {
-        // SAFETY: the mapping has this length (`open`), starts at a page, lives as long as `self`, and all processes use it
-        // through these atomics only.
+        // SAFETY: the mapping has this length (`open`), starts at a page, lives as long as `self`, and all processes
+        // use it through these atomics only.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast::<Slot>(), self.num_slots) }
     }
 }
 
-/// What the watchdog calls when it gives the run up.
+/// The callback by which the watchdog ends the run.
 pub(crate) type Bark = dyn Fn(CommError) + Send + Sync;
 
 pub(crate) struct Watch {
     page: Page,
-    /// This rank's slot.
+    /// The index of this rank's slot.
     own: usize,
-    /// The number in the whole run of each rank of the node.
+    /// Each rank of the node by its number in the whole run.
     ranks: Vec<usize>,
-    /// Ranks on other nodes.
+    /// The ranks on other nodes.
     others: Vec<usize>,
-    /// The call that this rank is in, in words: writing them costs less than a lock, and the watchdog looks long after.
+    /// The encoding of the call that this rank is in. Writing it costs less than a lock, and the watchdog reads it
+    /// long after.
     call: [AtomicU64; 4],
     timeout_ns: AtomicU64,
     /// The shortest timeout so far: a process without a sign of life for so long stands still.
@@ -94,10 +97,10 @@ pub(crate) struct Watch {
 /// The last sign of life of a rank.
 struct Sign {
     heartbeat: u64,
-    since: Patience,
+    since: WaitTimer,
 }
 
-/// In an operation, until it is dropped.
+/// A mark that this rank is in an operation, until it is dropped.
 pub(crate) struct InOperation<'a>(&'a AtomicU64);
 
 impl Drop for InOperation<'_> {
@@ -106,7 +109,7 @@ impl Drop for InOperation<'_> {
     }
 }
 
-/// Only this rank writes its state, and one thread at a time does.
+/// Increments a state. Only this rank writes it, one thread at a time.
 fn count_up(state: &AtomicU64) {
     state.store(state.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
 }
@@ -145,51 +148,51 @@ impl Watch {
         InOperation(state)
     }
 
-    /// The thread that looks after this rank, at the processes of the node's ranks (none where they are not known), and, with a `pulse`,
-    /// after another node.
+    /// Starts the thread that watches this rank's calls, the processes of the node's ranks with ids `pids` (empty if
+    /// unknown) and, with a `heartbeat`, another node.
     pub(crate) fn spawn(
         self: &Arc<Self>,
         pids: &[usize],
-        pulse: Option<Pulse>,
+        heartbeat: Option<Heartbeat>,
         bark: impl Fn(CommError) + Send + Sync + 'static,
     ) -> io::Result<JoinHandle<()>> {
         let watch = Arc::clone(self);
-        let obituary = Obituary::of(pids);
-        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run((obituary, pulse), &bark))
+        let deaths = DeathWatch::new(pids);
+        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run(deaths, heartbeat, &bark))
     }
 
-    /// Says that this rank ends as it should, and ends the thread.
+    /// Notes that this rank ends as it should, and ends the thread.
     pub(crate) fn end(&self) {
         self.page.slots()[self.own].state.store(ENDED, Ordering::Relaxed);
         self.is_over.store(true, Ordering::Relaxed);
     }
 
-    /// Whether no rank of the node has reported the failure of the run yet; from now on one has.
+    /// Marks the failure of the run as reported, and returns whether this rank is the first of its node to do so.
     pub(crate) fn is_first_to_report(&self) -> bool {
         !self.page.slots()[0].is_reported.swap(true, Ordering::SeqCst)
     }
 
-    fn run(&self, (mut obituary, mut pulse): (Obituary, Option<Pulse>), bark: &Bark) {
+    fn run(&self, mut deaths: DeathWatch, mut heartbeat: Option<Heartbeat>, bark: &Bark) {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
-        let mut patience = Patience::new();
+        let mut timer = WaitTimer::new();
         let mut signs: Vec<Sign> =
-            self.page.slots().iter().map(|_| Sign { heartbeat: 0, since: Patience::new() }).collect();
+            self.page.slots().iter().map(|_| Sign { heartbeat: 0, since: WaitTimer::new() }).collect();
         while !self.is_over.load(Ordering::Relaxed) {
-            if let Some(rank) = self.wait_for_a_death(&mut obituary) {
+            if let Some(rank) = self.wait_for_death(&mut deaths) {
                 let reason = "its process ended in the middle of the run (killed?)".to_owned();
                 bark(CommError::Died { rank, reason });
             }
             own.heartbeat.fetch_add(1, Ordering::Relaxed);
             let state = own.state.load(Ordering::Relaxed);
-            let waited = patience.look();
+            let waited = timer.tick();
             let shortest = Duration::from_nanos(self.shortest_ns.load(Ordering::Relaxed));
             let mut still = self.still(&mut signs, shortest);
-            let elsewhere = pulse.as_mut().and_then(Pulse::beat);
-            // Datagrams may get lost for a while: they alone are no reason.
+            let elsewhere = heartbeat.as_mut().and_then(Heartbeat::beat);
+            // Datagrams may be lost for a while: they alone are no reason.
             still.extend(elsewhere.filter(|(_, silence)| waited.min(*silence) >= shortest).map(|(rank, _)| rank));
             if state != seen || state.is_multiple_of(2) {
-                (seen, patience) = (state, Patience::new());
+                (seen, timer) = (state, WaitTimer::new());
                 continue;
             }
             let (ranks, waited) = if waited >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
@@ -205,35 +208,35 @@ impl Watch {
         }
     }
 
-    /// Waits for a tick, or until the process of a rank of this node ends before its run does: that rank.
-    fn wait_for_a_death(&self, obituary: &mut Obituary) -> Option<usize> {
-        let index = obituary.wait(TICK)?;
+    /// Waits for a tick. Returns a rank of this node whose process ended before its run did.
+    fn wait_for_death(&self, deaths: &mut DeathWatch) -> Option<usize> {
+        let index = deaths.wait(TICK)?;
         (self.page.slots()[index].state.load(Ordering::Relaxed) != ENDED).then(|| self.ranks[index])
     }
 
-    /// Ranks of this node whose processes have shown signs of life and then none for so long.
+    /// Returns the ranks of this node whose processes showed signs of life and then none for `most`.
     fn still(&self, signs: &mut [Sign], most: Duration) -> Vec<usize> {
         let mut still = Vec::new();
         for (index, (slot, sign)) in self.page.slots().iter().zip(signs).enumerate() {
             let heartbeat = slot.heartbeat.load(Ordering::Relaxed);
             if heartbeat != sign.heartbeat || heartbeat == 0 || slot.state.load(Ordering::Relaxed) == ENDED {
-                *sign = Sign { heartbeat, since: Patience::new() };
-            } else if sign.since.look() >= most {
+                *sign = Sign { heartbeat, since: WaitTimer::new() };
+            } else if sign.since.tick() >= most {
                 still.push(self.ranks[index]);
             }
         }
         still
     }
 
-    /// Who does not take part: ranks of this node that are in no operation or whose process stands still; else those of
-    /// other nodes; if there are none all, who wait for each other.
+    /// Returns the ranks that do not take part: those of this node that are in no operation or whose process stands
+    /// still; otherwise those of other nodes; otherwise all ranks, which wait for each other.
     fn absent(&self) -> Vec<usize> {
         let slots = self.page.slots();
         let heartbeats = || slots.iter().map(|slot| slot.heartbeat.load(Ordering::Relaxed)).collect::<Vec<_>>();
         let before = heartbeats();
         for _ in 0..10 {
             thread::sleep(TICK);
-            // The others may be looking, too.
+            // The others may be checking, too.
             slots[self.own].heartbeat.fetch_add(1, Ordering::Relaxed);
         }
         let after = heartbeats();

@@ -1,11 +1,11 @@
-//! Rows in the form that they travel in, and sums of them.
+//! Rows in their wire format, and sums of them.
 
 use moeworks_plan::Wire;
 use moeworks_tensor::{DType, MemoryPool, Tensor, bf16};
 
 use crate::wire::{decode, encode};
 
-/// The rows with these numbers.
+/// Copies the rows with these numbers, of `bytes` bytes each.
 pub(super) fn pick(rows: &[u8], numbers: &[u32], bytes: usize) -> Vec<u8> {
     let mut picked = Vec::with_capacity(numbers.len() * bytes);
     for &number in numbers {
@@ -14,21 +14,21 @@ pub(super) fn pick(rows: &[u8], numbers: &[u32], bytes: usize) -> Vec<u8> {
     picked
 }
 
-/// How rows of a width look on the wire.
+/// The wire format of rows of one width.
 pub(super) struct Form {
     pub(super) wire: Wire,
     pub(super) width: usize,
-    /// Of a row.
+    /// Bytes of a row.
     pub(super) bytes: usize,
 }
 
 impl Form {
-    /// Rows of `width` numbers as `wire` has them.
+    /// Makes the format of rows of `width` numbers.
     pub(super) fn new(wire: Wire, width: usize) -> Self {
         Self { wire, width, bytes: wire.row_bytes(width) }
     }
 
-    /// The rows with these numbers, in the wire's form.
+    /// Encodes the rows with these numbers.
     pub(super) fn pack(&self, rows: &Tensor, numbers: &[u32]) -> Vec<u8> {
         let is_same = matches!((self.wire, rows.dtype()), (Wire::F32, DType::F32) | (Wire::Bf16, DType::BF16));
         if is_same {
@@ -72,7 +72,7 @@ impl Form {
         packed
     }
 
-    /// `num_rows` sums: row i of `parts` belongs to the sum with number `numbers[i]`.
+    /// Sums rows into `num_rows` rows of f32: row i of `parts` is added to the row with number `numbers[i]`.
     pub(super) fn sum(&self, parts: &[u8], numbers: &[u32], num_rows: usize) -> Vec<f32> {
         let mut sums = Sums::new(num_rows, self.width);
         let mut row = vec![0.0; self.width];
@@ -93,7 +93,8 @@ impl Form {
     }
 }
 
-/// Sums of rows. The first part of a sum is taken as it is, so that it does not matter in how many steps zeros were added.
+/// Sums of rows. The first part is copied, not added to zero, so that the result does not depend on how often zeros
+/// were added.
 pub(super) struct Sums {
     pub(super) values: Vec<f32>,
     has_part: Vec<bool>,

@@ -1,29 +1,30 @@
-//! Whether the ranks of a meeting call the same thing with sizes that fit each other, and who does not.
+//! The check that ranks in a rendezvous make the same call with sizes that fit, and the search for the rank that does
+//! not.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::group::Group;
-use super::meeting::{Meeting, Post};
+use super::rendezvous::{Post, Rendezvous};
 use crate::CommError;
-use crate::error::{disagreement, piece_disagreement};
+use crate::error::{RankCall, disagreement, piece_disagreement};
 use crate::operation::Call;
 
-/// How long to wait for those who are still on their way before deciding who is in the minority.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// The time to wait for ranks that have not come yet before deciding which are in the minority.
+const MINORITY_WAIT: Duration = Duration::from_secs(1);
 
-/// Compares this seat's post with all that are down already. Of any two ranks at least one sees the other.
-pub(crate) fn check_all(group: &Group, meeting: &Meeting, seat: usize) -> Result<(), CommError> {
-    (0..meeting.num_seats()).try_for_each(|other| check(group, meeting, seat, other))
+/// Compares this seat's post with all that are there already. Of any two ranks at least one sees the other.
+pub(crate) fn check_all(group: &Group, rendezvous: &Rendezvous, seat: usize) -> Result<(), CommError> {
+    (0..rendezvous.num_seats()).try_for_each(|other| check(group, rendezvous, seat, other))
 }
 
-/// Compares the posts of two seats, as far as they are down: whoever reads another rank's memory has done this first.
-pub(crate) fn check(group: &Group, meeting: &Meeting, seat: usize, other: usize) -> Result<(), CommError> {
-    let (Some(mine), Some(theirs)) = (meeting.post(seat), meeting.post(other)) else { return Ok(()) };
+/// Compares the posts of two seats, if both are there. A rank does this before it reads another rank's memory.
+pub(crate) fn check(group: &Group, rendezvous: &Rendezvous, seat: usize, other: usize) -> Result<(), CommError> {
+    let (Some(mine), Some(theirs)) = (rendezvous.post(seat), rendezvous.post(other)) else { return Ok(()) };
     if !is_same_call(mine, theirs) {
-        return Err(group.world.fail(find_minority(group, meeting)));
+        return Err(group.world.fail(find_minority(group, rendezvous)));
     }
-    match size_conflict(group, (seat, mine), (other, theirs)) {
+    match size_conflict(group, Seated { seat, post: mine }, Seated { seat: other, post: theirs }) {
         None => Ok(()),
         Some(error) => Err(group.world.fail(error)),
     }
@@ -31,7 +32,7 @@ pub(crate) fn check(group: &Group, meeting: &Meeting, seat: usize, other: usize)
 
 fn is_same_call(a: &Post, b: &Post) -> bool {
     match (a.call, b.call) {
-        // The key of a meeting of two has both ranks and the tag.
+        // The key of a rendezvous of two has both ranks and the tag.
         (Call::Send { .. }, Call::Receive { .. }) | (Call::Receive { .. }, Call::Send { .. }) => true,
         (Call::AllGatherV, Call::AllGatherV) => a.recv_counts == b.recv_counts,
         (Call::ReduceScatter { .. }, _) => a.call == b.call && a.send_counts == b.send_counts,
@@ -39,9 +40,16 @@ fn is_same_call(a: &Post, b: &Post) -> bool {
     }
 }
 
-/// For calls in which two ranks agree on a size that concerns only them.
-fn size_conflict(group: &Group, a: (usize, &Post), b: (usize, &Post)) -> Option<CommError> {
-    match (a.1.call, b.1.call) {
+/// A rank's post with its seat.
+#[derive(Clone, Copy)]
+struct Seated<'a> {
+    seat: usize,
+    post: &'a Post,
+}
+
+/// Checks the size of a piece or message, on which only its two ranks have to agree.
+fn size_conflict(group: &Group, a: Seated<'_>, b: Seated<'_>) -> Option<CommError> {
+    match (a.post.call, b.post.call) {
         (Call::AllToAllV, Call::AllToAllV) => piece_conflict(group, a, b).or_else(|| piece_conflict(group, b, a)),
         (Call::Send { to, bytes, .. }, Call::Receive { from, bytes: expected, .. })
         | (Call::Receive { from, bytes: expected, .. }, Call::Send { to, bytes, .. }) => {
@@ -55,21 +63,20 @@ fn size_conflict(group: &Group, a: (usize, &Post), b: (usize, &Post)) -> Option<
     }
 }
 
-fn piece_conflict(group: &Group, (from, sender): (usize, &Post), (to, receiver): (usize, &Post)) -> Option<CommError> {
-    let (sent, expected) = (sender.send_counts[to], receiver.recv_counts[from]);
-    let (from, to) = (group.world_rank(from), group.world_rank(to));
+fn piece_conflict(group: &Group, from: Seated<'_>, to: Seated<'_>) -> Option<CommError> {
+    let (sent, expected) = (from.post.send_counts[to.seat], to.post.recv_counts[from.seat]);
+    let (from, to) = (group.world_rank(from.seat), group.world_rank(to.seat));
     (sent != expected).then(|| piece_disagreement(from, sent as u64, to, expected as u64))
 }
 
-fn find_minority(group: &Group, meeting: &Meeting) -> CommError {
+fn find_minority(group: &Group, rendezvous: &Rendezvous) -> CommError {
     let start = Instant::now();
-    while !meeting.are_all_posted() && start.elapsed() < PATIENCE && group.world.failure().is_none() {
+    while !rendezvous.are_all_posted() && start.elapsed() < MINORITY_WAIT && group.world.failure().is_none() {
         thread::yield_now();
     }
-    let seats = 0..meeting.num_seats();
-    let calls: Vec<(usize, String)> =
-        seats.filter_map(|seat| Some((group.world_rank(seat), describe(meeting.post(seat)?)))).collect();
-    disagreement(&calls)
+    let seats = 0..rendezvous.num_seats();
+    let call = |seat| Some(RankCall { rank: group.world_rank(seat), text: describe(rendezvous.post(seat)?) });
+    disagreement(&seats.filter_map(call).collect::<Vec<_>>())
 }
 
 fn describe(post: &Post) -> String {

@@ -1,23 +1,23 @@
-//! The ranks of one communicator and the meetings that are going on among them.
+//! The ranks of one communicator, and the rendezvous in progress among them.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex};
 
-use super::meeting::Meeting;
+use super::rendezvous::Rendezvous;
 use super::world::World;
-use crate::under_way::locked;
+use crate::in_flight::locked;
 
-/// Which meeting of a group.
+/// The identity of a rendezvous within a group.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Key {
-    /// The operation of all with this number.
+    /// A collective, by its number.
     All(u64),
-    /// The message from one to another with a tag and this number.
+    /// A message between two ranks, by its tag and number.
     Pair { from: usize, to: usize, tag: u32, number: u64 },
 }
 
-/// What several ranks fetch, with how many have.
+/// Values that several ranks fetch, with the number of ranks that have.
 type Shared<K, V> = HashMap<K, (Arc<V>, usize)>;
 
 /// The ranks of one communicator.
@@ -27,15 +27,15 @@ pub(crate) struct Group {
     pub(crate) members: Vec<usize>,
     /// Each rank's node.
     pub(crate) nodes: Vec<usize>,
-    meetings: Mutex<Shared<Key, Meeting>>,
-    /// Groups that were made by a split and that not all of their members have fetched: by the split's number and colour.
+    rendezvous: Mutex<Shared<Key, Rendezvous>>,
+    /// Groups made by a split that not all of their members have fetched, by the split's number and colour.
     parts: Mutex<Shared<(u64, u32), Group>>,
 }
 
 impl Group {
     pub(crate) fn new(world: Arc<World>, members: Vec<usize>, nodes: &[usize]) -> Self {
         let nodes = numbered_by_appearance(nodes);
-        Self { world, members, nodes, meetings: Mutex::default(), parts: Mutex::default() }
+        Self { world, members, nodes, rendezvous: Mutex::default(), parts: Mutex::default() }
     }
 
     pub(crate) fn size(&self) -> usize {
@@ -46,13 +46,14 @@ impl Group {
         self.members[rank]
     }
 
-    /// The meeting of this key, made by the first who asks; forgotten here when `num_seats` have asked.
-    pub(crate) fn meet(&self, key: Key, num_seats: usize) -> Arc<Meeting> {
-        let make = || Arc::new(Meeting::new(num_seats));
-        fetch(&mut locked(&self.meetings), key, num_seats, make)
+    /// Returns the rendezvous of this key. The first rank to ask creates it, and it is dropped from the list when
+    /// `num_seats` have asked.
+    pub(crate) fn rendezvous(&self, key: Key, num_seats: usize) -> Arc<Rendezvous> {
+        let make = || Arc::new(Rendezvous::new(num_seats));
+        fetch(&mut locked(&self.rendezvous), key, num_seats, make)
     }
 
-    /// The part of a split, made by the first of its members who asks.
+    /// Returns a group of a split. The first of its members to ask creates it.
     pub(crate) fn part(&self, number: u64, color: u32, ranks: &[usize]) -> Arc<Self> {
         let make = || {
             let members = ranks.iter().map(|&rank| self.members[rank]).collect();
@@ -79,7 +80,7 @@ fn fetch<K: Eq + std::hash::Hash, V>(
     }
 }
 
-/// The same nodes, numbered from 0 in the order in which they appear.
+/// Renumbers nodes from 0 in the order in which they appear.
 pub(crate) fn numbered_by_appearance(nodes: &[usize]) -> Vec<usize> {
     let mut seen: Vec<usize> = Vec::new();
     let number = |node: &usize| {

@@ -1,8 +1,8 @@
-//! Ranks as threads of this process: nothing to install, and a byte that moves is copied once.
+//! Ranks as threads of this process: nothing has to be installed, and each byte that moves is copied once.
 
 mod agreement;
 mod group;
-mod meeting;
+mod rendezvous;
 mod run;
 mod started;
 mod world;
@@ -14,22 +14,22 @@ use std::time::Duration;
 
 pub(crate) use group::numbered_by_appearance;
 use group::{Group, Key};
-use meeting::Post;
+use rendezvous::Post;
 pub(crate) use run::reason_of_panic;
 pub use run::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};
 use started::{Phase, Seats, Started};
 
+use crate::in_flight::{Handle, Steps as _, locked};
 use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
-use crate::under_way::{Handle, Steps as _, locked};
 use crate::{CommError, Communicator};
 
-/// The door of a rank that is a thread.
+/// The communicator of a rank that is a thread.
 struct ThreadComm {
     group: Arc<Group>,
     rank: usize,
     num_calls: AtomicU64,
-    /// Messages so far, by direction (whether sent), the other rank and tag.
+    /// The number of messages so far, by direction (whether sent), other rank and tag.
     num_messages: Mutex<HashMap<(bool, usize, u32), u64>>,
 }
 
@@ -45,7 +45,7 @@ impl ThreadComm {
         *number
     }
 
-    /// Where this call's ranks meet, and which seat is this rank's.
+    /// Returns the key of this call's rendezvous, its seats, and this rank's seat.
     fn place(&self, call: Call) -> (Key, Seats, usize) {
         let rank = self.rank;
         match call {
@@ -62,21 +62,21 @@ impl ThreadComm {
     }
 
     /// # Safety
-    /// As [`Communicator::start`], for the memory of `post`.
-    unsafe fn sit_down(&self, post: Post) -> Result<Started, CommError> {
+    /// The promises of [`Communicator::start`] hold, for the memory of `post`.
+    unsafe fn join(&self, post: Post) -> Result<Started, CommError> {
         if let Some(error) = self.group.world.failure() {
             return Err(error);
         }
         let call = post.call;
         let (key, seats, seat) = self.place(call);
         let num_seats = if matches!(seats, Seats::All) { self.group.size() } else { 2 };
-        let meeting = self.group.meet(key, num_seats);
-        // SAFETY: a seat is its rank's, and a key is used once. `Started` gets up before it ends.
-        let is_last = unsafe { meeting.put_down(seat, post) };
+        let rendezvous = self.group.rendezvous(key, num_seats);
+        // SAFETY: a seat belongs to its rank, and a key is used once. `Started` revokes the memory before it ends.
+        let is_last = unsafe { rendezvous.join(seat, post) };
         let copied = vec![false; num_seats];
         let group = Arc::clone(&self.group);
-        let started = Started { group, meeting, seats, seat, phase: Phase::Reading, copied, until: None };
-        agreement::check_all(&self.group, &started.meeting, seat)?;
+        let started = Started { group, rendezvous, seats, seat, phase: Phase::Reading, copied, until: None };
+        agreement::check_all(&self.group, &started.rendezvous, seat)?;
         if is_last || matches!(call, Call::Broadcast { root, .. } if root == seat) {
             started.ring();
         }
@@ -84,14 +84,14 @@ impl ThreadComm {
     }
 
     /// # Safety
-    /// As [`Communicator::start`].
+    /// The promises of [`Communicator::start`] hold.
     unsafe fn start_here(&self, operation: &Operation<'_>, memory: Memory) -> Result<Started, CommError> {
         let world_rank = self.group.world_rank(self.rank);
         operation
             .check(&memory, self.rank, self.group.size(), world_rank)
             .map_err(|error| self.group.world.fail(error))?;
         // SAFETY: the caller's promise.
-        unsafe { self.sit_down(Post::new(operation, memory)) }
+        unsafe { self.join(Post::new(operation, memory)) }
     }
 }
 
@@ -115,8 +115,8 @@ impl Communicator for ThreadComm {
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
         // SAFETY: the caller's promise.
         let started = unsafe { self.start_here(operation, memory) }?;
-        let under_way = self.group.world.under_way(started.world_rank());
-        Ok(Box::new(Handle::new(operation.call, started, under_way)))
+        let in_flight = self.group.world.in_flight(started.world_rank());
+        Ok(Box::new(Handle::new(operation.call, started, in_flight)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, memory: Memory) -> Result<(), CommError> {
@@ -129,11 +129,11 @@ impl Communicator for ThreadComm {
         let mut post = Post::new(&Operation::plain(Call::Split), Memory::new(&[], &mut []));
         post.part = Some((color, key));
         // SAFETY: the memory is empty.
-        let mut started = unsafe { self.sit_down(post) }?;
+        let mut started = unsafe { self.join(post) }?;
         started.finish()?;
         let Some(color) = color else { return Ok(None) };
         let mut ranks: Vec<(usize, usize)> = (0..self.group.size())
-            .filter_map(|rank| match started.meeting.post(rank)?.part? {
+            .filter_map(|rank| match started.rendezvous.post(rank)?.part? {
                 (other, key) if other == Some(color) => Some((key, rank)),
                 _ => None,
             })

@@ -1,4 +1,4 @@
-//! Starting ranks as threads and bringing home what they return.
+//! Ranks as threads: starting them and collecting their results.
 
 use std::any::Any;
 use std::fmt::Display;
@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 use super::ThreadComm;
 use super::group::Group;
 use super::world::World;
-use crate::under_way::locked;
+use crate::in_flight::locked;
 use crate::{CommError, Communicator};
 
-/// Of each rank's thread. Only what is touched costs memory.
+/// The stack of each rank's thread. Only touched pages cost memory.
 const STACK_BYTES: usize = 16 << 20;
 
 type Stuck = dyn Fn(&CommError) + Send + Sync;
 
-/// How many ranks, and how they treat each other.
+/// The settings of a run: the number of ranks, their nodes and timeouts.
 pub struct RankOptions {
     nodes: Vec<usize>,
     timeout: Duration,
@@ -27,7 +27,8 @@ pub struct RankOptions {
 }
 
 impl RankOptions {
-    /// `num_ranks` ranks on one node; one that does not come for 25 seconds is taken for hung.
+    /// Makes settings for `num_ranks` ranks on one node. A rank that does not come for 25 seconds is reported as
+    /// hung.
     #[must_use]
     pub fn new(num_ranks: usize) -> Self {
         Self {
@@ -38,22 +39,23 @@ impl RankOptions {
         }
     }
 
-    /// Says on which node each rank is supposed to stand, one entry a rank: for trying what is meant for clusters.
+    /// Sets the node of each rank, with one entry for each, to try decisions for clusters.
     #[must_use]
     pub fn with_nodes(mut self, nodes: &[usize]) -> Self {
         self.nodes = nodes.to_vec();
         self
     }
 
-    /// How long a rank waits for others before it takes them for hung.
+    /// Sets how long a rank waits for others before it reports them as hung.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// A thread that hangs cannot be ended from outside. If one has not come back `grace` after the run failed, `on_stuck` is
-    /// called (once) with the failure, and may end the process; without it the run waits for the thread.
+    /// Sets a callback for ranks that hang, since a thread cannot be ended from outside. If a rank has not returned
+    /// `grace` after the run failed, `on_stuck` is called once with the failure, and may end the process. Without it
+    /// the run waits for the thread.
     #[must_use]
     pub fn on_stuck(mut self, grace: Duration, on_stuck: impl Fn(&CommError) + Send + Sync + 'static) -> Self {
         self.grace = grace;
@@ -62,8 +64,8 @@ impl RankOptions {
     }
 }
 
-/// Runs `rank` once on each of a number of threads and gives what they returned, in the order of ranks. A rank that
-/// panics or returns an error ends the communication of all others, which get an error that names it.
+/// Runs `rank` once on each of a number of threads and returns the results in the order of ranks. A rank that panics
+/// or returns an error ends the communication of all others, which get an error that names it.
 pub fn run_ranks<R, E>(
     options: &RankOptions,
     rank: impl Fn(&dyn Communicator) -> Result<R, E> + Sync,
@@ -75,10 +77,10 @@ where
     run(options, rank).0
 }
 
-/// As [`run_ranks`], with what all returned or the one error that was first.
+/// Runs `rank` as [`run_ranks`] does, and returns the results of all or the one error that came first.
 ///
 /// # Errors
-/// The error of the rank that failed first.
+/// Returns the error of the rank that failed first.
 pub fn try_run_ranks<R, E>(
     options: &RankOptions,
     rank: impl Fn(&dyn Communicator) -> Result<R, E> + Sync,
@@ -119,7 +121,7 @@ where
             let builder = thread::Builder::new().name(format!("rank-{number}")).stack_size(STACK_BYTES);
             builder.spawn_scoped(scope, body).map_err(|error| {
                 homecoming.arrive();
-                world.fail(CommError::Start(format!("no thread for rank {number} of {num_ranks}: {error}")))
+                world.fail(CommError::Start(format!("cannot start a thread for rank {number} of {num_ranks}: {error}")))
             })
         };
         let threads: Vec<_> = (0..num_ranks).map(start).collect();
@@ -156,18 +158,18 @@ where
     }
 }
 
-/// What a panic's payload says, if it is one that the function knows.
+/// A function that describes a panic's payload, if it knows its type.
 type Describe = fn(&(dyn Any + Send)) -> Option<String>;
 
 static DESCRIBE: OnceLock<Describe> = OnceLock::new();
 
-/// How to say what a rank panicked with where that is no text, such as the error of a device. The first call counts.
+/// Sets how to describe a panic whose payload is no text, such as the error of a device. Only the first call counts.
 pub fn describe_panics_by(describe: Describe) {
-    // A second way is not needed: the program that runs ranks says its own.
+    // A second way is not needed: there is one program, which knows its payloads.
     let _ = DESCRIBE.set(describe);
 }
 
-/// Why a rank that panicked died.
+/// Returns the reason of a rank's panic.
 pub(crate) fn reason_of_panic(payload: &(dyn Any + Send)) -> String {
     let known = DESCRIBE.get().and_then(|describe| describe(payload));
     known.unwrap_or_else(|| {
@@ -177,7 +179,7 @@ pub(crate) fn reason_of_panic(payload: &(dyn Any + Send)) -> String {
     })
 }
 
-/// Counts the ranks that have ended.
+/// A counter of the ranks that have ended.
 #[derive(Default)]
 struct Homecoming {
     num_home: Mutex<usize>,
@@ -190,7 +192,7 @@ impl Homecoming {
         self.changed.notify_all();
     }
 
-    /// Waits for all ranks; calls for help if some do not come home after the run has failed.
+    /// Waits for all ranks. Calls `on_stuck` if some do not return after the run has failed.
     fn watch(&self, num_ranks: usize, world: &World, options: &RankOptions) {
         let mut failed_at: Option<Instant> = None;
         let mut has_called = options.on_stuck.is_none();

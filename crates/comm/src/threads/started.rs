@@ -1,31 +1,31 @@
-//! Carrying out an operation between ranks that share memory: whoever receives copies straight from the sender's memory.
+//! Execution of an operation between ranks that share memory: the receiver copies straight from the sender's memory.
 
 use std::sync::Arc;
 use std::thread;
 
 use super::agreement;
 use super::group::Group;
-use super::meeting::{Meeting, Reading};
+use super::rendezvous::{Reading, Rendezvous};
 use super::world::Waiter;
 use crate::CommError;
+use crate::in_flight::Steps;
 use crate::number::{NumberKind, Reduce};
 use crate::operation::{Call, Memory};
-use crate::under_way::Steps;
 
-/// Up to here an all-reduce is one step, in which every rank reduces everything.
+/// The size up to which an all-reduce is one step, in which every rank reduces everything.
 const ONE_STEP_BYTES: usize = 16 << 10;
 
-/// A rank's part in a meeting, from its post to its getting up.
+/// One rank's part in a rendezvous, from its post until its memory is revoked.
 pub(crate) struct Started {
     pub(crate) group: Arc<Group>,
-    pub(crate) meeting: Arc<Meeting>,
-    /// The seats' ranks in the group; all of them, or the sender and the receiver.
+    pub(crate) rendezvous: Arc<Rendezvous>,
+    /// The ranks of the seats: all of the group, or a sender and a receiver.
     pub(crate) seats: Seats,
     /// This rank's seat.
     pub(crate) seat: usize,
     pub(crate) phase: Phase,
     pub(crate) copied: Vec<bool>,
-    /// What it waits for, since it last went on.
+    /// The condition that it waits for, since it last progressed.
     pub(super) until: Option<Until>,
 }
 
@@ -35,18 +35,18 @@ pub(crate) enum Seats {
     Pair { from: usize, to: usize },
 }
 
-/// How far a rank is.
+/// The progress of a rank.
 pub(crate) enum Phase {
     /// It reads what others sent.
     Reading,
-    /// Everything is reduced, here, and is written when nobody reads the memory any more.
+    /// It has reduced everything into a copy, which is written when nobody reads the memory any more.
     Writing(Vec<u64>),
-    /// It waits until so many ranks are done, so that nobody reads its memory any more.
+    /// It waits until this number of ranks are done, so that nobody reads its memory any more.
     Leaving(usize),
     Finished,
 }
 
-/// What a rank waits for.
+/// The condition that a rank waits for.
 #[derive(Clone, Copy)]
 pub(super) enum Until {
     Posted(usize),
@@ -57,7 +57,7 @@ pub(super) enum Until {
 
 impl Started {
     fn num_seats(&self) -> usize {
-        self.meeting.num_seats()
+        self.rendezvous.num_seats()
     }
 
     fn rank_of(&self, seat: usize) -> usize {
@@ -77,11 +77,11 @@ impl Started {
     }
 
     fn call(&self) -> Call {
-        self.meeting.post(self.seat).map_or(Call::Barrier, |post| post.call)
+        self.rendezvous.post(self.seat).map_or(Call::Barrier, |post| post.call)
     }
 
     fn memory(&self) -> Memory {
-        self.meeting.post(self.seat).map_or(Memory::new(&[], &mut []), |post| post.memory)
+        self.rendezvous.post(self.seat).map_or(Memory::new(&[], &mut []), |post| post.memory)
     }
 
     pub(crate) fn ring(&self) {
@@ -89,7 +89,7 @@ impl Started {
         self.group.world.ring((0..self.num_seats()).map(|seat| self.rank_of(seat)).filter(|&rank| rank != own));
     }
 
-    /// Goes as far as it can without waiting; what it then waits for.
+    /// Goes as far as possible without waiting. Returns the condition that it then waits for; `None` at the end.
     fn go_on(&mut self) -> Result<Option<Until>, CommError> {
         loop {
             self.until = None;
@@ -106,13 +106,13 @@ impl Started {
         }
     }
 
-    /// The first phase of each call.
+    /// Does the first phase of each call.
     fn read(&mut self) -> Result<Option<Until>, CommError> {
         match self.call() {
-            Call::Barrier | Call::Split if !self.meeting.are_all_posted() => return Ok(Some(Until::AllPosted)),
+            Call::Barrier | Call::Split if !self.rendezvous.are_all_posted() => return Ok(Some(Until::AllPosted)),
             Call::Barrier | Call::Split => {
-                // The last to come has not found yet whether it calls the same.
-                agreement::check_all(&self.group, &self.meeting, self.seat)?;
+                // The last rank to come has not compared its call with the others yet.
+                agreement::check_all(&self.group, &self.rendezvous, self.seat)?;
                 self.phase = Phase::Finished;
             }
             Call::Broadcast { root, .. } if root == self.seat => self.phase = Phase::Leaving(self.num_seats() - 1),
@@ -125,10 +125,10 @@ impl Started {
         Ok(None)
     }
 
-    /// The memory of a rank that has come and that calls what this one calls.
-    fn open<'m>(&self, meeting: &'m Meeting, from: usize) -> Result<Option<Reading<'m>>, CommError> {
-        agreement::check(&self.group, meeting, self.seat, from)?;
-        Ok(meeting.read(from))
+    /// Opens the memory of a rank that has posted, after checking that both make the same call.
+    fn open<'m>(&self, rendezvous: &'m Rendezvous, from: usize) -> Result<Option<Reading<'m>>, CommError> {
+        agreement::check(&self.group, rendezvous, self.seat, from)?;
+        Ok(rendezvous.read(from))
     }
 
     fn copy_whole(
@@ -136,27 +136,27 @@ impl Started {
         from: usize,
         start: impl Fn(&Reading<'_>) -> *const u8,
     ) -> Result<Option<Until>, CommError> {
-        if !self.meeting.is_posted(from) {
+        if !self.rendezvous.is_posted(from) {
             return Ok(Some(Until::Posted(from)));
         }
-        let meeting = Arc::clone(&self.meeting);
-        let Some(reading) = self.open(&meeting, from)? else { return Ok(Some(Until::Posted(from))) };
+        let rendezvous = Arc::clone(&self.rendezvous);
+        let Some(reading) = self.open(&rendezvous, from)? else { return Ok(Some(Until::Posted(from))) };
         self.copy_in(start(&reading), 0, self.memory().recv_bytes);
         drop(reading);
         self.done(Phase::Finished);
         Ok(None)
     }
 
-    /// Copies the pieces of those who have come and were not copied from yet.
+    /// Copies the pieces of the ranks that have posted and were not copied from yet.
     fn copy_pieces(&mut self) -> Result<Option<Until>, CommError> {
         let all = self.num_seats();
         for step in 0..all {
-            // Everybody starts with its own piece and goes on from there, so that they read from different ranks.
+            // Each rank starts with its own piece and goes on from there, so that ranks read from different ones.
             let from = (self.seat + step) % all;
-            if self.copied[from] || !self.meeting.is_posted(from) {
+            if self.copied[from] || !self.rendezvous.is_posted(from) {
                 continue;
             }
-            let Some(reading) = self.open(&self.meeting, from)? else { continue };
+            let Some(reading) = self.open(&self.rendezvous, from)? else { continue };
             let (source, start, bytes) = self.piece(from, &reading);
             self.copy_in(source, start, bytes);
             drop(reading);
@@ -169,9 +169,9 @@ impl Started {
         Ok(None)
     }
 
-    /// Where the piece from a rank lies there, where it goes here, and its bytes.
+    /// Returns the address of the piece from a rank, its start in this rank's memory, and its bytes.
     fn piece(&self, from: usize, reading: &Reading<'_>) -> (*const u8, usize, usize) {
-        let (Some(mine), Some(theirs)) = (self.meeting.post(self.seat), self.meeting.post(from)) else {
+        let (Some(mine), Some(theirs)) = (self.rendezvous.post(self.seat), self.rendezvous.post(from)) else {
             return (std::ptr::null(), 0, 0);
         };
         let start = mine.recv_counts[..from].iter().sum();
@@ -182,22 +182,23 @@ impl Started {
         (reading.sent().wrapping_add(offset), start, mine.recv_counts[from])
     }
 
-    /// Copies `bytes` bytes of another rank (or of what this one sends) to `start` in the memory that is received into.
+    /// Copies `bytes` bytes to `start` in the receive buffer, from another rank's memory or from this rank's own.
     fn copy_in(&self, source: *const u8, start: usize, bytes: usize) {
-        // SAFETY: the source's owner does not get up while the caller's `Reading` lives, and both ranks have agreed on the
-        // sizes, which `Operation::check` has held against the memory. Nobody but this rank uses what it receives into.
+        // SAFETY: the source's owner does not finish revoking while the caller's `Reading` lives. Both ranks have
+        // agreed on the sizes, which `Operation::check` compared with the memory. Nobody but this rank uses its
+        // receive buffer.
         unsafe { std::ptr::copy_nonoverlapping(source, self.memory().recv.add(start), bytes) };
     }
 
     fn reduce(&mut self) -> Result<Option<Until>, CommError> {
-        let meeting = Arc::clone(&self.meeting);
-        if !meeting.are_all_posted() {
+        let rendezvous = Arc::clone(&self.rendezvous);
+        if !rendezvous.are_all_posted() {
             return Ok(Some(Until::AllPosted));
         }
         let mut readings = Vec::with_capacity(self.num_seats());
         for seat in 0..self.num_seats() {
-            // A rank that has got up has failed, and with it the run: `finish` sees that.
-            let Some(reading) = self.open(&meeting, seat)? else { return Ok(Some(Until::AllPosted)) };
+            // A rank that has revoked its memory has failed, and with it the run: `finish` sees that.
+            let Some(reading) = self.open(&rendezvous, seat)? else { return Ok(Some(Until::AllPosted)) };
             readings.push(reading);
         }
         match self.call() {
@@ -212,7 +213,7 @@ impl Started {
     }
 
     fn reduce_piece(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
-        let counts = self.meeting.post(self.seat).map_or(&[][..], |post| &post.send_counts);
+        let counts = self.rendezvous.post(self.seat).map_or(&[][..], |post| &post.send_counts);
         let start: usize = counts[..self.seat].iter().sum();
         let sources: Vec<*const u8> = readings.iter().map(|r| r.sent().wrapping_add(start)).collect();
         let memory = self.memory();
@@ -226,7 +227,7 @@ impl Started {
     fn reduce_all(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
         let bytes = self.memory().recv_bytes;
         let sources: Vec<*const u8> = readings.iter().map(Reading::in_place).collect();
-        // In words of eight bytes, so that it is aligned for every number.
+        // Words of eight bytes are aligned for every number.
         let mut sums = vec![0_u64; bytes.div_ceil(8)];
         // SAFETY: as above; nobody writes to the memory before all have read it (`write`).
         unsafe { number.reduce(reduce, &sources, &[sums.as_mut_ptr().cast()], bytes) };
@@ -234,20 +235,20 @@ impl Started {
         self.done(Phase::Writing(sums));
     }
 
-    /// Reduces this rank's share into everybody's memory: what was read to be added up is near when it is written, and each byte
-    /// goes to and fro once, as in a copy.
+    /// Reduces this rank's share into everybody's memory. The memory is still in cache when it is written, and each
+    /// byte goes back and forth once, as in a copy.
     fn reduce_share(&mut self, readings: Vec<Reading<'_>>, number: NumberKind, reduce: Reduce) {
         let (start, bytes) = self.share();
         let targets: Vec<*mut u8> = readings.iter().map(|r| r.in_place().cast_mut().wrapping_add(start)).collect();
         let sources: Vec<*const u8> = targets.iter().map(|target| target.cast_const()).collect();
-        // SAFETY: as above; this share of everybody's memory, which each has given to be written, is this rank's alone: the
-        // shares do not overlap, and nobody leaves before all are done.
+        // SAFETY: as above; this share of everybody's memory, which each has given to be written, is this rank's
+        // alone: the shares do not overlap, and nobody leaves before all are done.
         unsafe { number.reduce(reduce, &sources, &targets, bytes) };
         drop(readings);
         self.done(Phase::Leaving(self.num_seats()));
     }
 
-    /// The share of an all-reduce that this rank reduces: its start and its bytes, in whole cache lines.
+    /// Returns the start and the bytes of the share of an all-reduce that this rank reduces, in whole cache lines.
     fn share(&self) -> (usize, usize) {
         let total = self.memory().recv_bytes;
         let share = total.div_ceil(self.num_seats()).next_multiple_of(64);
@@ -257,7 +258,7 @@ impl Started {
 
     fn write(&mut self) -> Option<Until> {
         let all = self.num_seats();
-        if self.meeting.num_done() < all {
+        if self.rendezvous.num_done() < all {
             return Some(Until::Done(all));
         }
         if let Phase::Writing(sums) = std::mem::replace(&mut self.phase, Phase::Finished) {
@@ -267,17 +268,17 @@ impl Started {
     }
 
     fn leave(&mut self, num_done: usize) -> Option<Until> {
-        if self.meeting.num_done() < num_done {
+        if self.rendezvous.num_done() < num_done {
             return Some(Until::Done(num_done));
         }
         self.phase = Phase::Finished;
         None
     }
 
-    /// Says that this rank reads from nobody any more.
+    /// Notes that this rank reads nobody's memory any more.
     fn done(&mut self, next: Phase) {
         self.phase = next;
-        let num_done = self.meeting.set_done(self.seat);
+        let num_done = self.rendezvous.set_done(self.seat);
         let awaited = match self.call() {
             Call::Broadcast { .. } => self.num_seats() - 1,
             Call::Receive { .. } => 1,
@@ -289,18 +290,18 @@ impl Started {
     }
 
     fn is_met(&self, until: Until) -> bool {
-        let meeting = &self.meeting;
+        let rendezvous = &self.rendezvous;
         match until {
-            Until::Posted(seat) => meeting.is_posted(seat),
-            Until::AnyPosted => (0..self.num_seats()).any(|seat| !self.copied[seat] && meeting.is_posted(seat)),
-            Until::AllPosted => meeting.are_all_posted(),
-            Until::Done(num_done) => meeting.num_done() >= num_done,
+            Until::Posted(seat) => rendezvous.is_posted(seat),
+            Until::AnyPosted => (0..self.num_seats()).any(|seat| !self.copied[seat] && rendezvous.is_posted(seat)),
+            Until::AllPosted => rendezvous.are_all_posted(),
+            Until::Done(num_done) => rendezvous.num_done() >= num_done,
         }
     }
 
-    /// Those who have not come yet, or are not done: numbers in the whole run.
+    /// Returns the ranks that have not come yet, or are not done, by their numbers in the whole run.
     fn missing(&self) -> Vec<usize> {
-        self.meeting.awaited_seats().into_iter().map(|seat| self.rank_of(seat)).collect()
+        self.rendezvous.awaited_seats().into_iter().map(|seat| self.rank_of(seat)).collect()
     }
 }
 
@@ -321,7 +322,7 @@ impl Steps for Started {
         let waiter = self.waiter();
         while let Some(until) = self.go_on()? {
             group.world.wait(waiter, &|| self.is_met(until), &|| self.missing())?;
-            // What it waited for may be there and its memory gone, with a rank that died.
+            // The condition may hold although a rank died, and its memory is gone.
             if let Some(error) = group.world.failure() {
                 return Err(error);
             }
@@ -334,10 +335,10 @@ impl Steps for Started {
             return;
         }
         if self.group.world.failure().is_none() && !thread::panicking() {
-            // Forgotten before its end: the others wait for it. An error is given by the rank's next call.
+            // It was dropped before its end, but the others wait for it. The rank's next call returns an error.
             let _ = self.finish();
         }
-        self.meeting.get_up(self.seat);
+        self.rendezvous.revoke(self.seat);
         self.phase = Phase::Finished;
     }
 }

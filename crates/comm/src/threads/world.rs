@@ -1,4 +1,4 @@
-//! What all ranks of a run share: who died, who sleeps, and how to wait.
+//! The state that all ranks of a run share: the failure, the sleeping threads, and waiting.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 use std::{hint, thread};
 
 use crate::CommError;
+use crate::in_flight::{InFlight, locked};
 use crate::operation::Call;
-use crate::patience::Patience;
-use crate::under_way::{UnderWay, locked};
+use crate::wait_timer::WaitTimer;
 
-/// How long a rank looks for the others before it sleeps, where every rank has a core of its own: longer than it takes to wake one
-/// that sleeps, or two would wake each other by turns in each of many short calls.
+/// The time that a rank spins before it sleeps, if every rank has a core of its own. It is longer than waking a
+/// sleeper takes: otherwise two ranks would wake each other by turns in many short calls.
 const SPIN: Duration = Duration::from_micros(200);
 
-/// How long a sleeping rank sleeps before it looks whether it is still worth waiting.
+/// The time after which a sleeping rank checks whether it is still worth waiting.
 const NAP: Duration = Duration::from_millis(50);
 
 pub(crate) struct World {
@@ -25,7 +25,7 @@ pub(crate) struct World {
     has_core_each: bool,
 }
 
-/// Where the threads of one rank sleep until they are woken.
+/// The bell on which the threads of one rank sleep.
 #[derive(Default)]
 #[repr(align(128))] // Two cache lines: neighbours are fetched in pairs.
 struct Bell {
@@ -33,10 +33,10 @@ struct Bell {
     has_left: AtomicBool,
     num_rings: Mutex<u64>,
     rung: Condvar,
-    under_way: Arc<UnderWay>,
+    in_flight: Arc<InFlight>,
 }
 
-/// Who waits, in which call.
+/// The rank that waits, and its call.
 #[derive(Clone, Copy)]
 pub(crate) struct Waiter {
     /// Its number in the whole run.
@@ -60,7 +60,7 @@ impl World {
         self.timeout_ns.store(nanoseconds(timeout), Ordering::Relaxed);
     }
 
-    /// Ends the run with this error, unless it has ended before; gives the error that it ended with.
+    /// Ends the run with this error, unless it has ended before. Returns the error that it ended with.
     pub(crate) fn fail(&self, error: CommError) -> CommError {
         let first = self.failure.get_or_init(|| error).clone();
         self.has_failed.store(true, Ordering::SeqCst);
@@ -75,7 +75,7 @@ impl World {
         self.failure.get().cloned()
     }
 
-    /// Says that a rank will call nothing any more.
+    /// Notes that a rank makes no more calls.
     pub(crate) fn leave(&self, rank: usize) {
         self.bells[rank].has_left.store(true, Ordering::SeqCst);
         self.ring_all();
@@ -85,10 +85,10 @@ impl World {
         self.ring(0..self.bells.len());
     }
 
-    /// Wakes those of the ranks that sleep. What they wait for was written before.
+    /// Wakes the ranks that sleep. The values that they wait for were written before.
     pub(crate) fn ring(&self, ranks: impl IntoIterator<Item = usize>) {
-        // Either this thread sees the sleeper, or the sleeper, which looks once more after it has put itself down as one,
-        // sees what was written.
+        // Either this thread sees the sleeper, or the sleeper, which checks once more after it has registered itself,
+        // sees the values.
         fence(Ordering::SeqCst);
         for rank in ranks {
             let bell = &self.bells[rank];
@@ -99,12 +99,12 @@ impl World {
         }
     }
 
-    /// What a rank has started.
-    pub(crate) fn under_way(&self, rank: usize) -> &Arc<UnderWay> {
-        &self.bells[rank].under_way
+    /// Returns the operations that a rank has in flight.
+    pub(crate) fn in_flight(&self, rank: usize) -> &Arc<InFlight> {
+        &self.bells[rank].in_flight
     }
 
-    /// Waits until `is_ready`; `missing` says whom (numbers in the whole run) it waits for.
+    /// Waits until `is_ready`. `missing` returns the ranks that it waits for, by their numbers in the whole run.
     pub(crate) fn wait(
         &self,
         waiter: Waiter,
@@ -112,26 +112,26 @@ impl World {
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Result<(), CommError> {
         let start = Instant::now();
-        let under_way = self.under_way(waiter.rank);
-        under_way.advance();
+        let in_flight = self.in_flight(waiter.rank);
+        in_flight.advance();
         if self.spin(start, is_ready) {
             return Ok(());
         }
-        let mut patience = Patience::new();
+        let mut timer = WaitTimer::new();
         while !is_ready() {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            self.check_missing(waiter, patience.look(), missing)?;
-            under_way.advance();
-            self.sleep(waiter.rank, &|| is_ready() || under_way.can_advance());
+            self.check_missing(waiter, timer.tick(), missing)?;
+            in_flight.advance();
+            self.sleep(waiter.rank, &|| is_ready() || in_flight.can_advance());
         }
         Ok(())
     }
 
     fn spin(&self, start: Instant, is_ready: &dyn Fn() -> bool) -> bool {
         if !self.has_core_each {
-            // Whoever is waited for needs this core.
+            // The awaited rank needs this core.
             for _ in 0..4 {
                 if is_ready() {
                     return true;
@@ -166,7 +166,7 @@ impl World {
         bell.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Ends the run if those that are waited for have left, or have not come for too long.
+    /// Ends the run if a missing rank has left, or if ranks have been missing for too long.
     fn check_missing(
         &self,
         waiter: Waiter,
@@ -175,7 +175,7 @@ impl World {
     ) -> Result<(), CommError> {
         let ranks = missing();
         if let Some(&rank) = ranks.iter().find(|&&rank| self.bells[rank].has_left.load(Ordering::SeqCst)) {
-            // It may have left between its last word and this look: only who is still missing has not said it.
+            // A rank may have left between its last post and this check: only one that is still missing did not post.
             if missing().contains(&rank) {
                 return Err(self.fail(CommError::Left { rank, call: waiter.call }));
             }

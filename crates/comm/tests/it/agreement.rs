@@ -1,4 +1,4 @@
-//! Ranks that call different things, or with sizes that do not fit, are named instead of waited for.
+//! Ranks that make different calls, or calls with sizes that do not fit, are named instead of waited for.
 
 use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, run_ranks};
 
@@ -61,7 +61,7 @@ fn a_call_that_contradicts_itself_is_refused_at_once() {
     let sums = errors(2, |comm| comm.all_to_all_v(&[0_u8; 3], &[1, 1], &mut [0_u8; 2], &[1, 1]));
     assert_all(&sums, "the send counts add up to 2 bytes, but the memory has 3");
     let lens = errors(2, |comm| comm.all_to_all_v(&[0_u8; 3], &[3], &mut [0_u8; 2], &[1, 1]));
-    assert_all(&lens, "1 send counts for 2 ranks");
+    assert_all(&lens, "1 send counts, but the group has 2 ranks");
     let huge = errors(2, |comm| comm.all_to_all_v(&[0_u64; 2], &[usize::MAX, 3], &mut [0_u64; 2], &[1, 1]));
     assert_all(&huge, "the sum of the send counts overflows");
     let own = errors(2, |comm| comm.all_gather_v(&[0_u8; 3], &mut [0_u8; 4], &[2, 2]));
@@ -69,5 +69,5 @@ fn a_call_that_contradicts_itself_is_refused_at_once() {
     let share = errors(2, |comm| comm.reduce_scatter(&[0_f32; 4], &[2, 2], &mut [0_f32; 1], Reduce::Sum));
     assert_all(&share, "this rank's share is 8 bytes, but its memory has 4");
     let root = errors(2, |comm| comm.broadcast(&mut [0_u8], 2));
-    assert_all(&root, "there is no rank 2 among 2");
+    assert_all(&root, "rank 2 is out of range: the group has 2 ranks");
 }

@@ -1,10 +1,10 @@
-//! Every collective against what it is defined to give, on 1 to 8 ranks, with pieces of any length and none.
+//! Every collective against its definition, on 1 to 8 ranks, with pieces of any length and empty ones.
 
 use half::bf16;
 use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, run_ranks};
 use proptest::prelude::*;
 
-/// What all ranks return; a failure of one fails the test.
+/// Runs `rank` on all ranks and returns the results. A rank's failure fails the test.
 pub(crate) fn on_ranks<R: Send>(
     num_ranks: usize,
     rank: impl Fn(&dyn Communicator) -> Result<R, CommError> + Sync,
@@ -12,7 +12,7 @@ pub(crate) fn on_ranks<R: Send>(
     run_ranks(&RankOptions::new(num_ranks), rank).into_iter().map(Result::unwrap).collect()
 }
 
-/// A value that tells who sent it to whom, and where in the piece it stood.
+/// A value that tells its sender, its receiver and its place in the piece.
 pub(crate) fn word(from: usize, to: usize, index: usize) -> u32 {
     (from * 100_000 + to * 10_000 + index) as u32
 }

@@ -67,7 +67,8 @@ fn a_rank_that_hangs_is_named_by_the_watchdog() {
         *seen_there.lock().unwrap() = Some(error.to_string());
     });
     let results = run_ranks(&options, |comm| {
-        // It has started its part, before there was anything to add up, so that its memory is there, and then does not go on.
+        // It has started its part, before there was anything to add up, so that its memory is there, and then does
+        // not go on.
         while comm.rank() != 2 && !has_started.load(Ordering::SeqCst) {
             thread::sleep(Duration::from_millis(1));
         }

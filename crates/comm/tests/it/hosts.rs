@@ -1,5 +1,5 @@
-//! Paths of rows between hosts that are network namespaces of one machine: which is faster, and by how much, is what the cost model
-//! says. Needs Linux, root and Open MPI; says so and passes where one of them is missing.
+//! Paths of rows between hosts that are network namespaces of one machine: their speeds differ by the factor that the
+//! cost model predicts. The tests need Linux, root and Open MPI; where one is missing they say so and pass.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +11,10 @@ use moeworks_tensor::{DType, MemoryPool, Tensor};
 use crate::launcher::text;
 use crate::namespaces::{run_on_hosts, succeed_on_hosts, topology};
 
-/// Tokens of a rank, each of which wants experts of all four ranks.
+/// The tokens of a rank, each with experts on all four ranks.
 const TOKENS: usize = 256;
 const WIDTH: usize = 256;
-/// How often each path is timed; the least counts: what else the machine does only adds.
+/// The number of times that each path is timed. The minimum counts, since other load only adds time.
 const REPEATS: usize = 3;
 
 #[test]
@@ -30,7 +30,7 @@ fn a_host_that_stands_still_is_missed_by_the_next() {
     }
 }
 
-/// What a rank does: times each path and compares with the costs.
+/// Plays a rank: times each path and compares with the costs.
 pub(crate) fn play(comm: &dyn Communicator) -> Result<(), CommError> {
     assert_eq!(comm.nodes(), [0, 0, 1, 1], "who is on which host");
     let ranks: Vec<usize> = (0..comm.size()).collect();
@@ -56,7 +56,7 @@ pub(crate) fn play(comm: &dyn Communicator) -> Result<(), CommError> {
     Ok(())
 }
 
-/// Seconds of the slowest rank to send all tokens to all ranks: the least of a few.
+/// Returns the seconds of the slowest rank to send all tokens to all ranks, the minimum of a few repeats.
 fn seconds(comm: &dyn Communicator, algorithm: Algorithm) -> Result<f64, CommError> {
     let hierarchy = Hierarchy::new(comm)?;
     let everywhere: Vec<usize> = (0..comm.size()).collect();
@@ -72,9 +72,9 @@ fn seconds(comm: &dyn Communicator, algorithm: Algorithm) -> Result<f64, CommErr
         comm.all_reduce(&mut slowest, Reduce::Max)?;
         times.push(slowest[0]);
     }
-    // The first opens connections.
+    // The first one opens connections.
     Ok(times[1..].iter().copied().fold(f64::INFINITY, f64::min))
 }
 
-/// How long ranks wait for each other on links as slow as these.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout of ranks on links as slow as these.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);

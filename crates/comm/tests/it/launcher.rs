@@ -1,6 +1,6 @@
-//! What starts ranks as processes: every MPI launcher that is there, those in `.venv-mpi/*` at the root of the checkout, where
-//! `./test` puts them, and the one on the path. It starts the very test program that asks for it again, with the one ignored test
-//! that plays a rank. (The tests of other crates that run on hosts take this file, too.)
+//! MPI launchers, which start ranks as processes: those in `.venv-mpi/*` at the root of the checkout, where `./test`
+//! puts them, and the one on the path. A launcher starts the test program that asks for it again, with the one
+//! ignored test that plays a rank. The tests of other crates that run on hosts use this file too.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -9,16 +9,16 @@ use std::{env, fs};
 
 use moeworks_comm::mpi::LIBRARY_VARIABLE;
 
-/// What a rank is to play.
+/// The variable that names the case a rank plays.
 pub(crate) const CASE: &str = "MOEWORKS_TEST_CASE";
 
-/// A file for reports: once a process is killed MPICH's launcher passes on nothing of what the others print.
+/// The variable with a file for reports: once a process is killed, MPICH's launcher drops the output of the others.
 pub(crate) const LOG: &str = "MOEWORKS_TEST_LOG";
 
-/// A way to start processes, with the library that they load.
+/// A launcher with the library that its processes load.
 #[derive(Clone)]
 pub(crate) struct Launcher {
-    /// What comes before the launcher's name on the command line.
+    /// The command line before the launcher's name.
     pub(crate) before: Vec<String>,
     pub(crate) program: PathBuf,
     pub(crate) library: Option<PathBuf>,
@@ -30,7 +30,7 @@ pub(crate) struct Launcher {
     pub(crate) player: &'static str,
 }
 
-/// All that are there, for the ignored test `player`.
+/// Returns all launchers that exist, for the ignored test `player`.
 pub(crate) fn launchers(player: &'static str) -> Vec<Launcher> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let kept = fs::read_dir(root.join(".venv-mpi")).into_iter().flatten().flatten();

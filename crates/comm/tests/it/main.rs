@@ -13,5 +13,5 @@ mod mpi;
 #[cfg(target_os = "linux")]
 mod namespaces;
 mod paths;
-mod shaping;
 mod started;
+mod throttle;

@@ -1,4 +1,4 @@
-//! What a rank's account says of what went through its communicators.
+//! A rank's meter counts the traffic of its communicators.
 
 use std::sync::Arc;
 use std::thread::sleep;
@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, RankOptions, Reduce, Totals, run_ranks};
 
-/// The meters of four ranks on two nodes, after each did `work` on a counted communicator.
+/// Runs `work` on a metered communicator on each of four ranks on two nodes, and returns the meters.
 fn metered(work: impl Fn(&dyn Communicator) -> Result<(), CommError> + Sync) -> Vec<Meter> {
     let options = RankOptions::new(0).with_nodes(&[0, 0, 1, 1]);
     let results = run_ranks(&options, |comm| {
         let meter = Arc::new(Meter::new(true));
         let part = comm.split(Some(0), comm.rank())?.expect("a part");
         work(&Metered::new(part, Arc::clone(&meter)))?;
-        Ok::<_, CommError>(Arc::into_inner(meter).expect("nothing is under way"))
+        Ok::<_, CommError>(Arc::into_inner(meter).expect("nothing is in flight"))
     });
     results.into_iter().map(Result::unwrap).collect()
 }
@@ -51,7 +51,8 @@ fn parts_and_every_kind_of_call_are_counted() {
             _ => Ok(()),
         }
     });
-    // To the other of the part, in the other node; 16 bytes to each of three for the sum, 8 to each for the shares.
+    // One message to the other rank of the part, on the other node; 16 bytes to each of three ranks for the
+    // all-reduce, 8 to each for the shares.
     let all: Vec<_> = meters.iter().map(bytes).collect();
     assert_eq!(all, [(24, 8 + 48 + 3), (24 + 5, 8 + 48 + 10), (24, 8 + 48), (24, 8 + 48)]);
     let names: Vec<_> = meters[0].take_spans().into_iter().map(|span| span.name).collect();
@@ -59,23 +60,23 @@ fn parts_and_every_kind_of_call_are_counted() {
 }
 
 #[test]
-fn what_is_under_way_while_work_is_done_is_not_stood_in() {
+fn a_communication_hidden_under_work_is_not_counted_as_waiting() {
     const WORK: Duration = Duration::from_millis(30);
     let attempt = |_| {
         let meters = metered(|comm| {
             let pending = comm.start_all_reduce(vec![1.0_f32; 1000], Reduce::Sum)?;
-            // Long before this the others are there, too.
+            // The others have joined long before this.
             sleep(WORK);
             pending.finish().map(drop)
         });
         meters.iter().all(|meter| {
             let spans = meter.take_spans();
-            let under_way = spans.iter().find(|span| span.is_under_way).expect("the sum was under way");
-            assert!(under_way.length >= WORK, "{spans:?}");
+            let in_flight = spans.iter().find(|span| span.is_in_flight).expect("the sum was in flight");
+            assert!(in_flight.length >= WORK, "{spans:?}");
             meter.take_totals().standing_s < 0.5 * WORK.as_secs_f64()
         })
     };
-    // On a busy machine a rank may come late.
+    // On a busy machine a rank may be late.
     assert!((0..20).any(attempt), "the work is counted as standing");
 }
 

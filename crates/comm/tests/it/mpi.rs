@@ -1,6 +1,6 @@
-//! Ranks as processes, under every MPI launcher that is there. Where there is none these tests say so and pass.
-//!
-//! A launcher starts this very test program again, with the one ignored test below, which plays the case that it is told.
+//! Ranks as processes under every MPI launcher that exists. Where there is none these tests say so and pass. A
+//! launcher starts this test program again, with the one ignored test below, which plays the case that it is given.
+//! told.
 
 use std::fmt::Display;
 use std::io::Write as _;
@@ -19,7 +19,7 @@ use crate::hosts;
 use crate::launcher::{self, CASE, LOG, Launcher, text};
 use crate::paths::check_paths;
 
-/// The case of sums that are the bits of those of threads.
+/// The case of sums whose bits are those of threads.
 const IN_ORDER: &str = "collectives with sums in order";
 
 fn launchers() -> Vec<Launcher> {
@@ -75,12 +75,12 @@ fn the_library_is_the_launchers_wherever_that_lies() {
         let folder = other.program.parent().map(Path::to_path_buf);
         Launcher { first_on_path: folder, ..launcher.clone() }.expect_success(2, "collectives");
     }
-    // Open MPI's library knows one process under another launcher; MPICH's ends with a word of its own.
+    // Under another launcher Open MPI's library sees one process; MPICH's ends with a message of its own.
     let library = |launcher: &Launcher| launcher.program.with_file_name("../lib/libmpi.so.40");
     let library = launchers.iter().filter(|launcher| launcher.is_open_mpi).map(library).find(|path| path.exists());
     if let (Some(launcher), Some(_)) = (launchers.iter().find(|launcher| !launcher.is_open_mpi), &library) {
         let mixed = Launcher { library, ..launcher.clone() };
-        mixed.expect_failure(2, "collectives", "it is of another MPI");
+        mixed.expect_failure(2, "collectives", "it belongs to another MPI");
     }
 }
 
@@ -111,7 +111,7 @@ fn when_a_process_fails_all_end_with_a_line_that_names_it() {
 #[test]
 fn when_a_process_is_killed_all_end_with_a_line_that_names_it() {
     for launcher in launchers() {
-        // MPICH's launcher knows the process alone.
+        // MPICH's launcher knows only the process.
         let said =
             if launcher.is_open_mpi { "rank 2" } else { "rank 2 died: its process ended in the middle of the run" };
         launcher.expect_failure(4, "kill", said);
@@ -142,7 +142,7 @@ fn plays_a_rank() {
         "paths over nodes of two ranks" => options = options.with_ranks_per_node(2),
         "paths over nodes of two ranks without checks" => options = options.with_ranks_per_node(2).with_checks(false),
         #[cfg(target_os = "linux")]
-        "hosts" => options = options.with_timeout(hosts::PATIENCE),
+        "hosts" => options = options.with_timeout(hosts::TIMEOUT),
         "stop of a host" => options = options.with_timeout(Duration::from_secs(5)),
         _ => {}
     }
@@ -189,9 +189,10 @@ fn play(comm: &dyn Communicator, case: &str) -> Result<(), CommError> {
     }
 }
 
-/// Makes every call of the library itself among the ranks that give the same color, and compares with the results by hand.
+/// Makes every call of the library itself among the ranks that pass the same color, and compares with results
+/// computed by hand.
 fn raw_calls(comm: &dyn Communicator, color: u32) -> Result<(), CommError> {
-    let raw = RawMpi::of_run().map_err(CommError::from)?.split(color, comm.rank());
+    let raw = RawMpi::from_run().map_err(CommError::from)?.split(color, comm.rank());
     let part = comm.split(Some(color), comm.rank())?.expect("a colour was given");
     let (rank, size) = (part.rank(), part.size());
     raw.barrier();
@@ -226,7 +227,7 @@ fn raw_calls(comm: &dyn Communicator, color: u32) -> Result<(), CommError> {
 
 fn stop_while_others_wait(comm: &dyn Communicator, stops: bool) -> Result<(), CommError> {
     comm.barrier()?;
-    // Signs of life have gone to and fro.
+    // By now heartbeats have gone both ways.
     thread::sleep(Duration::from_secs(1));
     comm.set_timeout(Duration::from_secs(3600));
     if stops { end_by_signal("STOP") } else { comm.barrier() }
@@ -249,7 +250,7 @@ fn collectives(comm: &dyn Communicator, keeps_order: bool) -> Result<(), CommErr
         exchange(comm, &counts)?;
         reductions(comm, &counts[0], keeps_order)?;
     }
-    // A rank with nothing to send: the address of what it does not send means nothing.
+    // A rank with nothing to send: the address of an empty slice means nothing.
     let counts: Vec<Vec<usize>> = (0..size).map(|from| vec![from * 7; size]).collect();
     exchange(comm, &counts)?;
     let mut data: Vec<u32> = (0..5000).map(|i| word(rank, 0, i)).collect();
@@ -319,7 +320,7 @@ fn reductions(comm: &dyn Communicator, lens: &[usize], keeps_order: bool) -> Res
     let mut again = data.clone();
     comm.all_reduce(&mut again, Reduce::Sum)?;
     assert_eq!(again, all, "the same bits each time");
-    // Two under way at once, finished in different orders: each has a second half that the other ranks wait for.
+    // Two in flight at once, finished in different orders: each has a second half that the other ranks wait for.
     let mut pending =
         vec![comm.start_all_reduce(data.clone(), Reduce::Sum)?, comm.start_all_reduce(data, Reduce::Sum)?];
     if rank % 2 == 1 {
@@ -332,7 +333,7 @@ fn reductions(comm: &dyn Communicator, lens: &[usize], keeps_order: bool) -> Res
     same_on_all_ranks(comm, &results[0])
 }
 
-/// What sums are to be: these bits, or these up to rounding where the library may add in another order.
+/// The expected sums: these bits, or these up to rounding where the library may add in another order.
 struct Sums {
     in_order: Vec<f32>,
     keeps_order: bool,
@@ -345,7 +346,7 @@ impl Sums {
             return assert_eq!(sums, expected);
         }
         assert_eq!(sums.len(), expected.len());
-        // All numbers are positive: no order loses more.
+        // All numbers are positive, so that no order loses more.
         assert!(sums.iter().zip(expected).all(|(a, b)| (a - b).abs() <= 1e-6 * b), "{sums:?} for {expected:?}");
     }
 }

@@ -1,8 +1,8 @@
-//! Several hosts on one machine: network namespaces with a wire between them that is slow (`tc tbf`) and long (what goes into it
-//! comes out later), and Open MPI's launcher starting ranks in each. (The tests of other crates that run on hosts take this file, too.)
+//! Two hosts on one machine: network namespaces with a wire between them that is slow (`tc tbf`) and has a delay, and
+//! Open MPI's launcher starting ranks in each. The tests of other crates that run on hosts use this file too.
 //!
-//! The kernel's own delay, `netem`, is not everywhere; the wire is therefore a pair of `tun` devices, one in each host, between which
-//! this process carries packets.
+//! The kernel's own delay, `netem`, is not available everywhere. The wire is therefore a pair of `tun` devices, one
+//! in each host, between which this process carries packets.
 #![allow(unsafe_code)] // One system call, which has no safe name in the standard library.
 
 use std::fs::File;
@@ -21,14 +21,14 @@ use crate::launcher::{Launcher, launchers, text};
 
 /// Ranks on each of two hosts.
 pub(crate) const RANKS_PER_HOST: usize = 2;
-/// What a host can send: so little that what else the machine does is short beside it.
+/// The bandwidth of a host, so low that other load of the machine takes little time beside it.
 const MBIT_PER_S: f64 = 16.0;
-/// How long a packet is under way.
+/// The delay of a packet.
 const DELAY: Duration = Duration::from_millis(1);
-/// Bytes of payload in a packet of 1,500: IP and TCP take the rest.
+/// The share of payload in a packet of 1,500 bytes; IP and TCP headers take the rest.
 const PAYLOAD: f64 = 1448.0 / 1500.0;
 
-/// The links as they are made. What a rank gets between hosts is its share of what its host can send.
+/// Returns the topology of the hosts. Between hosts a rank gets its share of its host's bandwidth.
 pub(crate) fn topology() -> Topology {
     let bytes_per_s = MBIT_PER_S * 1e6 / 8.0 * PAYLOAD / RANKS_PER_HOST as f64;
     Topology {
@@ -39,7 +39,8 @@ pub(crate) fn topology() -> Topology {
     }
 }
 
-/// Lets the ignored test `player` play `case` on all ranks of two hosts: what comes of it. Where there are no hosts to be had it says why.
+/// Lets the ignored test `player` play `case` on all ranks of two hosts, and returns the output. Prints why if hosts
+/// cannot be made.
 pub(crate) fn run_on_hosts(player: &'static str, case: &str) -> Option<Output> {
     let Some(launcher) = launchers(player).into_iter().find(|launcher| launcher.is_open_mpi) else {
         println!("SKIPPED: hosts are tried with Open MPI, which is not there");
@@ -54,7 +55,7 @@ pub(crate) fn run_on_hosts(player: &'static str, case: &str) -> Option<Output> {
     }
 }
 
-/// The same for a case that must succeed; says what was said of times.
+/// Runs a case that must succeed, and prints the lines about times.
 pub(crate) fn succeed_on_hosts(player: &'static str, case: &str) {
     if let Some(output) = run_on_hosts(player, case) {
         let said = text(&output);
@@ -63,14 +64,15 @@ pub(crate) fn succeed_on_hosts(player: &'static str, case: &str) {
     }
 }
 
-/// The hosts, until they are dropped.
+/// The two hosts, until they are dropped.
 struct Hosts {
     names: [String; 2],
     folder: tempfile::TempDir,
     _turn: MutexGuard<'static, ()>,
 }
 
-/// Tests take turns: hosts are called by the process, and what one test sends would be in the way of another's times.
+/// The lock by which tests take turns: hosts are named after the process, and traffic of one test would disturb
+/// another's times.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// Runs `ip` or `tc`.
@@ -87,7 +89,7 @@ unsafe extern "C" {
     fn ioctl(file: i32, request: u64, ...) -> i32;
 }
 
-/// One end of a wire: a network device `name` whose packets are read and written here.
+/// Opens one end of a wire: a network device `name` whose packets are read and written here.
 fn wire_end(name: &str) -> io::Result<File> {
     const SET_INTERFACE: u64 = 0x4004_54ca;
     const PACKETS_ALONE: u16 = 0x1001;
@@ -102,7 +104,7 @@ fn wire_end(name: &str) -> io::Result<File> {
     }
 }
 
-/// Carries packets from one end to the other, until the device is gone.
+/// Carries packets from one end to the other until the device is gone.
 fn carry(from: Arc<File>, to: Arc<File>) {
     let (send, receive) = mpsc::channel::<(Instant, Vec<u8>)>();
     thread::spawn(move || {
@@ -114,14 +116,14 @@ fn carry(from: Arc<File>, to: Arc<File>) {
     thread::spawn(move || {
         for (when, packet) in receive {
             thread::sleep(when.saturating_duration_since(Instant::now()));
-            // One that does not get through is lost, as on any wire.
+            // A packet that cannot be written is lost, as on any wire.
             let _ = (&*to).write(&packet);
         }
     });
 }
 
 impl Hosts {
-    /// Two of them, or what the system says against it.
+    /// Makes two hosts, or returns the system's error.
     fn make() -> Result<Self, String> {
         let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -144,7 +146,8 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// What Open MPI calls in place of `ssh HOST COMMAND`. A host has a name of its own: ranks tell by it who is where.
+    /// Writes the script that Open MPI calls in place of `ssh HOST COMMAND`. Each host gets a name of its own, by
+    /// which ranks tell nodes apart.
     fn remote_shell(&self) -> PathBuf {
         let path = self.folder.path().join("remote-shell");
         let script = "#!/bin/sh\nhost=$1\nshift\n\
@@ -154,7 +157,7 @@ impl Hosts {
         path
     }
 
-    /// The launcher, in the first host, for ranks in both.
+    /// Makes the launcher that runs in the first host and starts ranks in both.
     fn launcher(&self, launcher: &Launcher) -> Launcher {
         let slots: Vec<String> = self.names.iter().map(|name| format!("{name}:{RANKS_PER_HOST}")).collect();
         let shell = self.remote_shell();
@@ -172,7 +175,8 @@ impl Hosts {
             "--mca",
             "mpi_yield_when_idle",
             "1",
-            // Ranks share cores here: a message is handed to the system whole, which sends it while its rank has no core.
+            // Ranks share cores here. A message is handed to the system whole, so that it is sent while its rank has
+            // no core.
             "--mca",
             "btl_tcp_eager_limit",
             "4000000",

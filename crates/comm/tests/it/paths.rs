@@ -1,4 +1,4 @@
-//! The paths of an all-to-all and of rows between ranks: all bring the same, on nodes of any sizes in any order.
+//! The paths of an all-to-all and of rows between ranks give the same results, on nodes of any sizes in any order.
 
 use moeworks_comm::{CommError, Communicator, Hierarchy, RankOptions, RowPlan, run_ranks};
 use moeworks_plan::{Algorithm, Wire};
@@ -13,7 +13,7 @@ fn on_nodes<R: Send>(nodes: &[usize], rank: impl Fn(&dyn Communicator) -> Result
     run_ranks(&RankOptions::new(0).with_nodes(nodes), rank).into_iter().map(Result::unwrap).collect()
 }
 
-/// Which node each of up to eight ranks stands on.
+/// The node of each of up to eight ranks.
 fn nodes(num_ranks: usize) -> impl Strategy<Value = Vec<usize>> {
     prop::collection::vec(0..4_usize, num_ranks)
 }
@@ -32,7 +32,7 @@ proptest! {
             let mut all = Vec::new();
             for algorithm in ALGORITHMS {
                 let mut recv = vec![0_u32; recv_counts.iter().sum()];
-                hierarchy.all_to_all_v(algorithm, (&sent, &counts[comm.rank()]), (&mut recv, &recv_counts))?;
+                hierarchy.all_to_all_v(algorithm, &sent, &counts[comm.rank()], &mut recv, &recv_counts)?;
                 all.push(recv);
             }
             Ok(all)
@@ -43,10 +43,10 @@ proptest! {
     }
 
     #[test]
-    fn what_crosses_to_a_node_once_is_gathered_and_summed_as_ever(
+    fn node_collectives_give_the_same_results_as_plain_ones(
         (counts, nodes) in (1..9_usize).prop_flat_map(|n| (prop::collection::vec(0..6_usize, n), nodes(n))),
     ) {
-        on_nodes(&nodes, |comm| check_once(comm, &counts));
+        on_nodes(&nodes, |comm| check_node_collectives(comm, &counts));
     }
 
     #[test]
@@ -57,7 +57,7 @@ proptest! {
         let results = on_nodes(&nodes, |comm| {
             let hierarchy = Hierarchy::new(comm)?;
             let ways = ALGORITHMS.iter().flat_map(|&algorithm| [1, 2, 3].map(|num_chunks| (algorithm, num_chunks)));
-            ways.map(|way| there_and_back(&hierarchy, way, &lists, width)).collect::<Result<Vec<_>, _>>()
+            ways.map(|(algorithm, num_chunks)| there_and_back(&hierarchy, algorithm, num_chunks, &lists, width)).collect::<Result<Vec<_>, _>>()
         });
         for (rank, paths) in results.iter().enumerate() {
             let received = rows_for(rank, &lists, width);
@@ -70,7 +70,7 @@ proptest! {
     }
 }
 
-/// For each rank, for each of its rows: the ranks that it goes to.
+/// For each rank, for each of its rows, the ranks that it goes to.
 fn lists(num_ranks: usize) -> impl Strategy<Value = Vec<Vec<Vec<usize>>>> {
     let list = prop::collection::btree_set(0..num_ranks, 0..=num_ranks.min(4));
     let rows = prop::collection::vec(list.prop_map(|set| set.into_iter().collect()), 0..20);
@@ -81,7 +81,7 @@ fn value(rank: usize, row: usize, column: usize) -> f32 {
     ((rank * 7919 + row * 104_729 + column * 31) % 1000) as f32 * 10_f32.powi((row % 7) as i32 - 3) / 7.0
 }
 
-/// What rank `by` makes of a number before it goes back.
+/// Returns the number that rank `by` makes of `x` before it goes back.
 fn worked(by: usize, x: f32) -> f32 {
     x * (by as f32 + 0.3) + 0.1
 }
@@ -98,7 +98,7 @@ fn rows_for(rank: usize, lists: &[Vec<Vec<usize>>], width: usize) -> Vec<f32> {
     rows
 }
 
-/// The sum over the ranks of each node, then over nodes.
+/// Returns the sum over the ranks of each node, then over nodes.
 fn sum(rank: usize, row: usize, list: &[usize], nodes: &[usize], width: usize) -> Vec<f32> {
     let mut order: Vec<usize> = Vec::new();
     nodes.iter().for_each(|node| {
@@ -116,8 +116,9 @@ fn sum(rank: usize, row: usize, list: &[usize], nodes: &[usize], width: usize) -
     (0..width).map(of_column).collect()
 }
 
-/// Pieces of `counts` numbers of each rank, gathered; and sums of as many from each, taken in the order of ranks and nodes.
-fn check_once(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError> {
+/// Checks that pieces of `counts` numbers of each rank are gathered, and that sums of as many are taken in the order
+/// of ranks and then of nodes.
+fn check_node_collectives(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError> {
     let (hierarchy, rank, nodes) = (Hierarchy::new(comm)?, comm.rank(), comm.nodes());
     let piece = |rank: usize| (0..counts[rank]).map(move |i| value(rank, i, 0));
     let mut all = vec![0.0; counts.iter().sum()];
@@ -137,7 +138,7 @@ fn check_once(comm: &dyn Communicator, counts: &[usize]) -> Result<(), CommError
     Ok(())
 }
 
-/// The same among processes: rows that go to many, few and no ranks.
+/// Checks all paths among processes, with rows that go to many, few and no ranks.
 pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
     let (size, nodes) = (comm.size(), comm.nodes());
     let list =
@@ -146,18 +147,19 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
         (0..size).map(|from| (0..from * 4 % 7).map(|row| list(from, row)).collect()).collect();
     let hierarchy = Hierarchy::new(comm)?;
     for algorithm in ALGORITHMS {
-        let (there, back) = there_and_back(&hierarchy, (algorithm, 1 + size % 3), &lists, 300)?;
+        let (there, back) = there_and_back(&hierarchy, algorithm, 1 + size % 3, &lists, 300)?;
         assert_eq!(there, rows_for(comm.rank(), &lists, 300), "{algorithm:?}");
         let rows = lists[comm.rank()].iter().enumerate();
         let sums: Vec<f32> = rows.flat_map(|(row, list)| sum(comm.rank(), row, list, nodes, 300)).collect();
         assert_eq!(back, sums, "{algorithm:?}");
     }
-    check_once(comm, &(0..size).map(|rank| rank * 900 % 4000).collect::<Vec<_>>())
+    check_node_collectives(comm, &(0..size).map(|rank| rank * 900 % 4000).collect::<Vec<_>>())
 }
 
 fn there_and_back(
     hierarchy: &Hierarchy,
-    (algorithm, num_chunks): (Algorithm, usize),
+    algorithm: Algorithm,
+    num_chunks: usize,
     lists: &[Vec<Vec<usize>>],
     width: usize,
 ) -> Result<(Vec<f32>, Vec<f32>), CommError> {
@@ -168,7 +170,7 @@ fn there_and_back(
     let plans = RowPlan::in_chunks(hierarchy, algorithm, &own, &ends)?;
     let values: Vec<f32> = (0..own.len()).flat_map(|row| (0..width).map(move |c| value(rank, row, c))).collect();
     let rows = Tensor::from_slice(&pool, &[own.len(), width], &values);
-    // All are under way before the first is finished; on the way back the last is finished first.
+    // All are in flight before the first is finished; on the way back the last is finished first.
     let there =
         plans.iter().map(|plan| plan.start_dispatch(hierarchy, &rows, Wire::F32)).collect::<Result<Vec<_>, _>>()?;
     let received = plans.iter().zip(there).map(|(plan, started)| plan.finish_dispatch(hierarchy, started, &pool));
@@ -186,7 +188,7 @@ fn there_and_back(
     Ok((by_source(&plans, &received, width), sums))
 }
 
-/// The rows of all chunks, those of a source together.
+/// Returns the rows of all chunks, ordered by source.
 fn by_source(plans: &[RowPlan], received: &[Tensor], width: usize) -> Vec<f32> {
     let of_source = |source: usize| {
         plans.iter().zip(received).flat_map(move |(plan, received)| {
@@ -202,7 +204,7 @@ fn a_row_goes_once_to_each_node_on_the_two_hop_path() {
     let sent = |algorithm| {
         on_nodes(&[0, 0, 0, 1, 1, 1], move |comm| {
             let hierarchy = Hierarchy::new(comm)?;
-            // Ten rows for all three ranks of the other node.
+            // Ten rows go to all three ranks of the other node.
             let others: Vec<usize> = (0..6).filter(|&rank| comm.nodes()[rank] != comm.nodes()[comm.rank()]).collect();
             let plan = RowPlan::new(&hierarchy, algorithm, &[others.as_slice(); 10])?;
             Ok(plan.num_sent())
@@ -225,13 +227,14 @@ fn compressed_rows_are_as_near_as_their_form_allows() {
                     (0..3 * 128).map(|i| ((i * 37 + comm.rank() * 11) % 201) as f32 / 1.01 - 99.0).collect();
                 let rows = Tensor::from_slice(&pool, &[3, 128], &values);
                 let received = plan.dispatch(&hierarchy, &rows, wire, &pool)?;
-                // Each rank gives back what it got: the sum is so often the row, in f32 as in the form.
+                // Each rank sends back the rows that it got: the sum is a multiple of the row, in f32 as in the wire
+                // format.
                 let back = plan.combine(&hierarchy, &received, wire, &pool)?;
                 let times = |row: usize| [3.0, 0.0, 2.0][row];
                 let error = |i: usize| (back.f32s()[i] - times(i / 128) * values[i]).abs();
                 Ok((0..values.len()).map(error).fold(0.0, f32::max))
             });
-            // Three roundings at most: there, back, and back from the relay of a node, of sums up to 300.
+            // At most three roundings: there, back, and back from the relay of a node, of sums up to 300.
             let bound = 300.0 * 3.0 * near;
             assert!(errors.iter().all(|&error| error <= bound && error > 0.0), "{wire:?}: {errors:?} within {bound}");
         }
@@ -266,5 +269,5 @@ fn a_row_for_a_rank_that_is_not_there_is_refused() {
         RowPlan::new(&hierarchy, Algorithm::Linear, &[&[0, 1], &[2]]).map(drop)
     });
     let text = results[0].as_ref().unwrap_err().to_string();
-    assert!(text.contains("row 1 goes to ranks [2] of 2"), "{text}");
+    assert!(text.contains("row 1 goes to ranks [2]: they must be ascending and below 2"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! Communications that are started, and finished later.
+//! Communications that are started now and finished later.
 
 use moeworks_comm::{CommError, RankOptions, Reduce, run_ranks};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
@@ -6,7 +6,7 @@ use moeworks_tensor::{DType, MemoryPool, Tensor};
 use crate::collectives::{column, on_ranks, received_by, sent_by};
 
 #[test]
-fn many_are_under_way_at_once_and_finish_in_any_order() {
+fn many_are_in_flight_at_once_and_finish_in_any_order() {
     let counts: Vec<Vec<usize>> = vec![vec![3, 0, 70], vec![1, 5000, 2], vec![0, 9, 4]];
     let results = on_ranks(3, |comm| {
         let recv_counts = column(&counts, comm.rank());
@@ -81,7 +81,7 @@ fn one_that_is_dropped_is_carried_out_all_the_same() {
 
 #[test]
 fn memory_is_not_read_any_more_once_its_rank_has_failed() {
-    // Rank 0 gives its memory away, then fails before anybody has read it.
+    // Rank 0 starts a broadcast, then fails before anybody has read its memory.
     let results = run_ranks(&RankOptions::new(3), |comm| {
         if comm.rank() == 0 {
             let _pending = comm.start_broadcast(vec![7_u32; 100_000], 0)?;

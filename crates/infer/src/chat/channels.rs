@@ -1,13 +1,13 @@
-//! Answers in channels, as GPT-OSS gives them (OpenAI's harmony format): what it thinks, what it says and what it calls are
-//! messages of their own, `<|channel|>NAME<|message|>TEXT` with `<|end|>`, `<|return|>` or `<|call|>` behind.
+//! Answers in channels, as of GPT-OSS (OpenAI's harmony format). Thoughts, answers and calls are separate messages of
+//! the form `<|channel|>NAME<|message|>TEXT`, ended by `<|end|>`, `<|return|>` or `<|call|>`.
 
-/// The mark before the name of a channel.
+/// The token before the name of a channel.
 const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";
 const ENDS: [&str; 3] = ["<|end|>", "<|return|>", "<|call|>"];
 
-/// Returns the part of an answer, in which special tokens are spelled, that stays in the conversation: its last message in the channel
-/// `final`, nothing if it has none. Thoughts are left out of later turns, as the family's template asks.
+/// Returns the part of an answer, with special tokens spelled out, that stays in the conversation: its last message
+/// in the channel `final`, or nothing. Thoughts are left out of later turns, as the family's template expects.
 #[must_use]
 pub fn final_message(answer: &str) -> &str {
     let messages = answer.split(CHANNEL).skip(1).filter_map(|part| part.split_once(MESSAGE));

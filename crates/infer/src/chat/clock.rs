@@ -1,4 +1,4 @@
-//! The date for templates that tell a model what day it is.
+//! The date, for templates that tell a model what day it is.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -19,13 +19,13 @@ const MONTHS: [&str; 12] = [
 const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
 const DAY_SECONDS: u64 = 86_400;
 
-/// The time now, in UTC, as Python's `strftime` of this format writes it.
+/// Formats the current time, in UTC, as Python's `strftime` does.
 pub(super) fn strftime_now(format: &str) -> Result<String, String> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     strftime(now, format)
 }
 
-/// Writes the time some seconds after the beginning of 1970 by `format`.
+/// Formats a time in seconds since 1970.
 fn strftime(seconds: u64, format: &str) -> Result<String, String> {
     let (days, second) = (seconds / DAY_SECONDS, seconds % DAY_SECONDS);
     let (year, month, day) = date(days);
@@ -68,12 +68,12 @@ fn is_leap(year: u64) -> bool {
     year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
 }
 
-/// Days from the beginning of 1970 to that of a year.
+/// Returns the days from the beginning of 1970 to that of a year.
 fn days_before_year(year: u64) -> u64 {
     (1970..year).map(|year| 365 + u64::from(is_leap(year))).sum()
 }
 
-/// Year, month and day of the month, from the days since the beginning of 1970.
+/// Returns year, month and day of the month from the days since the beginning of 1970.
 fn date(days: u64) -> (u64, u64, u64) {
     let mut year = 1970 + days / 366;
     while days_before_year(year + 1) <= days {

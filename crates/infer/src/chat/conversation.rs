@@ -1,4 +1,4 @@
-//! A conversation: its messages, what of them fits in the model's context, and its answers.
+//! A conversation: its messages, the part of them that fits in the model's context, and answers.
 
 use std::ops::ControlFlow;
 
@@ -7,15 +7,15 @@ use crate::InferError;
 use crate::generation::{Answer, CachedSequence, End, GenerateRequest, Sampler, TokenLimit, TokenLimits, answer};
 use crate::open::Model;
 
-/// Tokens for an answer, at most, for which older turns are left out.
+/// The most tokens for an answer for which older turns are dropped.
 const MAX_ANSWER_ROOM: usize = 1024;
-/// Tokens for the next turn, at most, that an answer leaves.
+/// The most tokens that an answer leaves for the next turn.
 const MAX_NEXT_ROOM: usize = 2048;
 
-/// An error of a turn that brought no answer.
+/// An error of a turn that has no answer.
 #[derive(Debug)]
 pub enum TurnError {
-    /// The turn is taken back, and the conversation goes on.
+    /// The turn is undone, and the conversation can continue.
     Refused(InferError),
     /// The model cannot answer at all.
     Fatal(InferError),
@@ -24,23 +24,23 @@ pub enum TurnError {
 /// An event of a turn, as it happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TurnEvent<'a> {
-    /// The oldest turns were forgotten, because the context is full.
+    /// The oldest turns were dropped, because the context is full.
     Forgot {
-        /// The turns.
+        /// The number of turns.
         num_turns: usize,
-        /// Tokens of the context.
+        /// The tokens of the context.
         context: usize,
     },
-    /// A token came, and with it this text, which may be empty.
+    /// A token was drawn, and added this text, which may be empty.
     Text(&'a str),
 }
 
-/// The reason why an answer ended at a limit that nobody asked for.
+/// The reason why an answer ended at a limit that the user did not set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// The model's files recommend the limit.
     ModelLimit,
-    /// The next turn needs room.
+    /// The next turn needs space.
     NextTurn,
 }
 
@@ -49,14 +49,14 @@ pub enum Cut {
 pub struct Turn {
     /// The answer.
     pub answer: Answer,
-    /// Set where the answer ended at a limit that nobody asked for.
+    /// Set if the answer ended at a limit that the user did not set.
     pub cut: Option<Cut>,
 }
 
 /// Options of a conversation.
 #[derive(Clone, Debug, Default)]
 pub struct ConversationOptions {
-    /// Tokens of an answer at most.
+    /// Limits on the tokens of an answer.
     pub limits: TokenLimits,
     /// Texts that end an answer.
     pub stops: Vec<String>,
@@ -69,14 +69,14 @@ pub struct Conversation<'a> {
     sandbox: Sandbox,
     sampler: Sampler,
     options: ConversationOptions,
-    /// The system message as it was given.
+    /// The system message as given.
     system: Option<String>,
     messages: Vec<Message>,
     sequence: CachedSequence,
 }
 
 impl<'a> Conversation<'a> {
-    /// An empty conversation, whose text `template` makes in `sandbox`.
+    /// Makes an empty conversation, which is rendered by `template` in `sandbox`.
     #[must_use]
     pub fn new(
         model: &'a Model,
@@ -89,13 +89,13 @@ impl<'a> Conversation<'a> {
         Self { model, template, sandbox, sampler, options, system: None, messages: Vec::new(), sequence }
     }
 
-    /// The system message, if there is one.
+    /// Returns the system message, if there is one.
     #[must_use]
     pub fn system(&self) -> Option<&str> {
         self.system.as_deref()
     }
 
-    /// Sets the system message, or takes it away.
+    /// Sets or removes the system message.
     pub fn set_system(&mut self, text: Option<&str>) {
         let start = self.num_system();
         let message = text.map(|text| Message::new("system", self.model.tokenizer.guard(text)));
@@ -103,24 +103,24 @@ impl<'a> Conversation<'a> {
         self.system = text.map(str::to_owned);
     }
 
-    /// Messages before the conversation.
+    /// Returns the number of messages before the conversation.
     fn num_system(&self) -> usize {
         usize::from(self.system.is_some())
     }
 
-    /// The messages as the template sees them, the system message first.
+    /// Returns the messages as the template sees them, the system message first.
     #[must_use]
     pub fn messages(&self) -> &[Message] {
         &self.messages
     }
 
-    /// Forgets all messages but the system message.
+    /// Removes all messages except the system message.
     pub fn clear(&mut self) {
         let start = self.num_system();
         self.messages.truncate(start);
     }
 
-    /// Takes back the last message of the user and all behind it; returns whether there was one.
+    /// Removes the user's last message and all after it. Returns whether there was one.
     pub fn undo(&mut self) -> bool {
         let last = self.messages.iter().rposition(|message| message.role == "user");
         if let Some(last) = last {
@@ -129,13 +129,14 @@ impl<'a> Conversation<'a> {
         last.is_some()
     }
 
-    /// Whether the user has said something.
+    /// Returns whether there is a message of the user.
     #[must_use]
     pub fn has_turn(&self) -> bool {
         self.messages.iter().any(|message| message.role == "user")
     }
 
-    /// Says `text` to the model. `on_event` is called as the answer comes, and may end it.
+    /// Adds the user's message `text` and generates the answer. `on_event` is called during the answer, and may end
+    /// it.
     pub fn say(
         &mut self,
         text: &str,
@@ -146,7 +147,7 @@ impl<'a> Conversation<'a> {
         self.answer_or(before, on_event)
     }
 
-    /// Answers the last message of the user again.
+    /// Generates another answer to the user's last message.
     pub fn regenerate(&mut self, on_event: impl FnMut(TurnEvent<'_>) -> ControlFlow<()>) -> Result<Turn, TurnError> {
         let before = self.messages.clone();
         let last = self.messages.iter().rposition(|message| message.role == "user");
@@ -154,7 +155,7 @@ impl<'a> Conversation<'a> {
         self.answer_or(before, on_event)
     }
 
-    /// Answers the messages. Where that is refused they become those `before`.
+    /// Generates an answer. If it is refused, the messages are reset to `before`.
     fn answer_or(
         &mut self,
         before: Vec<Message>,
@@ -188,17 +189,17 @@ impl<'a> Conversation<'a> {
         Ok(Turn { answer, cut: is_cut.then_some(why) })
     }
 
-    /// The tokens of the context; none where it has no limit.
+    /// Returns the tokens of the context; `None` if it has no limit.
     fn context(&self) -> usize {
         self.model.decoder.config().max_seq_len
     }
 
-    /// Tokens behind a prompt.
+    /// Returns the tokens that fit after a prompt.
     fn room(&self, prompt_len: usize) -> usize {
         self.model.decoder.room(prompt_len).min(self.context())
     }
 
-    /// Tokens for an answer, for which older turns are left out.
+    /// Returns the tokens for an answer for which older turns are dropped.
     fn wanted(&self) -> usize {
         let usual = (self.context() / 4).clamp(1, MAX_ANSWER_ROOM);
         match self.options.limits.asked {
@@ -207,7 +208,8 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Tokens of an answer at most: those that were asked for, or as many as leave room for the next turn.
+    /// Returns the most tokens of an answer: the limit that was asked for, or as many as leave space for the next
+    /// turn.
     fn max_new_tokens(&self, prompt_len: usize) -> usize {
         let room = self.room(prompt_len);
         match self.options.limits.asked {
@@ -220,7 +222,7 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Returns the tokens of the messages. The oldest turns are forgotten until there is room for an answer.
+    /// Returns the tokens of the messages, after dropping the oldest turns until an answer fits.
     fn fitting_prompt(
         &mut self,
         on_event: &mut impl FnMut(TurnEvent<'_>) -> ControlFlow<()>,
@@ -244,7 +246,7 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Forgets the oldest message of the user with its answer, but never the last one; returns whether there was one.
+    /// Drops the user's oldest message with its answer, but never the last one. Returns whether there was one.
     fn drop_oldest_turn(&mut self) -> bool {
         let start = self.num_system();
         let later = self.messages.iter().skip(start + 1).position(|message| message.role == "user");

@@ -1,4 +1,4 @@
-//! The engine of templates with what `transformers` adds to Jinja.
+//! The template engine, with the additions of `transformers` to Jinja.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use super::clock::strftime_now;
 use super::python::{float, string_method, to_json};
 use super::{ChatError, MAX_BYTES, MAX_STEPS, Message, RenderOptions};
 
-/// Carries a template out.
+/// Renders a template.
 pub(super) fn render(
     source: &str,
     tokens: &Map<String, serde_json::Value>,
@@ -43,7 +43,7 @@ pub(super) fn render(
 
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
-    // Delimiters are the usual ones: the configuration cannot fail.
+    // The delimiters are the default ones: the configuration cannot fail.
     if let Ok(syntax) = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build() {
         environment.set_syntax(syntax);
     }
@@ -60,7 +60,7 @@ fn environment() -> Environment<'static> {
             _ => escape_formatter(output, state, value),
         }
     });
-    // Nothing is iterable here, but not in Python.
+    // The engine counts `none` as iterable, Python does not.
     environment.add_test("iterable", |value: &Value| {
         value.as_str().is_some() || (!value.is_none() && value.try_iter().is_ok())
     });
@@ -73,7 +73,7 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// A method of Python's that the engine does not have.
+/// Calls a method of Python that the engine lacks.
 fn method(state: &mut State<'_, '_>, value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Error> {
     let own = value.as_str().and_then(|text| string_method(text, method, arguments));
     own.unwrap_or_else(|| unknown_method_callback(state, value, method, arguments))
@@ -94,7 +94,7 @@ fn failure(error: &Error) -> ChatError {
     }
 }
 
-/// Text up to the longest that is allowed.
+/// A buffer for text up to the allowed length.
 struct Bounded(Vec<u8>);
 
 impl Write for Bounded {
@@ -111,13 +111,13 @@ impl Write for Bounded {
     }
 }
 
-/// Makes every line end a line feed, as Jinja does when it reads a template.
+/// Converts all line ends to line feeds, as Jinja does when it reads a template.
 fn with_plain_line_ends(source: &str) -> Cow<'_, str> {
     if source.contains('\r') { source.replace("\r\n", "\n").replace('\r', "\n").into() } else { source.into() }
 }
 
-/// The source with `{% generation %}` and `{% endgeneration %}`, which `transformers` knows as marks of what a model said,
-/// replaced by tags that do nothing but keep the marks' signs for white space.
+/// Replaces `{% generation %}` and `{% endgeneration %}`, by which `transformers` marks the model's messages, with
+/// tags that do nothing except keep the white-space control of the marks.
 fn without_generation_tags(source: &str) -> String {
     let mut result = String::with_capacity(source.len());
     let mut rest = source;

@@ -1,13 +1,14 @@
-//! Conversations as text: a model's own chat template, carried out with bounds.
+//! Chat templates: conversations rendered as text by a model's own template, within bounds.
 //!
-//! A template is a program in Jinja that comes with a model, from anywhere. It is given what `transformers` gives it
-//! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools` and `documents` (none), the names of special tokens,
-//! `raise_exception`, `strftime_now` (in UTC), the methods of Python's strings, lists and dicts; blocks are trimmed as there.
-//! It reaches no file and no other template. It ends after [`MAX_STEPS`] steps, and its text is at most [`MAX_BYTES`] long.
-//! Its variables are not bounded: a [`Sandbox`] carries templates out in a process of limited memory.
+//! A template is a Jinja program that comes with a model of any origin. It gets what `transformers` gives it
+//! (`apply_chat_template`): `messages`, `add_generation_prompt`, `tools` and `documents` (both none), the names of
+//! special tokens, `raise_exception`, `strftime_now` (in UTC), and the methods of Python's strings, lists and dicts;
+//! blocks are trimmed in the same way. It can open no file and no other template. It ends after [`MAX_STEPS`] steps,
+//! and its text is at most [`MAX_BYTES`] long. Its variables are not bounded: a [`Sandbox`] renders templates in a
+//! process with limited memory.
 //!
 //! A message never becomes a special token, whatever it spells: [`Tokenizer::guard`] marks such spellings before the
-//! template sees them, [`Tokenizer::encode_rendered`] divides the text there.
+//! template sees them, and [`Tokenizer::encode_rendered`] splits the text there.
 
 mod channels;
 mod clock;
@@ -27,29 +28,29 @@ pub use channels::final_message;
 pub use conversation::{Conversation, ConversationOptions, Cut, Turn, TurnError, TurnEvent};
 pub use sandbox::{Sandbox, SandboxError, serve};
 
-/// Steps that a template may take. One for 2,000 messages takes some hundred thousand.
+/// The most steps of a template. One for 2,000 messages takes some hundred thousand.
 pub const MAX_STEPS: u64 = 5_000_000;
 
-/// The longest text that a template may make, in bytes.
+/// The largest rendered text, in bytes.
 pub const MAX_BYTES: usize = 16 << 20;
 
-/// The largest file with a template, in bytes.
+/// The largest template file, in bytes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
-/// A part of a conversation.
+/// A message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     /// `system`, `user` or `assistant`.
     pub role: String,
     /// The text.
     pub content: String,
-    /// The name of whoever speaks, for templates that show it.
+    /// The name of the speaker, for templates that show it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }
 
 impl Message {
-    /// A message.
+    /// Makes a message.
     #[must_use]
     pub fn new(role: &str, content: impl Into<String>) -> Self {
         Self { role: role.to_owned(), content: content.into(), name: None }
@@ -59,9 +60,9 @@ impl Message {
 /// Options of rendering a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RenderOptions {
-    /// Whether the beginning of an answer stands behind the messages.
+    /// True if the beginning of an answer is added after the messages.
     pub add_generation_prompt: bool,
-    /// Further variables of the template, such as `enable_thinking`. They do not replace those that it always has.
+    /// Further variables of the template, such as `enable_thinking`. They cannot replace those that it always gets.
     #[serde(default)]
     pub variables: Map<String, Value>,
 }
@@ -72,7 +73,7 @@ impl Default for RenderOptions {
     }
 }
 
-/// A chat template and the special tokens that it can name.
+/// A chat template, with the special tokens that it can name.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ChatTemplate {
     source: String,
@@ -87,35 +88,35 @@ pub enum ChatError {
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's reason.
         source: io::Error,
     },
-    /// There is something where a template should be, but it is none.
+    /// The file has no template in the expected place.
     #[error("{}: {reason}", path.display())]
     NoTemplate {
         /// The file.
         path: PathBuf,
-        /// The fault and what would be right.
+        /// The problem, with what would be right.
         reason: String,
     },
-    /// The template cannot be understood, or fails, or refuses the conversation.
+    /// The template is not valid, fails, or refuses the conversation.
     #[error("the chat template fails{}: {reason}", line.map_or_else(String::new, |line| format!(" in line {line}")))]
     Fails {
         /// The line of the template.
         line: Option<usize>,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The template does not come to an end.
+    /// The template exceeds the number of steps.
     #[error("the chat template was stopped: it has not ended after {MAX_STEPS} steps")]
     Endless,
-    /// The template's text has no end.
+    /// The rendered text exceeds the allowed length.
     #[error("the chat template was stopped: its text is longer than {MAX_BYTES} bytes")]
     TooLong,
 }
 
 impl ChatTemplate {
-    /// A template of this source for models with this tokenizer.
+    /// Makes a template from its source, for models with this tokenizer.
     #[must_use]
     pub fn new(source: String, tokenizer: &Tokenizer) -> Self {
         let config: Value = serde_json::from_str(tokenizer.config_json()).unwrap_or_default();
@@ -126,7 +127,7 @@ impl ChatTemplate {
         Self { source, tokens }
     }
 
-    /// The template of the file at `path`.
+    /// Reads the template from the file at `path`.
     pub fn from_file(path: &Path, tokenizer: &Tokenizer) -> Result<Self, ChatError> {
         let source = read(path)?.ok_or_else(|| {
             let source = io::Error::from(io::ErrorKind::NotFound);
@@ -135,8 +136,8 @@ impl ChatTemplate {
         Ok(Self::new(source, tokenizer))
     }
 
-    /// The template of a model, if it has one: `chat_template.jinja` in the folder `dir`, or else `chat_template` in the
-    /// tokenizer's configuration (where there are several under names, the one named `default`).
+    /// Finds the template of a model, if it has one: `chat_template.jinja` in the folder `dir`, otherwise
+    /// `chat_template` in the tokenizer's configuration (of several named templates the one named `default`).
     pub fn find(dir: Option<&Path>, tokenizer: &Tokenizer) -> Result<Option<Self>, ChatError> {
         let file = dir.map(|dir| read(&dir.join("chat_template.jinja"))).transpose()?.flatten();
         if let Some(source) = file {
@@ -160,19 +161,19 @@ impl ChatTemplate {
         }
     }
 
-    /// The text of the template.
+    /// Returns the source of the template.
     #[must_use]
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// The text of a conversation.
+    /// Renders a conversation.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, ChatError> {
         environment::render(&self.source, &self.tokens, messages, options)
     }
 }
 
-/// The text of a file; none if there is none.
+/// Reads a file; `None` if it does not exist.
 fn read(path: &Path) -> Result<Option<String>, ChatError> {
     let io = |source| ChatError::Io { path: path.to_owned(), source };
     match std::fs::metadata(path) {

@@ -1,4 +1,4 @@
-//! Methods of Python's strings that the engine of templates lacks, and values as Python writes them.
+//! Methods of Python's strings that the template engine lacks, and Python's text form of values.
 
 use std::io::{self, Write};
 
@@ -8,12 +8,12 @@ use serde::Serialize as _;
 use serde_json::ser::{CompactFormatter, Formatter};
 use serde_json::{Serializer, Value as Json};
 
-/// The widest text that a method fills up.
+/// The largest width that a method pads to.
 const MAX_WIDTH: usize = 10_000;
-/// The most spaces of an indent of JSON.
+/// The largest indent of JSON.
 const MAX_INDENT: usize = 16;
 
-/// The result of a method of `text`; none if the method is not known here.
+/// Calls a method of a string; `None` if the method is unknown here.
 pub(super) fn string_method(text: &str, method: &str, arguments: &[Value]) -> Option<Result<Value, Error>> {
     let argument = |index: usize| arguments.get(index).and_then(Value::as_str);
     let missing = || Error::new(ErrorKind::MissingArgument, format!("{method} needs a text"));
@@ -41,7 +41,7 @@ pub(super) fn string_method(text: &str, method: &str, arguments: &[Value]) -> Op
     Some(result)
 }
 
-/// Writes a text like `str.title`: a letter behind none is large, the others are small.
+/// Does `str.title`: a letter after a non-letter becomes uppercase, other letters lowercase.
 fn titled(text: &str) -> String {
     let mut is_inside = false;
     let letter = |c: char| {
@@ -57,7 +57,7 @@ fn swapped(text: &str) -> String {
     text.chars().map(letter).collect()
 }
 
-/// `str.rsplit(sep, maxsplit)`.
+/// Does `str.rsplit(sep, maxsplit)`.
 fn rsplit(text: &str, arguments: &[Value]) -> Result<Value, Error> {
     let mark = arguments.first().and_then(Value::as_str);
     if mark == Some("") {
@@ -73,7 +73,7 @@ fn rsplit(text: &str, arguments: &[Value]) -> Result<Value, Error> {
     Ok(parts.into())
 }
 
-/// The words of a text from its end, at most `count`, of which the last is the rest.
+/// Splits a text at white space from its end, `count` times at most. The last part is the rest.
 fn white_space_parts(text: &str, count: usize) -> Vec<String> {
     let (mut parts, mut rest) = (Vec::new(), text.trim_end());
     while !rest.is_empty() {
@@ -85,7 +85,7 @@ fn white_space_parts(text: &str, count: usize) -> Vec<String> {
     parts
 }
 
-/// The text before `mark`, the mark and the text behind it; where there is none, the whole text with two empty ones.
+/// Returns the text before `mark`, the mark and the text after it; without a mark, the whole text and two empty ones.
 fn parts(text: &str, mark: &str, at: Option<usize>, is_last: bool) -> Value {
     let parts = match at {
         Some(at) => [&text[..at], mark, &text[at + mark.len()..]],
@@ -95,7 +95,7 @@ fn parts(text: &str, mark: &str, at: Option<usize>, is_last: bool) -> Value {
     parts.iter().map(|&part| Value::from(part)).collect()
 }
 
-/// `str.zfill`, `ljust`, `rjust` and `center`.
+/// Does `str.zfill`, `ljust`, `rjust` and `center`.
 fn filled(text: &str, method: &str, arguments: &[Value]) -> Result<Value, Error> {
     let width = arguments.first().and_then(Value::as_usize).filter(|&width| width <= MAX_WIDTH);
     let Some(width) = width else {
@@ -119,7 +119,7 @@ fn filled(text: &str, method: &str, arguments: &[Value]) -> Result<Value, Error>
     .into())
 }
 
-/// A number as `repr` of Python writes it: with an exponent below 1e-4 and from 1e16 on.
+/// Formats a number as Python's `repr`: with an exponent below 1e-4 and from 1e16 on.
 pub(super) fn float(value: f64) -> String {
     let scientific = format!("{value:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
@@ -131,7 +131,7 @@ pub(super) fn float(value: f64) -> String {
     format!("{value:?}")
 }
 
-/// JSON as Python's `json.dumps` writes it, with `ensure_ascii` false unless it is given, as in `transformers`.
+/// Writes JSON as Python's `json.dumps` does. `ensure_ascii` is false by default, as in `transformers`.
 pub(super) fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let is_ascii: Option<bool> = options.get("ensure_ascii")?;
@@ -160,7 +160,7 @@ pub(super) fn to_json(value: &Value, options: Kwargs) -> Result<Value, Error> {
     Ok(String::from_utf8(bytes).unwrap_or_default().into())
 }
 
-/// Puts the keys of all objects in order.
+/// Sorts the keys of all objects.
 fn sort(json: &mut Json) {
     match json {
         Json::Array(values) => values.iter_mut().for_each(sort),
@@ -174,14 +174,14 @@ fn sort(json: &mut Json) {
     }
 }
 
-/// Writes JSON as `json.dumps` does.
+/// A formatter that writes JSON as `json.dumps` does.
 struct PythonFormatter {
     indent: Option<String>,
     comma: String,
     colon: String,
     is_ascii: bool,
     level: usize,
-    /// Whether the array or object that is written has no value yet.
+    /// True if the current array or object has no value yet.
     is_empty: bool,
 }
 

@@ -1,8 +1,8 @@
-//! Chat templates carried out in a process of limited memory and time.
+//! Rendering of chat templates in a process with limited memory and time.
 //!
-//! A template comes with a model, from anywhere. The engine counts its steps, but what it keeps in variables can double with each of
-//! them. So a program is started for each rendering, with a limit on memory that only that process feels, and ended if it takes too
-//! long. As a rule it is the program itself, with an argument that makes it call [`serve`].
+//! A template comes with a model of any origin. The engine counts its steps, but its variables can double in size
+//! with each step. Each rendering therefore runs in a new process with a memory limit of its own, which is ended if
+//! it takes too long. As a rule the process is the program itself, with an argument that makes it call [`serve`].
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write as _, stdin, stdout};
@@ -15,16 +15,16 @@ use serde::{Deserialize, Serialize};
 
 use super::{ChatError, ChatTemplate, Message, RenderOptions};
 
-/// Memory of the process, the program itself included.
+/// The memory of the process, including the program itself.
 const MAX_MEMORY: u64 = 1 << 30;
-/// The longest that a rendering takes.
+/// The longest time of a rendering.
 const MAX_TIME: Duration = Duration::from_secs(10);
-/// The time between two looks at whether the process has ended.
+/// The interval between two checks whether the process has ended.
 const POLL: Duration = Duration::from_millis(1);
-/// The exit code of a process in which a template failed.
+/// The exit code of a process whose template failed.
 const REFUSED: i32 = 2;
 
-/// An error of carrying a template out in a process.
+/// An error of rendering a template in a process.
 #[derive(Debug, thiserror::Error)]
 pub enum SandboxError {
     /// The process cannot be started.
@@ -33,19 +33,19 @@ pub enum SandboxError {
     /// The process was stopped, or ended by itself.
     #[error("the chat template was stopped: {why}")]
     Stopped {
-        /// The limit that it ran into.
+        /// The limit that it exceeded.
         why: String,
     },
-    /// The template fails, as the process said.
+    /// The template failed, as reported by the process.
     #[error("{message}")]
     Refused {
         /// The reason.
         message: String,
     },
-    /// The template fails, in the process itself.
+    /// The template failed, in the process itself.
     #[error(transparent)]
     Template(#[from] ChatError),
-    /// A request or a text cannot be passed between the processes.
+    /// A request or a text could not be passed between the processes.
     #[error("{stream}: {source}")]
     Stream {
         /// The stream's name.
@@ -56,7 +56,7 @@ pub enum SandboxError {
     },
 }
 
-/// A request to the process: a template with the messages to render.
+/// A request to the process: a template, and the messages to render.
 #[derive(Serialize, Deserialize)]
 struct Request {
     template: ChatTemplate,
@@ -64,8 +64,8 @@ struct Request {
     options: RenderOptions,
 }
 
-/// A program that carries templates out: started with the arguments, it calls [`serve`], says an error as `error: MESSAGE` on standard
-/// error, and ends with exit code 2 then.
+/// A program that renders templates. Started with the arguments, it calls [`serve`]; on an error it writes `error:
+/// MESSAGE` to standard error and ends with exit code 2.
 #[derive(Clone, Debug)]
 pub struct Sandbox {
     program: PathBuf,
@@ -73,15 +73,15 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// A sandbox of this program with these arguments.
+    /// Makes a sandbox of a program with these arguments.
     pub fn new(program: impl Into<PathBuf>, arguments: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
         Self { program: program.into(), arguments: arguments.into_iter().map(Into::into).collect() }
     }
 
-    /// Renders a conversation in a process of its own.
+    /// Renders a conversation in a new process.
     ///
     /// # Errors
-    /// If the process cannot be started, runs into a limit, or says that the template fails.
+    /// Fails if the process cannot be started, exceeds a limit, or reports that the template fails.
     pub fn render(
         &self,
         template: &ChatTemplate,
@@ -108,7 +108,7 @@ impl Sandbox {
     fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // Ctrl-C is for the answer: a terminal sends it to a whole group of processes.
+        // Ctrl-C is meant for the answer, but a terminal sends it to the whole process group.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         command
@@ -119,11 +119,11 @@ fn stopped(why: String) -> SandboxError {
     SandboxError::Stopped { why }
 }
 
-/// Gives the process a request and takes all that it says; none if it had to be ended.
+/// Sends the request and reads all output; `None` if the process had to be ended.
 fn converse(child: &mut Child, request: Vec<u8>) -> Option<Output> {
     let (to, from, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     thread::scope(|scope| {
-        // A process that has ended early does not read: what it said tells why.
+        // A process that ended early does not read the request; its output tells why.
         scope.spawn(move || to.map(|mut to| to.write_all(&request)));
         let stdout = scope.spawn(move || read(from));
         let stderr = scope.spawn(move || read(errors));
@@ -132,14 +132,14 @@ fn converse(child: &mut Child, request: Vec<u8>) -> Option<Output> {
     })
 }
 
-/// Reads a stream to its end. What cannot be read is missing; the exit code says that something went wrong.
+/// Reads a stream to its end. On an error the rest is missing, and the exit code tells that something went wrong.
 fn read(from: Option<impl Read>) -> Vec<u8> {
     let mut bytes = Vec::new();
     let _ = from.map(|mut from| from.read_to_end(&mut bytes));
     bytes
 }
 
-/// Waits for the process to end; none if it had to be ended.
+/// Waits for the process to end; `None` if it had to be ended.
 fn wait(child: &mut Child) -> Option<ExitStatus> {
     let start = Instant::now();
     loop {
@@ -155,8 +155,8 @@ fn wait(child: &mut Child) -> Option<ExitStatus> {
     }
 }
 
-/// Serves a [`Sandbox`]: limits the memory of this process, reads a request from standard input and writes the text to standard output.
-/// The process is to end afterwards.
+/// Serves a [`Sandbox`]: limits the memory of this process, reads a request from standard input and writes the text
+/// to standard output. The process should end afterwards.
 pub fn serve() -> Result<(), SandboxError> {
     limit_memory();
     let failed = |stream| move |source| SandboxError::Stream { stream, source };
@@ -174,9 +174,9 @@ fn limit_memory() {
     {
         use rustix::process::{Resource, Rlimit, setrlimit};
         let limit = |bytes| Rlimit { current: Some(bytes), maximum: Some(bytes) };
-        // Where a system has no such limit, steps, text and time are limited still.
+        // If the system has no such limit, steps, text and time are still limited.
         let _ = setrlimit(Resource::As, limit(MAX_MEMORY));
-        // A process that ran into the limit leaves no copy of itself behind.
+        // A process that exceeds the limit leaves no core dump.
         let _ = setrlimit(Resource::Core, limit(0));
     }
 }

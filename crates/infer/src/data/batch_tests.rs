@@ -38,12 +38,12 @@ fn the_beginnings_of_documents_have_no_loss() {
         let num_ignored = batch.ignore_text_starts(&[8, 9], eos);
         (num_ignored, batch.targets)
     };
-    // What stands before the first token is not known, so that its second is not known for one.
+    // The token before the first one is unknown, so the second is not recognised as part of a beginning.
     assert_eq!(batch(Some(7)), (2, vec![9, 1, 7, IGNORE, 9, 2, 7, IGNORE]));
     let mut plain = Batch { inputs: vec![7, 8], targets: vec![8, 9], num_sequences: 1, seq_len: 2, ..Batch::default() };
     assert_eq!((plain.ignore_text_starts(&[], None), &plain.targets[..]), (0, &[8, 9][..]));
     assert_eq!((plain.ignore_text_starts(&[8, 9], Some(7)), &plain.targets[..]), (2, &[IGNORE, IGNORE][..]));
-    // A beginning that is also the end of texts: the end counts.
+    // The token begins texts and also ends them: the end counts.
     let mut one = Batch { inputs: vec![1, 7], targets: vec![7, 7], num_sequences: 1, seq_len: 2, ..Batch::default() };
     assert_eq!((one.ignore_text_starts(&[7], Some(7)), &one.targets[..]), (1, &[7, IGNORE][..]));
 }
@@ -53,7 +53,8 @@ const EOS: u32 = 9;
 
 #[test]
 fn a_document_ends_with_its_separator_which_predicts_nothing() {
-    // Two sequences: the end of a document, a whole one, the beginning of a third; that one's end, and an empty document.
+    // Two sequences: the end of a document, a whole one, the beginning of a third; that one's end, and an empty
+    // document.
     let ids = [1, EOS, 2, 3, EOS, 4, 5, EOS, EOS, 6, 7, 8, 1];
     let mut batch =
         Batch { inputs: ids[..12].into(), targets: ids[1..].into(), num_sequences: 2, seq_len: 6, ..Batch::default() };

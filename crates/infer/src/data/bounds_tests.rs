@@ -1,4 +1,4 @@
-//! Memory and files stay within bounds whatever the data.
+//! Memory and files stay within bounds for any data.
 
 use std::fs;
 use std::ops::ControlFlow;
@@ -13,7 +13,7 @@ fn find(folder: &Path, name: &str) -> Result<Sources, DataError> {
     Sources::find(&TextOptions { paths, ..TextOptions::default() }, &Watch::default())
 }
 
-/// Each piece with whether it ends its document.
+/// Each piece with a flag for the end of its document.
 fn pieces(sources: &Sources) -> Result<Vec<(String, bool)>, DataError> {
     let mut pieces = Vec::new();
     sources.for_each(|piece| {
@@ -68,7 +68,7 @@ fn a_checkout_is_what_people_wrote() {
     write("build/made.rs", "made");
     write("results/first/metrics.jsonl", "{}");
     write("results/first/report.html", "made");
-    let sources = Sources::of_checkout(folder.path(), &TextOptions::default(), &Watch::default()).unwrap();
+    let sources = Sources::from_checkout(folder.path(), &TextOptions::default(), &Watch::default()).unwrap();
     assert_eq!(pieces(&sources).unwrap(), [("written".to_owned(), true)]);
 }
 
@@ -91,7 +91,7 @@ fn patterns_leave_out_hidden_files_unless_they_name_them() {
     assert!(matches!(find(folder.path(), "?b.txt"), Err(DataError::Glob { .. })));
 }
 
-/// A byte is a token.
+/// A tokenizer of bytes.
 struct Bytes;
 
 impl Encode for Bytes {
@@ -128,7 +128,8 @@ fn what_killed_programs_left_in_the_cache_goes_after_a_day() {
     ] {
         fs::File::create(cache.join(name)).unwrap().set_modified(time).unwrap();
     }
-    let store = TokenStore::open(&find(folder.path(), "a.txt").unwrap(), &Bytes, &CachePlace::at(&cache)).unwrap();
+    let store =
+        TokenStore::open(&find(folder.path(), "a.txt").unwrap(), &Bytes, &CachePlace::from_folder(&cache)).unwrap();
     assert_eq!(store.len(), 9);
     let mut names: Vec<_> = fs::read_dir(&cache).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.retain(|name| !name.to_string_lossy().ends_with(".tokens"));

@@ -1,8 +1,8 @@
-//! Tokenised data, kept as a memory-mapped file that is named by what it was made of.
+//! Tokenised data in a memory-mapped cache file, named by a hash of its origin.
 //!
-//! The name holds a hash of the documents, the tokenizer and this format's version, so a file is either the right one or
-//! not there. It is written beside, synced and renamed; its header and a hash of its tokens are checked on opening, and
-//! one that is not whole is made again.
+//! The name contains a hash of the documents, the tokenizer and this format's version, so that a file is either the
+//! right one or absent. It is written under a temporary name, synced and renamed. Its header and a hash of its tokens
+//! are checked on opening; a damaged file is made again.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
@@ -24,39 +24,40 @@ const MAGIC: [u8; 8] = *b"MOEWTOK\0";
 const VERSION: u32 = 2;
 const HEADER_BYTES: usize = 88;
 
-/// Text that is tokenised together, in bytes: enough for all threads, little beside a model.
+/// Bytes of text that are tokenised together: enough for all threads, little beside a model.
 const ROUND_BYTES: usize = 4 << 20;
 
-/// The beginning and end of the names of temporary files, and the age at which nobody writes to one any more.
+/// Prefix and suffix of the names of temporary files.
 const TEMPORARY: (&str, &str) = ("tokens-", ".tmp");
+/// The age at which a temporary file is taken for abandoned.
 const STALE: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Folders for cache files; the first that can be written is used.
+/// Folders for cache files. The first one that can be written is used.
 #[derive(Clone, Debug)]
 pub struct CachePlace {
     folders: Vec<PathBuf>,
 }
 
 impl CachePlace {
-    /// The program's folder in the user's cache folder, if there is one, and then `fallback`.
+    /// Makes a list of the program's folder in the user's cache folder, if there is one, and then `fallback`.
     #[must_use]
-    pub fn of_user(user: Option<&Path>, fallback: PathBuf) -> Self {
+    pub fn from_user(user: Option<&Path>, fallback: PathBuf) -> Self {
         Self { folders: user.map(PathBuf::from).into_iter().chain([fallback]).collect() }
     }
 
-    /// The folders, in the order in which they are tried.
+    /// Returns the folders in the order in which they are tried.
     #[must_use]
     pub fn folders(&self) -> &[PathBuf] {
         &self.folders
     }
 
-    /// One folder and no other.
+    /// Makes a list of one folder.
     #[must_use]
-    pub fn at(folder: &Path) -> Self {
+    pub fn from_folder(folder: &Path) -> Self {
         Self { folders: vec![folder.into()] }
     }
 
-    /// An empty file that is being written, and the folder it is in.
+    /// Creates an empty file to write, and returns it with its folder.
     fn create(&self) -> Result<(Draft, &Path), DataError> {
         let mut failure = None;
         for folder in &self.folders {
@@ -75,9 +76,9 @@ impl CachePlace {
     }
 }
 
-/// A cache file under a temporary name. It goes when this is dropped, and when a signal ends the program.
+/// A cache file under a temporary name. It is deleted when this is dropped, and when a signal ends the program.
 struct Draft {
-    // Dropped first: the file is gone before it is forgotten.
+    // This is dropped first: the file is deleted before its name is forgotten.
     file: NamedTempFile,
     _note: Unfinished,
 }
@@ -85,7 +86,7 @@ struct Draft {
 impl Draft {
     fn create(folder: &Path) -> io::Result<Self> {
         let mut note = None;
-        // The name is noted before there is a file by it.
+        // The name is noted before the file exists.
         let file = tempfile::Builder::new().prefix(TEMPORARY.0).suffix(TEMPORARY.1).make_in(folder, |path| {
             note = Some(Unfinished::note(path));
             // Texts may be private.
@@ -112,7 +113,7 @@ impl Seek for Draft {
     }
 }
 
-/// Removes what programs left that were killed while they wrote here. Failing at that is no harm.
+/// Removes files of programs that were killed while they wrote here. Failing at that does no harm.
 fn remove_stale(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -137,7 +138,7 @@ struct Header {
     num_tokens: u64,
     num_text_bytes: u64,
     num_documents: u64,
-    /// Bytes behind the tokens, which hold the notes on rows as JSON.
+    /// Bytes after the tokens, which hold the notes on rows as JSON.
     num_note_bytes: u64,
     payload_hash: u64,
 }
@@ -158,7 +159,7 @@ impl Header {
         bytes
     }
 
-    /// The header of `file`, or what is wrong with the file.
+    /// Reads the header of `file`, or returns the problem with the file.
     fn check(file: &[u8], key: u128) -> Result<Self, &'static str> {
         let Some((header, payload)) = file.split_at_checked(HEADER_BYTES) else {
             return Err("is shorter than its header");
@@ -193,7 +194,7 @@ impl Header {
     }
 }
 
-/// The tokens of a data set, each document followed by the token that ends it.
+/// The tokens of a data set. Each document is followed by the token that ends it.
 pub struct TokenStore {
     payload: Payload,
     num_tokens: u64,
@@ -227,7 +228,7 @@ impl From<Vec<u32>> for TokenStore {
 }
 
 impl TokenStore {
-    /// The tokens of `sources`: from a cache file if there is one, else tokenised now and kept in one.
+    /// Opens the tokens of `sources` from a cache file, or tokenises them and writes one.
     pub fn open(sources: &Sources, tokenizer: &dyn Encode, place: &CachePlace) -> Result<Self, DataError> {
         let key = cache_key(sources, tokenizer);
         let name = format!("{key:032x}.tokens");
@@ -259,7 +260,7 @@ impl TokenStore {
             .map_err(|source| cache_error(&path, source))
     }
 
-    /// The store in the file at `path`; none if there is no file; what is wrong with it if it cannot be used.
+    /// Opens the file at `path`: `None` if it does not exist, and an error with the problem if it cannot be used.
     fn map(path: &Path, key: u128, sources: &Sources) -> Result<Option<Self>, String> {
         let file = match MappedFile::open(path) {
             Ok(file) => file,
@@ -278,38 +279,38 @@ impl TokenStore {
         }))
     }
 
-    /// Number of tokens.
+    /// Returns the number of tokens.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.num_tokens
     }
 
-    /// Whether there is no token.
+    /// Returns whether there is no token.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.num_tokens == 0
     }
 
-    /// Bytes of the text that the tokens stand for; a loss a token times tokens by bytes is one a byte.
+    /// Returns the bytes of the tokens' text. A loss per token times tokens by bytes is the loss per byte.
     #[must_use]
     pub fn num_text_bytes(&self) -> u64 {
         self.num_text_bytes
     }
 
-    /// Number of documents.
+    /// Returns the number of documents.
     #[must_use]
     pub fn num_documents(&self) -> u64 {
         self.num_documents
     }
 
-    /// Figures of the data, which was in `num_files` files.
+    /// Returns the figures of the data, which is in `num_files` files.
     #[must_use]
     pub fn summary(&self, num_files: usize) -> ReadSummary {
         let Self { num_documents, num_text_bytes, num_tokens, .. } = *self;
         ReadSummary { num_files, num_documents, num_text_bytes, num_tokens }
     }
 
-    /// The rows that were passed over.
+    /// Returns the notes on rows that were skipped or changed.
     #[must_use]
     pub fn notes(&self) -> &Notes {
         &self.notes
@@ -318,7 +319,7 @@ impl TokenStore {
     /// Appends the tokens of `range` to `out`.
     ///
     /// # Panics
-    /// If the range goes beyond the tokens.
+    /// Panics if the range exceeds the tokens.
     pub fn read(&self, range: Range<u64>, out: &mut Vec<u32>) {
         let range = range.start as usize..range.end as usize;
         match &self.payload {
@@ -335,7 +336,7 @@ impl TokenStore {
     }
 }
 
-/// A hash of everything that decides the content of a cache file.
+/// Returns a hash of everything that determines the content of a cache file.
 fn cache_key(sources: &Sources, tokenizer: &dyn Encode) -> u128 {
     let mut hasher = Xxh3::new();
     hasher.update(&VERSION.to_le_bytes());
@@ -346,7 +347,7 @@ fn cache_key(sources: &Sources, tokenizer: &dyn Encode) -> u128 {
     hasher.digest128()
 }
 
-/// A piece that waits to be tokenised.
+/// A piece of text that is waiting to be tokenised.
 struct Waiting {
     text: String,
     begins_document: bool,
@@ -354,7 +355,7 @@ struct Waiting {
     path: PathBuf,
 }
 
-/// A cache file that is being written. Dropping it deletes the file.
+/// A cache file being written. Dropping it deletes the file.
 struct Writer<'t> {
     file: BufWriter<Draft>,
     watch: &'t Watch,
@@ -390,7 +391,7 @@ impl<'t> Writer<'t> {
             Ok(ControlFlow::Continue(()))
         })?;
         self.tokenise(&waiting)?;
-        // Notes are numbers and names, which are always JSON.
+        // Notes are numbers and names, which are always valid JSON.
         let notes = serde_json::to_vec(&notes.store(&sources.paths())).unwrap_or_default();
         self.header.num_note_bytes = notes.len() as u64;
         self.payload.update(&notes);
@@ -406,7 +407,7 @@ impl<'t> Writer<'t> {
         let parts: Vec<Result<Vec<u32>, DataError>> = thread::scope(|scope| {
             let start = |part| {
                 let work = move || encode_part(tokenizer, part, watch);
-                // Where no more threads can be had this one does the work.
+                // If no more threads can be started this one does the work.
                 thread::Builder::new().spawn_scoped(scope, work).map_err(|_| part)
             };
             let running: Vec<_> = pieces.chunks(share).map(start).collect();
@@ -443,7 +444,7 @@ impl<'t> Writer<'t> {
         self.file.write_all(bytes).map_err(|source| cache_error(self.file.get_ref().file.path(), source))
     }
 
-    /// Completes the header, syncs the file and gives it its name.
+    /// Completes the header, syncs the file and renames it.
     fn persist(mut self, path: &Path) -> Result<(), DataError> {
         self.header.payload_hash = self.payload.digest();
         let finish = || -> io::Result<()> {
@@ -452,14 +453,14 @@ impl<'t> Writer<'t> {
             let Draft { file, _note } = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
             file.as_file().sync_all()?;
             file.persist(path).map_err(|error| error.error)?;
-            // The name is on the disk when the folder is.
+            // The name is on disk when the folder is synced.
             path.parent().map_or(Ok(()), |folder| File::open(folder)?.sync_all())
         };
         finish().map_err(|source| cache_error(path, source))
     }
 }
 
-/// The tokens of the pieces, one after the other.
+/// Returns the tokens of the pieces, one after another.
 fn encode_part(tokenizer: &dyn Encode, pieces: &[Waiting], watch: &Watch) -> Result<Vec<u32>, DataError> {
     let mut ids = Vec::new();
     for piece in pieces {
@@ -473,7 +474,7 @@ fn encode_part(tokenizer: &dyn Encode, pieces: &[Waiting], watch: &Watch) -> Res
         if piece.ends_document {
             ids.extend(tokenizer.eos());
         }
-        // Wider ids would be cut when they are stored, and later point outside the embedding.
+        // Larger ids would be truncated when stored, and later exceed the embedding.
         if let Some(id) = ids[start..].iter().find(|&&id| id as usize >= tokenizer.vocab_size()) {
             return Err(refused(format!("token {id} is not below the vocabulary's size, {}", tokenizer.vocab_size())));
         }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::*;
 use crate::data::TextOptions;
 
-/// A token for each byte, `shift` higher; 256 + `shift` ends a document.
+/// A tokenizer of bytes, each id `shift` higher; 256 + `shift` ends a document.
 struct Bytes {
     shift: u32,
     vocab_size: usize,
@@ -59,7 +59,7 @@ impl Workshop {
     }
 
     fn place(&self) -> CachePlace {
-        CachePlace::at(&self.folder.path().join("cache"))
+        CachePlace::from_folder(&self.folder.path().join("cache"))
     }
 
     fn cached(&self) -> Vec<PathBuf> {
@@ -156,7 +156,7 @@ fn the_next_folder_is_used_where_the_first_cannot_be_written() {
     let place = CachePlace { folders: vec![blocked.join("cache"), shop.folder.path().join("cache")] };
     TokenStore::open(&sources, &Bytes::new(0, 257), &place).unwrap();
     assert_eq!(shop.cached().len(), 1);
-    let error = TokenStore::open(&sources, &Bytes::new(0, 257), &CachePlace::at(&blocked)).unwrap_err();
+    let error = TokenStore::open(&sources, &Bytes::new(0, 257), &CachePlace::from_folder(&blocked)).unwrap_err();
     assert!(error.to_string().starts_with(&format!("{}: tokenised data cannot be written: ", blocked.display())));
 }
 
@@ -169,13 +169,13 @@ fn what_was_passed_over_is_told_again_when_tokens_come_from_the_cache() {
         let config = TextOptions { paths: vec![path.display().to_string()], ..TextOptions::default() };
         let sources = Sources::find(&config, &Watch::default()).unwrap();
         let store = TokenStore::open(&sources, &Bytes::new(0, 257), &shop.place()).unwrap();
-        let expected = format!("1 row passed over: its text is null ({}:2)", path.display());
+        let expected = format!("1 row skipped: its text is null ({}:2)", path.display());
         assert_eq!(store.notes().line(), Some(expected));
     }
     assert_eq!(shop.cached().len(), 1);
 }
 
-/// The same bytes with tokens before each document.
+/// A tokenizer of bytes with tokens before each document.
 struct Begun(Bytes);
 
 impl Encode for Begun {
@@ -203,7 +203,7 @@ impl Encode for Begun {
 #[test]
 fn each_document_begins_with_what_texts_begin_with() {
     let shop = Workshop::new();
-    // The second is read in several pieces, of which only the first begins it.
+    // The second document is read in several pieces, of which only the first gets its beginning.
     let long = "x\n".repeat(400_000);
     let store = TokenStore::open(&shop.sources(&["ab", &long]), &Begun(Bytes::new(0, 257)), &shop.place()).unwrap();
     let ids = all(&store);

@@ -1,4 +1,4 @@
-//! Tables as CSV or TSV: a first row of names, then a document a row in the column of text.
+//! CSV and TSV tables: a first row of names, then one document for each row, in the text column.
 
 use std::borrow::Cow;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
@@ -12,13 +12,13 @@ use super::sources::Visit;
 use super::text::BOM;
 use super::{DataError, decode};
 
-/// Longest field: a longer one is a quotation mark that is never closed.
+/// The longest field: in a longer one a quotation mark was probably never closed.
 const MAX_FIELD_BYTES: usize = 256 << 20;
 
-/// The characters that may stand between fields, by preference: the one that makes a name of the text column in the first row.
+/// The possible delimiters, by preference. The one for which the first row has the text column is used.
 const DELIMITERS: [u8; 3] = [b',', b';', b'\t'];
 
-/// Names of columns that an error lists at most.
+/// The most column names that an error lists.
 const MAX_NAMES: usize = 16;
 
 /// Reads the text column of each row as a document.
@@ -52,12 +52,12 @@ pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlo
     Ok(ControlFlow::Continue(()))
 }
 
-/// Whether the first row names the text column.
+/// Returns whether the first row names the text column.
 pub(super) fn has_column(input: Input<'_>) -> Result<bool, DataError> {
     Table::open(input).map(|table| table.is_some())
 }
 
-/// The error of a file whose first row does not name the text column.
+/// Returns the error of a file whose first row does not name the text column.
 pub(super) fn without_column(input: Input<'_>) -> Result<DataError, DataError> {
     let names = Table::names(input, b',')?.1;
     let shown: Vec<String> = names.iter().take(MAX_NAMES).map(|name| name.escape_debug().collect()).collect();
@@ -72,7 +72,7 @@ pub(super) fn without_column(input: Input<'_>) -> Result<DataError, DataError> {
 /// A row of a table.
 struct TableRow {
     num_fields: usize,
-    /// The field in the column of text, if the row is that long.
+    /// The field in the text column; `None` if the row is shorter.
     text: Option<Vec<u8>>,
 }
 
@@ -81,14 +81,15 @@ struct Table<'a> {
     core: Reader,
     reader: BufReader<Box<dyn Read + 'a>>,
     input: Input<'a>,
-    /// The field that was read last is at its beginning.
+    /// The field that was read last, at its beginning.
     buffer: Vec<u8>,
     field_len: usize,
     num_columns: usize,
 }
 
 impl<'a> Table<'a> {
-    /// The table at its second row, and the number of the text column; none if there is no such column.
+    /// Opens the table at its second row, and returns the number of the text column; `None` if there is no such
+    /// column.
     fn open(input: Input<'a>) -> Result<Option<(Self, usize)>, DataError> {
         for delimiter in DELIMITERS {
             let (table, names) = Self::names(input, delimiter)?;
@@ -99,7 +100,7 @@ impl<'a> Table<'a> {
         Ok(None)
     }
 
-    /// The names in the first row.
+    /// Reads the names in the first row.
     fn names(input: Input<'a>, delimiter: u8) -> Result<(Self, Vec<String>), DataError> {
         let mut reader = BufReader::with_capacity(1 << 16, decode::open_text(input)?);
         let start = reader.fill_buf().map_err(|source| decode::unreadable(input.path, source))?;
@@ -122,7 +123,7 @@ impl<'a> Table<'a> {
         &self.buffer[..self.field_len]
     }
 
-    /// Reads a row, of which the field in `column` is kept; none at the end of the file.
+    /// Reads a row and keeps the field in `column`; `None` at the end of the file.
     fn next_row(&mut self, column: usize) -> Result<Option<TableRow>, DataError> {
         let mut row = TableRow { num_fields: 0, text: None };
         while let Some(is_end) = self.next_field()? {
@@ -137,7 +138,7 @@ impl<'a> Table<'a> {
         Ok(None)
     }
 
-    /// Reads a field; whether it ends its row, or none at the end of the file.
+    /// Reads a field and returns whether it ends its row; `None` at the end of the file.
     fn next_field(&mut self) -> Result<Option<bool>, DataError> {
         self.field_len = 0;
         loop {

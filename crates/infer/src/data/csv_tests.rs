@@ -23,8 +23,8 @@ fn short_rows_are_counted_and_long_ones_named() {
     let (found, line) = texts("id,text\r\n1,one\r\n2\r\n\r\n3,\"two\nlines\"\r\n4,\r\n").unwrap();
     assert_eq!(found, ["one", "two\nlines"]);
     let line = line.unwrap();
-    assert!(line.contains("1 row passed over: has no text field (/a.csv row 2)"), "{line}");
-    assert!(line.contains("1 row passed over: its text is empty"), "{line}");
+    assert!(line.contains("1 row skipped: has no text field (/a.csv row 2)"), "{line}");
+    assert!(line.contains("1 row skipped: its text is empty"), "{line}");
     let message = texts("id,text\n1,a, b\n").unwrap_err();
     assert_eq!(message, "/a.csv row 1: 3 fields, but the first row names 2; quote texts that hold the delimiter");
 }

@@ -1,4 +1,4 @@
-//! Opening data files: compression and encoding are told by the first bytes, not by the name.
+//! Opening of data files: compression and encoding are detected by the first bytes, not by the name.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, ErrorKind, Read, Seek};
@@ -13,13 +13,13 @@ use super::{DataError, foreign};
 
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
-/// Zstandard's frames without content, which parallel compressors begin with: 0x184D2A50 to 0x184D2A5F.
+/// The magic bytes of Zstandard's skippable frames, which parallel compressors begin with: 0x184D2A50 to 0x184D2A5F.
 const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 
-/// Largest window of a Zstandard frame as a power of two: what `zstd --ultra` writes, 128 MiB of memory.
+/// The largest window of a Zstandard frame as a power of two: that of `zstd --ultra`, 128 MiB of memory.
 const ZSTD_WINDOW_LOG: u32 = 27;
 
-/// Turns a failure to read into an error that names the file.
+/// Makes the error of a file that cannot be read.
 pub(super) fn unreadable(path: &Path, source: io::Error) -> DataError {
     match source.kind() {
         ErrorKind::NotFound => DataError::Missing { path: path.into() },
@@ -38,7 +38,7 @@ pub(super) fn special_kind(file_type: fs::FileType) -> &'static str {
     }
 }
 
-/// The content of a file as it is on disk.
+/// Opens a file as it is on disk.
 pub(super) fn open_raw(input: &Input<'_>) -> Result<File, DataError> {
     let open = || {
         if let Some(spool) = input.spool {
@@ -46,7 +46,7 @@ pub(super) fn open_raw(input: &Input<'_>) -> Result<File, DataError> {
             file.rewind()?;
             return Ok(file);
         }
-        // Opening a pipe would wait for a writer that may never come.
+        // Opening a named pipe would wait for a writer that may never come.
         if !fs::metadata(input.path)?.is_file() {
             return Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
         }
@@ -55,7 +55,7 @@ pub(super) fn open_raw(input: &Input<'_>) -> Result<File, DataError> {
     open().map_err(|source| unreadable(input.path, source))
 }
 
-/// The content of a file, decompressed. An archive or a compression that is not read is an error.
+/// Opens a file and decompresses it. An unsupported archive or compression is an error.
 pub(super) fn open<'a>(input: Input<'a>) -> Result<Box<dyn Read + 'a>, DataError> {
     let unreadable = |source| unreadable(input.path, source);
     let mut file = open_raw(&input)?;
@@ -76,29 +76,30 @@ pub(super) fn open<'a>(input: Input<'a>) -> Result<Box<dyn Read + 'a>, DataError
     peeled(input, Box::new(reader))
 }
 
-/// The text of a file as UTF-8: as [`open`], with wide encodings turned. The mark of byte order of UTF-8 stays.
+/// Opens the text of a file as UTF-8: decompressed, and converted from UTF-16 and UTF-32. UTF-8's byte order mark
+/// stays.
 pub(super) fn open_text<'a>(input: Input<'a>) -> Result<Box<dyn Read + 'a>, DataError> {
     let mut reader = open(input)?;
     let mut start = Vec::with_capacity(4);
     (&mut reader).take(4).read_to_end(&mut start).map_err(|source| unreadable(input.path, source))?;
-    Ok(match Wide::of(&start) {
+    Ok(match Wide::detect(&start) {
         Some((wide, mark)) => Box::new(Narrow::new(io::Cursor::new(start.split_off(mark)).chain(reader), wide)),
         None => Box::new(io::Cursor::new(start).chain(reader)),
     })
 }
 
-/// The content after decompression, unless it is of a format that is not read.
+/// Returns the decompressed content, unless its format is not supported.
 fn peeled<'a>(input: Input<'a>, mut reader: Box<dyn Read + 'a>) -> Result<Box<dyn Read + 'a>, DataError> {
     let mut start = Vec::with_capacity(foreign::START_BYTES);
     let read = (&mut reader).take(foreign::START_BYTES as u64).read_to_end(&mut start);
     read.map_err(|source| unreadable(input.path, source))?;
-    if let Some(foreign::Foreign { kind, remedy }) = foreign::of(&start) {
+    if let Some(foreign::Foreign { kind, remedy }) = foreign::detect(&start) {
         return Err(DataError::Packed { path: input.path.into(), kind, remedy });
     }
     Ok(Box::new(io::Cursor::new(start).chain(reader)))
 }
 
-/// Whether a file is compressed as a whole.
+/// Returns whether a file is compressed as a whole.
 pub(super) fn is_compressed(input: &Input<'_>) -> Result<bool, DataError> {
     let start =
         open_raw(input).and_then(|mut file| read_start(&mut file).map_err(|source| unreadable(input.path, source)))?;

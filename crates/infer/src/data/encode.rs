@@ -1,25 +1,25 @@
-//! The tokenizer as the data needs it.
+//! The interface of a tokenizer for reading data.
 
 use moeworks_model::Tokenizer;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// A tokenizer as the data needs it.
+/// A tokenizer for reading data.
 pub trait Encode: Sync {
-    /// Appends the ids of `text`, with no special token added. The error says why the text cannot be encoded.
+    /// Appends the ids of `text` without special tokens. The error says why the text cannot be encoded.
     fn encode(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), String>;
 
-    /// The tokens that begin every document; as a rule one or none.
+    /// Returns the tokens that begin every document, usually one or none.
     fn text_start(&self) -> &[u32] {
         &[]
     }
 
-    /// The token that ends a document, if there is one.
+    /// Returns the token that ends a document, if there is one.
     fn eos(&self) -> Option<u32>;
 
-    /// Ids are below this.
+    /// Returns the bound of the ids.
     fn vocab_size(&self) -> usize;
 
-    /// A hash of everything that decides which ids a text gets.
+    /// Returns a hash of everything that determines the ids of a text.
     fn fingerprint(&self) -> u128;
 }
 
@@ -43,7 +43,7 @@ impl Encode for Tokenizer {
 
     fn fingerprint(&self) -> u128 {
         let fingerprint = xxh3_128(self.json().as_bytes());
-        // Tokens made before anything was added stay usable where nothing is.
+        // Cache files from before this was added stay usable if there are no such tokens.
         let start: Vec<u8> = Self::text_start(self).iter().flat_map(|id| id.to_le_bytes()).collect();
         if start.is_empty() { fingerprint } else { fingerprint ^ xxh3_128(&start) }
     }

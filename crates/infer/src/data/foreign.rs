@@ -1,9 +1,9 @@
-//! Formats that are not read, told by their first bytes, each with what to do about it.
+//! Unsupported formats, detected by their first bytes, each with a remedy.
 
-/// The bytes of a file that are needed to tell.
+/// The number of first bytes that are needed for detection.
 pub(super) const START_BYTES: usize = 512;
 
-/// A format that is not read.
+/// An unsupported format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Foreign {
     /// The kind of the file.
@@ -17,7 +17,7 @@ const UNPACK: &str = "unpack it and name the folder";
 const AS_PARQUET: &str = "write it as Parquet or JSON lines";
 const TEXT_OF_IT: &str = "give the text that is in it";
 
-/// First bytes, what has them, and what to do.
+/// First bytes, the format, and the remedy.
 const KINDS: [(&[u8], &str, &str); 20] = [
     (b"\xfd7zXZ\0", "compressed by xz", DECOMPRESS),
     (b"BZh", "compressed by bzip2", DECOMPRESS),
@@ -45,14 +45,14 @@ const KINDS: [(&[u8], &str, &str); 20] = [
     ),
 ];
 
-/// Names the kind of a file that begins with `start`, if it is none of those that are read.
-pub(super) fn of(start: &[u8]) -> Option<Foreign> {
+/// Returns the unsupported format of a file that begins with `start`, if it has one.
+pub(super) fn detect(start: &[u8]) -> Option<Foreign> {
     if start.get(257..262) == Some(b"ustar") {
         return Some(Foreign { kind: "a tar archive", remedy: UNPACK });
     }
     let found = KINDS.iter().find(|(magic, ..)| start.starts_with(magic))?;
     let &(magic, kind, remedy) = found;
-    // Short marks are letters that a text may begin with: what follows must not be text.
+    // Short marks are letters that a text may begin with: the bytes after them must not be text.
     let is_text =
         || start.iter().skip(magic.len()).take(64).all(|&byte| byte.is_ascii_graphic() || byte.is_ascii_whitespace());
     let is_word = magic.iter().all(u8::is_ascii_graphic) && magic.len() < 5;

@@ -1,4 +1,4 @@
-//! Gzip as `gzip` reads it: members follow each other, zeros may fill the end, and other bytes there are told, not fatal.
+//! Gzip as the `gzip` program reads it: several members, zeros at the end, and a warning for other trailing bytes.
 
 use std::io::{self, BufRead, Read};
 
@@ -7,23 +7,23 @@ use flate2::bufread::GzDecoder;
 use super::input::Input;
 use super::notes::Note;
 
-/// The bytes with which a member begins.
+/// The magic bytes of a member.
 const MEMBER: [u8; 2] = [0x1f, 0x8b];
 
-/// The content of all members.
+/// A reader of the content of all members.
 pub(super) struct Members<'a, R> {
-    /// The member that is read; none between members and at the end.
+    /// The current member; `None` between members and at the end.
     member: Option<GzDecoder<R>>,
     input: Input<'a>,
 }
 
 impl<'a, R: BufRead> Members<'a, R> {
-    /// Reads `reader`, which stands at a member.
+    /// Reads `reader`, which is at the start of a member.
     pub(super) fn new(reader: R, input: Input<'a>) -> Self {
         Self { member: Some(GzDecoder::new(reader)), input }
     }
 
-    /// Goes from the end of a member to the next one, if there is one.
+    /// Goes on to the next member, if there is one.
     fn advance(&mut self) -> io::Result<()> {
         let Some(member) = self.member.take() else { return Ok(()) };
         let mut reader = member.into_inner();
@@ -38,7 +38,7 @@ impl<'a, R: BufRead> Members<'a, R> {
             }
             reader.consume(zeros);
         }
-        // The second byte may not be there yet where the buffer ends; the decoder says so if it is wrong.
+        // The second byte may be missing at the end of the buffer; the decoder reports it if it is wrong.
         let starts = reader.fill_buf()?;
         let is_member = starts.iter().zip(MEMBER).all(|(byte, expected)| *byte == expected);
         if is_member {

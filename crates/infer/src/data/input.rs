@@ -1,4 +1,4 @@
-//! A file as its readers see it.
+//! A file with the context of reading it.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -7,23 +7,23 @@ use std::path::Path;
 use super::notes::{Note, Notes};
 use super::watch::Pass;
 
-/// A file with what goes along with reading it.
+/// A file with the context of reading it.
 #[derive(Clone, Copy)]
 pub(super) struct Input<'a> {
-    /// The file, or a name for what came through a pipe.
+    /// The file, or a name for text from a pipe.
     pub(super) path: &'a Path,
-    /// The text that came through a pipe.
+    /// The stored text of a pipe.
     pub(super) spool: Option<&'a File>,
     /// The field or column that holds the text.
     pub(super) field: &'a str,
-    /// The pass that it is read in.
+    /// The current pass over the data.
     pub(super) pass: &'a Pass<'a>,
-    /// The notes that are taken on the way.
+    /// The notes on rows and files that are skipped or changed.
     pub(super) notes: &'a RefCell<Notes>,
 }
 
 impl Input<'_> {
-    /// Notes something at a place in the file.
+    /// Adds a note with its place in the file.
     pub(super) fn note(&self, note: Note, place: impl FnOnce() -> String) {
         self.notes.borrow_mut().add(note, self.path, place);
     }

@@ -1,4 +1,4 @@
-//! JSON rows: an object a line, or an array of objects, or objects one after the other; one field is the text of a document.
+//! JSON rows: one object per line, an array of objects, or consecutive objects. One field is the text of a document.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -17,19 +17,19 @@ use super::sources::Visit;
 use super::text::BOM;
 use super::{DataError, decode};
 
-/// Longest row: a document of this size is a mistake, such as a whole data set on one line.
+/// The longest row: a larger document is a mistake, such as a whole data set on one line.
 const MAX_ROW_BYTES: u64 = 256 << 20;
 
-/// Fields of a single object that hold its rows.
+/// The fields of a single object that may hold its rows.
 const LISTS: [&str; 5] = ["data", "rows", "examples", "records", "documents"];
 
-/// Names of fields that an error lists at most.
+/// The most field names that an error lists.
 const MAX_NAMES: usize = 8;
 
-/// A visitor of rows with their places; it may ask for no more.
+/// A visitor of rows with their places. It may stop the reading.
 type OnRow<'r> = dyn FnMut(Row<'_>, &dyn Fn() -> String) -> Result<ControlFlow<()>, DataError> + 'r;
 
-/// Reads the field of each row as a document. Empty lines are passed over.
+/// Reads the field of each row as a document. Empty lines are skipped.
 pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
     let mut rows = Rows::new(input);
     let flow = for_each_row(input, &mut |row, place| rows.take(row, place, visit))?;
@@ -39,18 +39,18 @@ pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlo
     Ok(flow)
 }
 
-/// The kind of a file by the name of JSON.
+/// The result of looking at the first rows of a JSON file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Survey {
     /// Rows with the field.
     Rows,
     /// Several rows, none of which has the field.
     RowsWithoutField,
-    /// One value, such as a file of settings, or no JSON.
+    /// A single value, such as a file of settings, or no JSON.
     Other,
 }
 
-/// Whether the first thing in a file is an object or an array.
+/// Returns whether a file begins with an object or an array.
 pub(super) fn begins_as_rows(input: Input<'_>) -> Result<bool, DataError> {
     let mut start = Vec::new();
     let read = decode::open_text(input)?.take(1 << 10).read_to_end(&mut start);
@@ -115,8 +115,8 @@ fn for_each_row(input: Input<'_>, on_row: &mut OnRow<'_>) -> Result<ControlFlow<
     Ok(ControlFlow::Continue(()))
 }
 
-/// Whether the first line of a file is more than a row, or less: an array, an object with a list of rows, or the beginning of a
-/// value that goes on below.
+/// Returns whether the first line of a file is not one row: an array, an object with a list of rows, or the beginning
+/// of a value that continues below.
 fn is_part(json: &str, field: &str) -> bool {
     json.trim_start().starts_with('[')
         || match row_of(json, field) {
@@ -127,7 +127,7 @@ fn is_part(json: &str, field: &str) -> bool {
 }
 
 fn not_json(error: &serde_json::Error) -> String {
-    // The line is told by its number in the file, not by that in the string.
+    // The error names the line in the file, not that in the string.
     let message = error.to_string().replace(&format!(" at line {} column ", error.line()), " at column ");
     format!("not JSON: {message}; each line must be one object")
 }
@@ -138,7 +138,7 @@ fn note_surrogates(input: Input<'_>, row: &Row<'_>, num_surrogates: u64, place: 
     }
 }
 
-/// Reads a line with its end; an empty one at the end of the file. Whether it is within bounds.
+/// Reads a line with its end; an empty one at the end of the file. Returns whether its length is within bounds.
 fn read_line(input: Input<'_>, reader: &mut impl BufRead, line: &mut Vec<u8>) -> Result<bool, DataError> {
     loop {
         let available = match reader.fill_buf() {
@@ -159,13 +159,13 @@ fn read_line(input: Input<'_>, reader: &mut impl BufRead, line: &mut Vec<u8>) ->
     }
 }
 
-/// The row in `json` and the number of lone surrogates in it, or what is wrong.
+/// Reads the row in `json` and counts its lone surrogates, or returns the problem.
 fn row_of<'j>(json: &'j str, field: &str) -> Result<(Row<'j>, u64), serde_json::Error> {
     let error = match parse_row(json, field) {
         Ok(row) => return Ok((row, 0)),
         Err(error) => error,
     };
-    // Most rows need no repair, and reading them as they are is faster.
+    // Most rows need no repair, and reading them directly is faster.
     let (repaired, num_surrogates) = repair::line(json);
     if repaired == json {
         return Err(error);
@@ -179,7 +179,7 @@ fn parse_row<'j>(json: &'j str, field: &str) -> Result<Row<'j>, serde_json::Erro
     deserializer.end().map(|()| row)
 }
 
-/// Reads the rows of arrays, of objects that hold a list of them, and of objects that follow each other.
+/// Reads the rows of arrays, of objects that hold a list of them, and of consecutive objects.
 fn values(input: Input<'_>, on_row: &mut OnRow<'_>) -> Result<ControlFlow<()>, DataError> {
     let (num_surrogates, row_bytes) = (Cell::new(0), Cell::new(0));
     let reader = Limited { reader: decode::open_text(input)?, row_bytes: &row_bytes };
@@ -235,17 +235,17 @@ impl<R: Read> Read for Limited<'_, R> {
     }
 }
 
-/// Takes a row, or what is at the end of a path in it, and keeps nothing else.
+/// A deserializer that takes a row, or the value at a path in it, and keeps nothing else.
 #[derive(Clone, Copy)]
 struct Pick<'p> {
-    /// The field, in objects within each other with dots between them; empty for the value itself.
+    /// The path of the field, with dots between nested objects; empty for the value itself.
     path: &'p str,
-    /// Whether the value is a whole row.
+    /// True if the value is a whole row.
     is_row: bool,
 }
 
 impl Pick<'_> {
-    /// A value that is neither text nor object.
+    /// Returns the row of a value that is neither text nor object.
     fn of_kind(self, kind: &'static str) -> Row<'static> {
         match (self.path.is_empty(), self.is_row) {
             (true, _) => Row::Wrong(kind),
@@ -254,7 +254,7 @@ impl Pick<'_> {
         }
     }
 
-    /// Says which part of a field named `key` is to be taken.
+    /// Returns the deserializer of a field named `key`, if it is on the path.
     fn below(self, key: &str) -> Option<Self> {
         let path = self.path.strip_prefix(key)?;
         let path = if path.is_empty() { path } else { path.strip_prefix('.')? };
@@ -321,8 +321,8 @@ impl<'de> Visitor<'de> for Pick<'_> {
     }
 }
 
-/// The row in the fields of an object. `other` may take the value of another field, and then says whether it held rows; whether any
-/// did.
+/// Reads the row in the fields of an object. `other` may take the value of another field, and returns whether it held
+/// rows. Returns the row, and whether any field held rows.
 fn fields<'de, A: MapAccess<'de>>(
     pick: Pick<'_>,
     mut map: A,
@@ -331,7 +331,7 @@ fn fields<'de, A: MapAccess<'de>>(
     let (mut row, mut names, mut has_rows) = (None, Vec::new(), false);
     while let Some(key) = map.next_key::<Cow<'de, str>>()? {
         match pick.below(&key) {
-            // The last of fields with the same name counts, as for most readers.
+            // Of fields with the same name the last counts, as for most readers.
             Some(below) => {
                 let found = map.next_value_seed(below)?;
                 if !matches!((&row, &found), (Some(_), Row::Missing(_))) {
@@ -351,7 +351,7 @@ fn fields<'de, A: MapAccess<'de>>(
     Ok((row.unwrap_or(Row::Missing(names)), has_rows))
 }
 
-/// Gives the rows of a value at the top of a file to `sink`, until it wants no more.
+/// A deserializer that passes the rows of a top-level value to `sink`, until it stops.
 struct Top<'s, 'f> {
     field: &'f str,
     sink: &'s mut dyn FnMut(Row<'_>) -> bool,
@@ -419,7 +419,7 @@ impl<'de> Visitor<'de> for Top<'_, '_> {
     }
 }
 
-/// A field that may hold a list of rows; the value says whether it does.
+/// A field that may hold a list of rows; its value decides.
 struct List<'l, 's, 'f>(&'l mut Top<'s, 'f>);
 
 impl<'de> DeserializeSeed<'de> for List<'_, '_, '_> {

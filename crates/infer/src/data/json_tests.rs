@@ -7,7 +7,7 @@ fn texts(content: &[u8]) -> Result<Vec<String>, String> {
     texts_and_line(content).map(|(texts, _)| texts)
 }
 
-/// The texts, and the line that tells what was passed over.
+/// Returns the texts, and the line about skipped rows.
 fn texts_and_line(content: &[u8]) -> Result<(Vec<String>, String), String> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.jsonl");
@@ -73,8 +73,8 @@ fn rows_without_text_are_counted_where_others_have_one() {
     assert_eq!(found, ["a"]);
     assert_eq!(
         line,
-        "3 rows passed over: their text is null (first: /a.jsonl:3); \
-         2 rows passed over: they have no text field (first: /a.jsonl:1); 1 row passed over: its text is empty (/a.jsonl:4)"
+        "3 rows skipped: their text is null (first: /a.jsonl:3); \
+         2 rows skipped: they have no text field (first: /a.jsonl:1); 1 row skipped: its text is empty (/a.jsonl:4)"
     );
 }
 

@@ -1,8 +1,8 @@
-//! From text to tokens.
+//! Reading of text and its tokens.
 //!
-//! [`Sources`] finds files and reads their documents as a stream; [`TokenStore`] keeps their tokens in a memory-mapped cache file;
-//! [`evaluation_batches`] and [`span_batches`] go through all of them in order. The order of training, windows and the mix of several
-//! sources are of the crate that trains.
+//! [`Sources`] finds files and reads their documents as a stream. [`TokenStore`] keeps their tokens in a
+//! memory-mapped cache file. [`evaluation_batches`] and [`span_batches`] iterate over all of them in order. The
+//! training crate adds random order, windows and mixtures of several sources.
 
 mod batch;
 #[cfg(test)]
@@ -39,7 +39,7 @@ pub use error::DataError;
 pub use notes::Notes;
 pub use options::{DataFormat, TextOptions};
 pub use sources::{Piece, Sources};
-pub use spans::{SpanLengths, SpanPair, SpanRule, leave_out_spans, span_batches};
+pub use spans::{SpanLengths, SpanPair, SpanRule, SpanTokensError, leave_out_spans, span_batches};
 pub use spool::{STDIN, is_piped, is_stdin};
 pub use summary::ReadSummary;
 pub use watch::{ReadPhase, ReadProgress, Watch};

@@ -1,11 +1,11 @@
-//! Rows and files that are not read as a user may think, counted, so that one line tells it.
+//! Notes on rows and files that are skipped or changed, counted to be reported in one line.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// A kind of thing that is passed over or changed.
+/// A kind of row or file that is skipped or changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum Note {
     NotUtf8,
@@ -27,7 +27,7 @@ pub(super) enum Note {
     Trailing,
 }
 
-/// The number of times that something was found, and the first place.
+/// The number of occurrences, and the first place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Found {
     count: u64,
@@ -36,13 +36,13 @@ struct Found {
     place: String,
 }
 
-/// Counts of what is passed over or changed.
+/// Counts of rows and files that are skipped or changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Notes {
     found: BTreeMap<Note, Found>,
 }
 
-/// Notes about rows as a cache file keeps them: files by their numbers, because names may change.
+/// A note as stored in a cache file: files have numbers, because names may change.
 #[derive(Serialize, Deserialize)]
 pub(super) struct StoredNote {
     note: Note,
@@ -57,7 +57,7 @@ impl Notes {
         self.found.entry(note).or_insert_with(first).count += 1;
     }
 
-    /// Adds those of `other`.
+    /// Adds the notes of `other`.
     pub fn merge(&mut self, other: &Self) {
         for (&note, found) in &other.found {
             match self.found.get_mut(&note) {
@@ -67,7 +67,7 @@ impl Notes {
         }
     }
 
-    /// One line that tells all of it; nothing where there is nothing to tell.
+    /// Returns one line about all notes; `None` if there is none.
     #[must_use]
     pub fn line(&self) -> Option<String> {
         let told = |(&note, found): (&Note, &Found)| {
@@ -79,14 +79,14 @@ impl Notes {
         (!parts.is_empty()).then(|| parts.join("; ").replace(['\n', '\r'], " "))
     }
 
-    /// Warns of it in one line.
+    /// Logs the line as a warning.
     pub fn warn(&self) {
         if let Some(line) = self.line() {
             tracing::warn!("{line}");
         }
     }
 
-    /// The notes with the files' numbers in `paths`.
+    /// Returns the notes with the files' numbers in `paths`.
     pub(super) fn store(&self, paths: &[&Path]) -> Vec<StoredNote> {
         let stored = |(&note, found): (&Note, &Found)| StoredNote {
             note,
@@ -97,7 +97,7 @@ impl Notes {
         self.found.iter().map(stored).collect()
     }
 
-    /// The notes that [`Self::store`] gave, with the names that the files have now.
+    /// Restores notes that [`Self::store`] returned, with the current names of the files.
     pub(super) fn restore(stored: Vec<StoredNote>, paths: &[&Path]) -> Self {
         let found = stored.into_iter().map(|StoredNote { note, count, file, place }| {
             let path = paths.get(file).copied().unwrap_or(Path::new("")).into();
@@ -107,24 +107,24 @@ impl Notes {
     }
 }
 
-/// A path as a user would type it: from the current folder on, if it is below.
+/// Formats a path as a user would type it: relative to the current folder, if it is below.
 pub(super) fn shown(path: &Path) -> String {
     let here = std::env::current_dir().unwrap_or_default();
     let below = path.strip_prefix(&here).ok().filter(|below| !below.as_os_str().is_empty());
     below.unwrap_or(path).display().to_string()
 }
 
-/// The words for `count` of a kind.
+/// Returns the words for `count` notes of a kind.
 fn words(note: Note, count: u64) -> String {
     let [one, many] = match note {
-        Note::NotUtf8 => ["file passed over: not UTF-8", "files passed over: not UTF-8"],
-        Note::Binary => ["file passed over: binary", "files passed over: binary"],
-        Note::Packed => ["file passed over: a format that is not read", "files passed over: formats that are not read"],
-        Note::Hidden => ["hidden file or folder passed over", "hidden files and folders passed over"],
-        Note::MadeByPrograms => ["folder passed over: made by programs", "folders passed over: made by programs"],
-        Note::Circle => ["linked folder passed over: leads back", "linked folders passed over: they lead back"],
-        Note::Dangling => ["link passed over: leads nowhere", "links passed over: they lead nowhere"],
-        Note::Special => ["pipe, socket or device passed over", "pipes, sockets and devices passed over"],
+        Note::NotUtf8 => ["file skipped: not UTF-8", "files skipped: not UTF-8"],
+        Note::Binary => ["file skipped: binary", "files skipped: binary"],
+        Note::Packed => ["file skipped: an unsupported format", "files skipped: unsupported formats"],
+        Note::Hidden => ["hidden file or folder skipped", "hidden files and folders skipped"],
+        Note::MadeByPrograms => ["folder skipped: made by programs", "folders skipped: made by programs"],
+        Note::Circle => ["linked folder skipped: leads back", "linked folders skipped: they lead back"],
+        Note::Dangling => ["link skipped: leads nowhere", "links skipped: they lead nowhere"],
+        Note::Special => ["pipe, socket or device skipped", "pipes, sockets and devices skipped"],
         Note::Empty => ["empty file", "empty files"],
         Note::Twice => ["file named more than once is read once", "files named more than once are read once"],
         Note::PlainText => [
@@ -132,9 +132,9 @@ fn words(note: Note, count: u64) -> String {
             "files of rows without the text field are read as plain text",
         ],
         Note::Nul => ["file with NUL characters in its text", "files with NUL characters in their text"],
-        Note::NullText => ["row passed over: its text is null", "rows passed over: their text is null"],
-        Note::MissingText => ["row passed over: has no text field", "rows passed over: they have no text field"],
-        Note::EmptyText => ["row passed over: its text is empty", "rows passed over: their text is empty"],
+        Note::NullText => ["row skipped: its text is null", "rows skipped: their text is null"],
+        Note::MissingText => ["row skipped: has no text field", "rows skipped: they have no text field"],
+        Note::EmptyText => ["row skipped: its text is empty", "rows skipped: their text is empty"],
         Note::Surrogate => ["row with a lone surrogate, now U+FFFD", "rows with lone surrogates, now U+FFFD"],
         Note::Trailing => ["gzip file with other bytes behind its end", "gzip files with other bytes behind their end"],
     };

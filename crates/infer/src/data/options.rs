@@ -1,16 +1,16 @@
-//! The options of reading text, and of where its tokens are kept.
+//! Options of reading text.
 
 use serde::{Deserialize, Serialize};
 
 /// Texts to read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TextOptions {
-    /// Files, folders and globs, relative to the folder that the program is started in, and `-` for standard input; empty for the text of
-    /// the checkout that the program stands in.
+    /// Files, folders and globs, relative to the current folder, and `-` for standard input. Empty for the text of
+    /// the checkout that contains the current folder.
     pub paths: Vec<String>,
-    /// The way in which files hold documents.
+    /// The format of the files.
     pub format: DataFormat,
-    /// Field of JSON rows and column of CSV and Parquet files that holds the text.
+    /// The field of JSON rows, or column of CSV and Parquet files, that holds the text.
     pub text_field: String,
 }
 
@@ -20,16 +20,16 @@ impl Default for TextOptions {
     }
 }
 
-/// The way in which files hold documents.
+/// The format of data files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DataFormat {
-    /// Their names and their first bytes decide; text where those say nothing.
+    /// The format is detected by names and first bytes, with plain text as the default.
     #[default]
     Auto,
     /// Each file is one document.
     Text,
-    /// JSON: an object a line, or an array of objects.
+    /// JSON: one object per line, or an array of objects.
     #[serde(alias = "jsonl")]
     Json,
     /// A table whose first row names the columns.

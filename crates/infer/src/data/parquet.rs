@@ -1,7 +1,7 @@
-//! Parquet: one column of text, a document a row.
+//! Parquet files: one column of text, with one document for each row.
 //!
-//! Only that column's pages are read, one at a time. The reader of the `parquet` crate checks much but has been known to
-//! panic on damaged files, so each call of it is fenced: a panic becomes an error like the others.
+//! Only the pages of that column are read, one at a time. The reader of the `parquet` crate checks much, but has
+//! panicked on damaged files; a panic in any call of it becomes an error.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -24,16 +24,16 @@ use super::rows::{Row, Rows};
 use super::sources::Visit;
 use super::{DataError, decode};
 
-/// The bytes with which Parquet files begin and end.
+/// The magic bytes at both ends of Parquet files.
 pub(super) const MAGIC: &[u8] = b"PAR1";
 
-/// Rows that are decoded together.
+/// The number of rows that are decoded together.
 const ROWS: usize = 256;
 
-/// Names of columns that an error lists at most.
+/// The most column names that an error lists.
 const MAX_NAMES: usize = 16;
 
-/// Reads the text column of a file; each row with text is a document.
+/// Reads the text column of a file. Each row with text is a document.
 pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
     let file = open(input)?;
     let num_bytes = file.metadata().map_or(0, |metadata| metadata.len());
@@ -76,7 +76,7 @@ pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlo
     Ok(ControlFlow::Continue(()))
 }
 
-/// The text of a row.
+/// Returns the text of a row.
 fn text_of<'t>(input: Input<'_>, text: &'t ByteArray, place: &dyn Fn() -> String) -> Result<Row<'t>, DataError> {
     let text = std::str::from_utf8(text.data()).map_err(|error| {
         let problem = format!("column \"{}\" is not UTF-8 at byte {} of the text", input.field, error.valid_up_to());
@@ -85,7 +85,8 @@ fn text_of<'t>(input: Input<'_>, text: &'t ByteArray, place: &dyn Fn() -> String
     Ok(Row::Text(Cow::Borrowed(text)))
 }
 
-/// The file itself, or its decompressed content in a nameless temporary file: Parquet is read from its end.
+/// Opens the file itself, or its decompressed content in an unnamed temporary file, since Parquet is read from its
+/// end.
 fn open(input: Input<'_>) -> Result<File, DataError> {
     let unreadable = |source| decode::unreadable(input.path, source);
     if !decode::is_compressed(&input)? {
@@ -97,16 +98,16 @@ fn open(input: Input<'_>) -> Result<File, DataError> {
     Ok(file)
 }
 
-/// Some rows of a column.
+/// Consecutive rows of a column.
 struct Batch {
     num_rows: usize,
     values: Vec<ByteArray>,
-    /// Whether each row has a value; empty where all have.
+    /// A flag for each row that has a value; empty if all have.
     has_value: Vec<bool>,
 }
 
 impl Batch {
-    /// Reads the next rows, whose values have the definition level `level`.
+    /// Reads the next rows. Values have the definition level `level`.
     fn read(path: &Path, pages: &mut ColumnReaderImpl<ByteArrayType>, level: i16) -> Result<Self, DataError> {
         let (mut levels, mut values) = (Vec::with_capacity(ROWS), Vec::with_capacity(ROWS));
         let read = || pages.read_records(ROWS, Some(&mut levels), None, &mut values);
@@ -119,7 +120,7 @@ impl Batch {
         Ok(Self { num_rows, values, has_value: if level == 0 { Vec::new() } else { has_value } })
     }
 
-    /// The text of each row, if it has one.
+    /// Iterates over the text of each row, if it has one.
     fn texts(&self) -> impl Iterator<Item = Option<&ByteArray>> {
         let mut values = self.values.iter();
         (0..self.num_rows).map(
@@ -130,7 +131,7 @@ impl Batch {
     }
 }
 
-/// Refuses a compression that is not read, which the column's reader would call a missing feature.
+/// Refuses an unsupported compression, which the `parquet` crate would call a missing feature.
 fn check_codec(path: &Path, codec: Compression) -> Result<(), DataError> {
     let name = match codec {
         Compression::BROTLI(_) => "Brotli",
@@ -138,10 +139,10 @@ fn check_codec(path: &Path, codec: Compression) -> Result<(), DataError> {
         _ => return Ok(()),
     };
     let remedy = "write it with zstd, snappy, gzip or lz4, such as by pyarrow.parquet.write_table(table, path, compression=\"zstd\")";
-    Err(wrong(path, format!("its text is compressed by {name}, which is not read; {remedy}")))
+    Err(wrong(path, format!("its text is compressed by {name}, which is not supported; {remedy}")))
 }
 
-/// Returns the place of the column of text among the leaves of the schema.
+/// Returns the index of the text column among the leaves of the schema.
 fn column_index(input: Input<'_>, reader: &SerializedFileReader<File>) -> Result<usize, DataError> {
     let (path, name) = (input.path, input.field);
     let schema = reader.metadata().file_metadata().schema_descr();
@@ -173,7 +174,7 @@ fn wrong(path: &Path, problem: String) -> DataError {
     DataError::Format { path: path.into(), place: String::new(), problem }
 }
 
-/// Calls `call`; its errors and panics become an error about the file.
+/// Calls `call`, and turns its errors and panics into an error about the file.
 fn fenced<T>(path: &Path, call: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, DataError> {
     let damaged = |message: String| wrong(path, format!("not a readable Parquet file: {}", message.replace('\n', " ")));
     SILENCE.call_once(|| {
@@ -193,8 +194,8 @@ fn fenced<T>(path: &Path, call: impl FnOnce() -> Result<T, ParquetError>) -> Res
     }
 }
 
-/// The report of a panic is the program's, not the thread's: it is taught once to say nothing within the fence, where the
-/// error says it.
+/// The guard that installs, once, a panic hook which is silent within `fenced`: the hook is global, and the error
+/// already says what failed.
 static SILENCE: Once = Once::new();
 
 thread_local! {

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::super::input::with_input;
 use super::*;
 
-/// A file with a column of numbers and one of texts, in row groups of three.
+/// Makes a file with a column of numbers and one of texts, in row groups of three.
 fn file_of(texts: &[Option<&[u8]>], compression: Compression) -> Vec<u8> {
     let schema = "message m { required int64 id; optional binary text (utf8); }";
     let schema = Arc::new(parse_message_type(schema).unwrap());

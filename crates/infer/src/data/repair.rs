@@ -1,18 +1,18 @@
-//! JSON as Python writes it, as JSON: `NaN` and infinities become null, lone surrogates U+FFFD.
+//! Repair of Python's JSON: `NaN` and infinities become null, lone surrogates U+FFFD.
 //!
-//! Python's `json` writes a missing number as `NaN`, and half of a character of UTF-16 that somebody cut as `\ud83d`. Neither
-//! is JSON, and readers of data sets accept both.
+//! Python's `json` writes a missing number as `NaN`, and half of a UTF-16 pair as `\ud83d`. Neither is valid JSON,
+//! but readers of data sets accept both.
 
 use std::cell::Cell;
 use std::io::{self, Read};
 
-/// The longest run of bytes that is looked at together: two escapes.
+/// The longest run of bytes that is examined together: two escapes.
 const LOOKAHEAD: usize = 12;
 
-/// Words that are no JSON.
+/// Words that are not valid JSON.
 const NUMBERS: [&[u8]; 3] = [b"NaN", b"Infinity", b"-Infinity"];
 
-/// Reads what it is given with such words and escapes replaced.
+/// A reader that replaces such words and escapes.
 pub(super) struct Repaired<'c, R> {
     reader: R,
     num_surrogates: &'c Cell<u64>,
@@ -23,12 +23,12 @@ pub(super) struct Repaired<'c, R> {
 }
 
 impl<'c, R: Read> Repaired<'c, R> {
-    /// Counts lone surrogates in `num_surrogates`.
+    /// Makes a reader that counts lone surrogates in `num_surrogates`.
     pub(super) fn new(reader: R, num_surrogates: &'c Cell<u64>) -> Self {
         Self { reader, num_surrogates, input: Vec::new(), output: Vec::new(), given: 0, is_in_string: false }
     }
 
-    /// Replaces in what is there, but for a run that may go on.
+    /// Repairs the buffered bytes, except a run that may continue.
     fn turn(&mut self, is_end: bool) {
         let input = std::mem::take(&mut self.input);
         let mut rest = &input[..];
@@ -38,7 +38,7 @@ impl<'c, R: Read> Repaired<'c, R> {
         self.input = rest.to_vec();
     }
 
-    /// Replaces at the start of `rest`; how many of its bytes that took.
+    /// Repairs the start of `rest`, and returns the number of bytes consumed.
     fn turn_run(&mut self, rest: &[u8]) -> usize {
         if !self.is_in_string {
             if let Some(word) = NUMBERS.into_iter().find(|word| rest.starts_with(word)) {
@@ -83,7 +83,7 @@ impl<'c, R: Read> Repaired<'c, R> {
     }
 }
 
-/// The unit of UTF-16 that an escape at the start of `rest` stands for.
+/// Returns the UTF-16 unit of an escape at the start of `rest`.
 fn unit(rest: &[u8]) -> Option<u32> {
     let digits = rest.strip_prefix(b"\\u")?.get(..4)?;
     let is_hex = digits.iter().all(u8::is_ascii_hexdigit);
@@ -112,11 +112,11 @@ impl<R: Read> Read for Repaired<'_, R> {
     }
 }
 
-/// The whole of a line, repaired, with the number of its lone surrogates.
+/// Repairs a whole line, and counts its lone surrogates.
 pub(super) fn line(line: &str) -> (String, u64) {
     let num_surrogates = Cell::new(0);
     let mut repaired = String::new();
-    // Reading from memory does not fail, and what is put in is text as what was there.
+    // Reading from memory does not fail, and the replacements are text like the rest.
     let _ = Repaired::new(line.as_bytes(), &num_surrogates).read_to_string(&mut repaired);
     (repaired, num_surrogates.get())
 }

@@ -1,4 +1,4 @@
-//! Rows of a file, each with a text or without: documents, and counts of what is none.
+//! The rows of a file, with or without a text, and counts of those without.
 
 use std::borrow::Cow;
 use std::ops::ControlFlow;
@@ -8,24 +8,24 @@ use super::notes::Note;
 use super::sources::Visit;
 use super::{DataError, text};
 
-/// Rows that may lack the field at the start of a file before it is taken for one without it.
+/// The number of rows that may lack the field at the start of a file before the file is refused.
 const PATIENCE: u64 = 1000;
 
-/// Fields of conversations, which are no text yet.
+/// Fields of conversations, which are not plain text.
 const CONVERSATIONS: [&str; 4] = ["messages", "conversations", "conversation", "chat"];
 
 /// A row of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Row<'t> {
-    /// It has a text.
+    /// The row has a text.
     Text(Cow<'t, str>),
-    /// Its text is null.
+    /// The text is null.
     Null,
-    /// It lacks the field; some of the fields that it has.
+    /// The row lacks the field; these are some of its fields.
     Missing(Vec<String>),
-    /// Its field holds another kind of value.
+    /// The field holds a value of this other kind.
     Wrong(&'static str),
-    /// It is no object but another kind of value.
+    /// The row is a value of this other kind instead of an object.
     Other(&'static str),
 }
 
@@ -41,12 +41,12 @@ impl Row<'_> {
     }
 }
 
-/// The rows of a file as they come.
+/// The state of reading the rows of a file.
 pub(super) struct Rows<'a> {
     input: Input<'a>,
     num_with_field: u64,
     num_missing: u64,
-    /// The first row without the field: its place, and its fields.
+    /// The place and the fields of the first row without the field.
     first_missing: Option<(String, Vec<String>)>,
 }
 
@@ -55,7 +55,7 @@ impl<'a> Rows<'a> {
         Self { input, num_with_field: 0, num_missing: 0, first_missing: None }
     }
 
-    /// Gives the text of a row to `visit`, or counts why it has none.
+    /// Passes the text of a row to `visit`, or counts why it has none.
     pub(super) fn take(
         &mut self,
         row: Row<'_>,
@@ -91,7 +91,7 @@ impl<'a> Rows<'a> {
         if self.num_with_field == 0 { self.without_field().map_or(Ok(()), Err) } else { Ok(()) }
     }
 
-    /// The error of a file in which no row has the field.
+    /// Returns the error of a file in which no row has the field.
     fn without_field(&mut self) -> Option<DataError> {
         let (place, fields) = self.first_missing.take()?;
         let is_chat = fields.iter().any(|field| CONVERSATIONS.contains(&&**field));

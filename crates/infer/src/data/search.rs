@@ -1,4 +1,4 @@
-//! Which files the paths that a user gives stand for.
+//! The search for the files that a user's paths name.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -9,15 +9,15 @@ use super::notes::{Note, Notes};
 use super::watch::Watch;
 use super::{DataError, decode, spool};
 
-/// Hidden names that are never data and stand in many folders of data: nobody has to be told of them.
+/// Hidden names that are common in data folders and never data; they are skipped without a note.
 const KNOWN_HIDDEN: [&str; 6] = [".git", ".gitattributes", ".gitignore", ".DS_Store", ".cache", ".huggingface"];
 
 /// A path that may hold data.
 pub(super) struct Candidate {
     pub(super) path: PathBuf,
-    /// The text that came through a pipe.
+    /// The stored text of a pipe.
     pub(super) spool: Option<Arc<File>>,
-    /// Whether the user named this very file, so that passing it over would be wrong.
+    /// True if the user named this very file, so that skipping it would be wrong.
     pub(super) named: bool,
 }
 
@@ -29,12 +29,12 @@ pub(super) struct Search<'w> {
     watch: &'w Watch,
 }
 
-/// The rule by which folders are walked.
+/// The rule for walking folders.
 #[derive(Clone, Copy)]
 pub(super) struct Walk<'r> {
-    /// Whether a file is wanted.
+    /// The predicate for wanted files.
     pub(super) is_wanted: &'r dyn Fn(&Path) -> bool,
-    /// Whether the folder is a checkout, in which no user named anything.
+    /// True if the folder is a checkout, which the user did not name.
     pub(super) is_checkout: bool,
 }
 
@@ -43,7 +43,7 @@ impl<'w> Search<'w> {
         Self { candidates: Vec::new(), seen: HashSet::new(), notes: Notes::default(), watch }
     }
 
-    /// Adds what a path, folder or glob of the user's stands for.
+    /// Adds the files of a path, folder or glob of the user.
     pub(super) fn add(&mut self, given: &str) -> Result<(), DataError> {
         let path = Path::new(given);
         if given == spool::STDIN {
@@ -58,7 +58,7 @@ impl<'w> Search<'w> {
         self.add_path(path, true)
     }
 
-    /// Adds what `read` reads from a pipe, once.
+    /// Adds the text that `read` reads from a pipe, once.
     fn add_spool(
         &mut self,
         name: &Path,
@@ -83,8 +83,8 @@ impl<'w> Search<'w> {
                 let path = error.path().to_owned();
                 decode::unreadable(&path, error.into())
             })?;
-            // A pattern means hidden files only if it says so, as in a shell. The crate's own option for this would panic
-            // on names that are not UTF-8.
+            // A pattern matches hidden files only if it says so, as in a shell. The crate's own option for this would
+            // panic on names that are not UTF-8.
             if num_hidden(&path) <= num_hidden(Path::new(pattern)) {
                 matched = true;
                 self.add_path(&path, false)?;
@@ -105,13 +105,13 @@ impl<'w> Search<'w> {
         }
     }
 
-    /// Adds the files below `folder` that are wanted, by name in each folder.
+    /// Adds the wanted files below `folder`, sorted by name in each folder.
     pub(super) fn walk(&mut self, folder: &Path, rule: Walk<'_>) -> Result<(), DataError> {
         let mut above = Vec::new();
         self.walk_below(folder, rule, &mut above)
     }
 
-    /// Walks a folder; `above` holds the real paths of the folders that lead to it, so that links do not lead in circles.
+    /// Walks a folder. `above` holds the real paths of its parents, so that links cannot lead in circles.
     fn walk_below(&mut self, folder: &Path, rule: Walk<'_>, above: &mut Vec<PathBuf>) -> Result<(), DataError> {
         self.watch.check()?;
         let unreadable = |source| decode::unreadable(folder, source);
@@ -145,7 +145,7 @@ impl<'w> Search<'w> {
         Ok(())
     }
 
-    /// Walks a folder within a folder, unless programs made it or it is a link that leads back.
+    /// Walks a subfolder, unless programs made it or it is a link that leads back.
     fn enter(&mut self, path: &Path, is_link: bool, rule: Walk<'_>, above: &mut Vec<PathBuf>) -> Result<(), DataError> {
         if is_made_by_programs(path, rule.is_checkout) {
             self.notes.add(Note::MadeByPrograms, path, String::new);
@@ -153,7 +153,7 @@ impl<'w> Search<'w> {
         }
         if is_link {
             let real = fs::canonicalize(path).unwrap_or_else(|_| path.into());
-            // A checkout is what stands in it.
+            // A checkout consists of the files inside it.
             if rule.is_checkout || above.iter().any(|folder| folder.starts_with(&real)) {
                 self.notes.add(Note::Circle, path, String::new);
                 return Ok(());
@@ -162,7 +162,8 @@ impl<'w> Search<'w> {
         self.walk_below(path, rule, above)
     }
 
-    /// Adds a file once, however many of the user's paths lead to it: seen twice it could be trained on and held out.
+    /// Adds a file once, even if several of the user's paths lead to it: otherwise it could be both trained on and
+    /// held out.
     fn push(&mut self, path: &Path, named: bool) {
         let real = fs::canonicalize(path).unwrap_or_else(|_| path.into());
         if self.seen.insert(real) {
@@ -173,21 +174,21 @@ impl<'w> Search<'w> {
     }
 }
 
-/// Whether a path of the user's is a pattern: it has signs of one, and is no file by itself.
+/// Returns whether a user's path is a pattern: it contains special characters, and is not itself a file.
 pub(super) fn is_glob(given: &str) -> bool {
     given.contains(['*', '?', '[']) && !Path::new(given).exists()
 }
 
-/// Counts the parts of a path that have the name of something hidden.
+/// Counts the hidden components of a path.
 fn num_hidden(path: &Path) -> usize {
     let is_hidden =
         |part: &Component<'_>| matches!(part, Component::Normal(name) if name.as_encoded_bytes().starts_with(b"."));
     path.components().filter(is_hidden).count()
 }
 
-/// Whether nobody wrote what is in a folder: build outputs, runs of this program, installed packages. Cargo and others mark
-/// what they make with a `CACHEDIR.TAG`, a run has its metrics, whatever the folders are called. In a checkout names tell it,
-/// too; a folder of data may well be called `target`.
+/// Returns whether programs made the contents of a folder: build outputs, runs of this program, installed packages.
+/// Cargo and others leave a `CACHEDIR.TAG`, and a run has its metrics, whatever the folder's name. In a checkout
+/// names decide too; a folder of data may well be called `target`.
 fn is_made_by_programs(folder: &Path, is_checkout: bool) -> bool {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     matches!(&*name, "node_modules" | "__pycache__")

@@ -1,8 +1,8 @@
-//! Which files are data, and their documents as a stream.
+//! Data files and their documents as a stream.
 //!
-//! Files are found and looked through once before anything is read for good: that pass gives the hash that names the token
-//! cache, and tells text from other things, so that a folder with a picture in it still works and a half-read one never
-//! leaves half its tokens behind.
+//! Files are found and examined once before they are read. That pass computes the hash that names the token cache,
+//! and detects files that are not text. A folder with a picture in it is thus fine, and no half-read folder leaves
+//! half its tokens behind.
 
 use std::cell::RefCell;
 use std::fs::{self, File};
@@ -21,21 +21,21 @@ use super::watch::{Pass, ReadPhase, Watch};
 use super::weighted::has_weight;
 use super::{DataError, DataFormat, STDIN, TextOptions, checkout, csv, decode, json, parquet, spool, text};
 
-/// A stretch of a document: the whole of it, unless the document is larger than a megabyte or so.
+/// A piece of a document: the whole document, unless it is larger than about a megabyte.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece<'a> {
     /// The text, never empty.
     pub text: &'a str,
-    /// Whether the document ends with this piece.
+    /// True if the document ends with this piece.
     pub ends_document: bool,
-    /// The file that it is from.
+    /// The file of the document.
     pub path: &'a Path,
 }
 
-/// A visitor of pieces; it may ask for no more.
+/// A visitor of pieces. It may stop the reading.
 pub(super) type Visit<'v> = dyn FnMut(Piece<'_>) -> Result<ControlFlow<()>, DataError> + 'v;
 
-/// The way in which a file holds documents. The numbers are part of hashes that name cache files.
+/// The format of a file. The numbers are part of hashes that name cache files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Text = 0,
@@ -48,14 +48,14 @@ enum Format {
 #[derive(Clone, Debug)]
 struct SourceFile {
     path: PathBuf,
-    /// The text that came through a pipe.
+    /// The stored text of a pipe.
     spool: Option<Arc<File>>,
     format: Format,
     stamp: Stamp,
     hash: u128,
 }
 
-/// The marks of a file that change when it does.
+/// The properties of a file that change when it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     num_bytes: u64,
@@ -63,14 +63,14 @@ struct Stamp {
 }
 
 impl Stamp {
-    fn of(path: &Path, spool: Option<&File>) -> Result<Self, DataError> {
+    fn new(path: &Path, spool: Option<&File>) -> Result<Self, DataError> {
         let metadata = spool.map_or_else(|| fs::metadata(path), File::metadata);
         let metadata = metadata.map_err(|source| decode::unreadable(path, source))?;
         Ok(Self { num_bytes: metadata.len(), modified: metadata.modified().ok() })
     }
 }
 
-/// The files of a source, in the order in which their documents come.
+/// The files of a source, in the order of their documents.
 #[derive(Clone, Debug)]
 pub struct Sources {
     files: Vec<SourceFile>,
@@ -80,12 +80,12 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Finds the files that `options.paths` names, which must have no weights; with none, those of the checkout that the
-    /// current folder is in. Warns in one line of what is passed over.
+    /// Finds the files that `options.paths` names, which must have no weights; without paths, those of the checkout
+    /// that contains the current folder. Logs one line about skipped files.
     pub fn find(options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
         if options.paths.is_empty() {
             let here = std::env::current_dir().map_err(|source| decode::unreadable(Path::new("."), source))?;
-            return Self::of_checkout(&here, options, watch);
+            return Self::from_checkout(&here, options, watch);
         }
         if let Some(path) = options.paths.iter().find(|path| has_weight(path)) {
             let problem = "has a weight, which only training has a use for; leave out what follows the last =";
@@ -97,7 +97,7 @@ impl Sources {
         Ok(sources)
     }
 
-    /// Finds the files of each path of `options`, none of which is in two sources. Warns in one line of what is passed over.
+    /// Finds the files of each path of `options`; no file is in two sources. Logs one line about skipped files.
     pub fn find_each(options: &TextOptions, watch: &Watch) -> Result<Vec<Self>, DataError> {
         let mut search = Search::new(watch);
         let paths = options.paths.iter();
@@ -107,8 +107,8 @@ impl Sources {
         Ok(sources)
     }
 
-    /// The sources and documents of the checkout that `start` is in.
-    pub fn of_checkout(start: &Path, options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
+    /// Finds the sources and documents of the checkout that contains `start`.
+    pub fn from_checkout(start: &Path, options: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
         let nothing = |skipped| DataError::NoText { place: start.display().to_string(), skipped };
         let root = checkout::root(start).ok_or_else(|| nothing(" (not in a checkout)".into()))?;
         let mut search = Search::new(watch);
@@ -116,7 +116,7 @@ impl Sources {
         Self::look_through(&mut search, options, root.display().to_string(), watch)
     }
 
-    /// Finds the files of `paths` that `search` has not seen yet, and notes in it what is passed over.
+    /// Finds the files of `paths` that `search` has not seen yet, and notes skipped files in it.
     fn search(
         search: &mut Search<'_>,
         paths: &[String],
@@ -138,7 +138,7 @@ impl Sources {
     ) -> Result<Self, DataError> {
         let candidates = std::mem::take(&mut search.candidates);
         let size = |candidate: &Candidate| {
-            Stamp::of(&candidate.path, candidate.spool.as_deref()).map_or(0, |stamp| stamp.num_bytes)
+            Stamp::new(&candidate.path, candidate.spool.as_deref()).map_or(0, |stamp| stamp.num_bytes)
         };
         let total = candidates.iter().map(size).sum();
         let pass = Pass::new(watch, ReadPhase::Looking, candidates.len(), total);
@@ -165,29 +165,29 @@ impl Sources {
             return Ok(Self { files, text_field: options.text_field.clone(), place, watch: watch.clone() });
         }
         let skipped = search.notes.line().map_or_else(String::new, |line| format!(": {line}"));
-        // Files that are named are passed over only if they are empty.
+        // Named files are skipped only if they are empty.
         Err(empty.map_or(DataError::NoText { place, skipped }, |path| DataError::Empty { path }))
     }
 
-    /// The name of this data for a user: the paths as given, or the checkout.
+    /// Returns the name of this data for a user: the paths as given, or the checkout.
     #[must_use]
     pub fn describe(&self) -> String {
         self.place.clone()
     }
 
-    /// Number of files.
+    /// Returns the number of files.
     #[must_use]
     pub fn num_files(&self) -> usize {
         self.files.len()
     }
 
-    /// Size of the files on disk, in bytes.
+    /// Returns the size of the files on disk, in bytes.
     #[must_use]
     pub fn num_bytes(&self) -> u64 {
         self.files.iter().map(|file| file.stamp.num_bytes).sum()
     }
 
-    /// A hash of all documents. The names of files have no part in it.
+    /// Returns a hash of all documents. It does not depend on the names of files.
     #[must_use]
     pub fn hash(&self) -> u128 {
         let mut hasher = Xxh3::new();
@@ -199,18 +199,18 @@ impl Sources {
         hasher.digest128()
     }
 
-    /// The names of the files.
+    /// Returns the names of the files.
     pub(super) fn paths(&self) -> Vec<&Path> {
         self.files.iter().map(|file| &*file.path).collect()
     }
 
-    /// The watch that is told how far reading is.
+    /// Returns the watch, which is told the progress of reading.
     #[must_use]
     pub fn watch(&self) -> &Watch {
         &self.watch
     }
 
-    /// Calls `visit` with every piece of every document, until it breaks. Returns what was passed over of rows.
+    /// Calls `visit` with every piece of every document, until it breaks. Returns notes on skipped rows.
     pub fn for_each<F>(&self, visit: F) -> Result<Notes, DataError>
     where
         F: FnMut(Piece<'_>) -> Result<ControlFlow<()>, DataError>,
@@ -227,7 +227,7 @@ impl Sources {
         for file in &self.files {
             let before = pass.num_bytes_done();
             let SourceFile { path, spool, format, stamp, .. } = file;
-            // What there is to tell of plain text was told when it was looked through.
+            // Notes on plain text were already reported when the file was examined.
             let notes = if *format == Format::Text { &told } else { &notes };
             let input = Input { path, spool: spool.as_deref(), field: &self.text_field, pass: &pass, notes };
             let flow = match format {
@@ -240,7 +240,7 @@ impl Sources {
             if flow?.is_break() {
                 break;
             }
-            if Stamp::of(path, spool.as_deref())? != *stamp {
+            if Stamp::new(path, spool.as_deref())? != *stamp {
                 return Err(DataError::Changed { path: path.clone() });
             }
             pass.end_file(before, stamp.num_bytes);
@@ -248,11 +248,11 @@ impl Sources {
         Ok(notes.into_inner())
     }
 
-    /// Text to train a tokenizer on: about `max_bytes`, taken evenly from all pieces when there is more.
+    /// Returns text to train a tokenizer on: about `max_bytes`, taken evenly from all pieces if there is more.
     pub fn sample_texts(&self, max_bytes: u64) -> Result<Vec<String>, DataError> {
         let mut texts = Vec::new();
         let (mut seen, mut kept) = (0u64, 0u64);
-        // Compressed files hold more than this, which takes more of their beginning; the bound holds all the same.
+        // Compressed files hold more text, of which a larger part of the beginning is taken; the limit still holds.
         let share = (max_bytes as f64 / self.num_bytes().max(1) as f64).min(1.0);
         self.read_all(ReadPhase::Sampling, |piece| {
             if kept as f64 <= seen as f64 * share {
@@ -266,7 +266,7 @@ impl Sources {
     }
 }
 
-/// Why a file that was looked at is passed over. What is wrong with a file that the user named is an error.
+/// Returns the reason to skip a file that was examined. A problem with a file that the user named is an error.
 fn reason_to_pass_over(looked: Result<SourceFile, DataError>, named: bool) -> Result<Note, DataError> {
     match looked {
         Ok(_) => Ok(Note::Empty),
@@ -277,7 +277,7 @@ fn reason_to_pass_over(looked: Result<SourceFile, DataError>, named: bool) -> Re
     }
 }
 
-/// Reads a file through once: what it is, whether it is text, and its hash.
+/// Reads a file once to find its format, whether it is text, and its hash.
 fn look_at(
     candidate: &Candidate,
     options: &TextOptions,
@@ -287,7 +287,7 @@ fn look_at(
     let Candidate { path, spool, named } = candidate;
     let field = &options.text_field;
     let input = Input { path, spool: spool.as_deref(), field, pass, notes };
-    let mut stamp = Stamp::of(path, input.spool)?;
+    let mut stamp = Stamp::new(path, input.spool)?;
     let format = if stamp.num_bytes == 0 { Format::Text } else { format_of(input, options.format, *named)? };
     let mut hasher = Xxh3::new();
     if format == Format::Text {
@@ -325,9 +325,9 @@ fn hash_raw(input: Input<'_>, hasher: &mut Xxh3) -> Result<(), DataError> {
     }
 }
 
-/// Finds the format as the setting says, or by the name, without an ending that tells the compression; Parquet, and what comes through a pipe, by the
-/// content. Files
-/// that may be tables but lack the text column are text, unless the user named them.
+/// Returns the format: as set, or by the name without an extension of compression. Parquet files and pipes are
+/// recognised by their content. Files that may be tables but lack the text column are plain text, unless the user
+/// named them.
 fn format_of(input: Input<'_>, asked: DataFormat, named: bool) -> Result<Format, DataError> {
     let format = match asked {
         DataFormat::Text => return Ok(Format::Text),
@@ -336,7 +336,7 @@ fn format_of(input: Input<'_>, asked: DataFormat, named: bool) -> Result<Format,
         DataFormat::Parquet => Format::Parquet,
         DataFormat::Auto => return guess(input, named),
     };
-    // What is compressed or packed in other ways is told now, as for text.
+    // An unsupported compression or archive is reported now, as for text.
     if format != Format::Parquet {
         decode::open(input)?;
     }
@@ -346,7 +346,7 @@ fn format_of(input: Input<'_>, asked: DataFormat, named: bool) -> Result<Format,
 fn guess(input: Input<'_>, named: bool) -> Result<Format, DataError> {
     let name = input.path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
     let name = [".gz", ".gzip", ".zst", ".zstd"].iter().fold(&*name, |name, end| name.trim_end_matches(end));
-    // Another look has no part in what is told.
+    // A second look must not add notes.
     let (apart, quiet) = (RefCell::default(), input.pass.quiet());
     let look = Input { notes: &apart, pass: &quiet, ..input };
     let mut magic = Vec::new();
@@ -354,7 +354,7 @@ fn guess(input: Input<'_>, named: bool) -> Result<Format, DataError> {
     if name.ends_with(".parquet") || (read.is_ok() && magic == parquet::MAGIC) {
         return Ok(Format::Parquet);
     }
-    // A pipe has no name that tells: rows of objects are told by the first of them.
+    // A pipe has no name: rows of objects are recognised by the first of them.
     if input.spool.is_some() && json::begins_as_rows(look)? && json::survey(look)? == json::Survey::Rows {
         return Ok(Format::Json);
     }

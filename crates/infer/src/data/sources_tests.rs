@@ -2,7 +2,7 @@ use std::io::Write;
 
 use super::*;
 
-/// A folder of files, and what comes of naming paths in it.
+/// A folder of files, with the results of naming paths in it.
 struct Folder(tempfile::TempDir);
 
 impl Folder {
@@ -25,7 +25,7 @@ impl Folder {
         Sources::find(&TextOptions { paths, ..TextOptions::default() }, &Watch::default())
     }
 
-    /// The line that tells what is passed over, with paths relative to the folder.
+    /// Returns the line about skipped files, with paths relative to the folder.
     fn line(&self, names: &[&str]) -> String {
         let watch = Watch::default();
         let mut search = Search::new(&watch);
@@ -38,7 +38,7 @@ impl Folder {
         documents(&self.find(names).unwrap())
     }
 
-    /// The message, with paths relative to the folder.
+    /// Returns the error message, with paths relative to the folder.
     fn error(&self, names: &[&str]) -> String {
         let message = match self.find(names) {
             Ok(sources) => sources.for_each(|_| Ok(ControlFlow::Continue(()))).unwrap_err(),
@@ -89,9 +89,9 @@ fn folders_are_walked_by_name_and_what_is_passed_over_is_counted() {
     assert_eq!(folder.documents(&["d"]), ["z", "b", "runs", "target"]);
     assert_eq!(
         folder.line(&["d"]),
-        "1 file passed over: not UTF-8 (d/latin1.txt); 1 file passed over: binary (d/picture.png); \
-         1 file passed over: a format that is not read (d/x.zip); 1 hidden file or folder passed over (d/.hidden); \
-         3 folders passed over: made by programs (first: d/build); 1 empty file (d/empty.txt)"
+        "1 file skipped: not UTF-8 (d/latin1.txt); 1 file skipped: binary (d/picture.png); \
+         1 file skipped: an unsupported format (d/x.zip); 1 hidden file or folder skipped (d/.hidden); \
+         3 folders skipped: made by programs (first: d/build); 1 empty file (d/empty.txt)"
     );
 }
 
@@ -102,7 +102,7 @@ fn globs_match_and_files_come_once() {
     assert_eq!(folder.documents(&["[x].txt"]), ["x"]);
 }
 
-/// The beginning of a tar archive.
+/// Returns the beginning of a tar archive.
 fn tar() -> Vec<u8> {
     let mut header = vec![0; 512];
     header[..5].copy_from_slice(b"a.txt");
@@ -155,7 +155,7 @@ fn linked_folders_are_read_unless_they_lead_back() {
     assert_eq!(folder.documents(&["d"]), ["z", "y"]);
     assert_eq!(
         folder.line(&["d"]),
-        "1 linked folder passed over: leads back (d/up); 1 link passed over: leads nowhere (d/dangling); \
+        "1 linked folder skipped: leads back (d/up); 1 link skipped: leads nowhere (d/dangling); \
          1 file named more than once is read once (d/y.txt)"
     );
 }
@@ -262,15 +262,18 @@ fn bad_input_is_named() {
         ("cut.txt.zst", "cut.txt.zst: cannot be read: "),
         ("bad.jsonl", "bad.jsonl:1: no field \"text\" (fields: none); data.text_field names the one to use"),
         ("bad.parquet", "bad.parquet: not a readable Parquet file: "),
-        ("none", "none: no text found: 1 file passed over: not UTF-8 (none/latin1.txt); 1 hidden file"),
+        ("none", "none: no text found: 1 file skipped: not UTF-8 (none/latin1.txt); 1 hidden file"),
         (
             "text.xz",
-            "text.xz: is compressed by xz, which is not read; decompress it, or compress it by gzip or zstd instead",
+            "text.xz: is compressed by xz, which is not supported; decompress it, or compress it by gzip or zstd instead",
         ),
-        ("text.bz2", "text.bz2: is compressed by bzip2, which is not read; decompress it"),
-        ("text.zip", "text.zip: is a zip archive, which is not read; unpack it and name the folder"),
-        ("text.tar.gz", "text.tar.gz: is a tar archive, which is not read; unpack it and name the folder"),
-        ("lfs.jsonl", "lfs.jsonl: is a pointer of Git LFS, not the data, which is not read; `git lfs pull` fetches"),
+        ("text.bz2", "text.bz2: is compressed by bzip2, which is not supported; decompress it"),
+        ("text.zip", "text.zip: is a zip archive, which is not supported; unpack it and name the folder"),
+        ("text.tar.gz", "text.tar.gz: is a tar archive, which is not supported; unpack it and name the folder"),
+        (
+            "lfs.jsonl",
+            "lfs.jsonl: is a pointer of Git LFS, not the data, which is not supported; `git lfs pull` fetches",
+        ),
         ("table.csv", "table.csv: no column \"text\" (columns: id, body); data.text_field names the one to use, "),
         ("*.pdf", "*.pdf: matches no file"),
         ("a[", "a[: not a glob: "),
@@ -313,7 +316,7 @@ fn a_checkout_is_found_from_within() {
         ("runs/1/log.txt", b"no"),
     ]);
     let sources =
-        Sources::of_checkout(&folder.0.path().join("crates/x"), &TextOptions::default(), &Watch::default()).unwrap();
+        Sources::from_checkout(&folder.0.path().join("crates/x"), &TextOptions::default(), &Watch::default()).unwrap();
     assert_eq!(documents(&sources), ["readme", "toml", "lib"]);
 }
 

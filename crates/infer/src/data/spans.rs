@@ -1,31 +1,39 @@
-//! Span corruption, the task that T5 and Switch Transformers are trained on first (Raffel et al., 1910.10683, section 3.1.4):
-//! of a text some spans are left out, a sentinel in the place of each, and the spans are to be found from the rest.
+//! Span corruption, the first training task of T5 and Switch Transformers (Raffel et al., 1910.10683, section 3.1.4):
+//! spans of a text are replaced by sentinels, and the model predicts them from the rest.
 //!
-//! The number of tokens and spans left out depends on the length of the text alone, so that texts of equal length make pairs
-//! of equal lengths; which ones is random.
+//! The number of removed tokens and spans depends only on the length of the text, so that texts of equal length make
+//! pairs of equal lengths. Their positions are random.
 
 use moeworks_model::{ModelConfig, Tokenizer};
 use moeworks_tensor::{Purpose, Random};
 
-use super::{Batch, DataError, TokenStore};
+use super::{Batch, TokenStore};
 
-/// The share of tokens that is left out.
+/// The share of tokens that is removed.
 const DENSITY: f64 = 0.15;
 /// The mean length of a span.
 const MEAN_SPAN: f64 = 3.0;
 
-/// The ids that mark what was left out.
+/// The error of a tokenizer without the tokens of span corruption, which a model with an encoder is trained by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the tokenizer has no {missing}: it must be T5's")]
+pub struct SpanTokensError {
+    /// The tokens that it lacks.
+    pub missing: &'static str,
+}
+
+/// The token ids of span corruption.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpanRule {
-    /// Stand for the spans, in their order; at least one.
+    /// The ids that replace the spans, in order; at least one.
     pub sentinels: Vec<u32>,
-    /// Ends sources and answers.
+    /// The id that ends sources and answers.
     pub eos: u32,
-    /// The token that a model reads before it writes an answer.
+    /// The id that the decoder reads first.
     pub start: u32,
 }
 
-/// The lengths of a source and an answer made of a text.
+/// The lengths of the source and the answer made from a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpanLengths {
     num_left_out: usize,
@@ -37,21 +45,20 @@ pub struct SpanLengths {
 }
 
 impl SpanRule {
-    /// The rule by which a model of `config` is trained and evaluated if it has an encoder; fails if `tokenizer` lacks the tokens
-    /// for it.
-    pub fn of(config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Option<Self>, DataError> {
+    /// Returns the rule for a model of `config`; `None` without an encoder. Fails if `tokenizer` lacks the tokens.
+    pub fn from_config(config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Option<Self>, SpanTokensError> {
         let Some(encoder) = &config.variant.encoder else { return Ok(None) };
         let sentinels = tokenizer.sentinels().to_vec();
         if sentinels.is_empty() {
-            let missing = "<extra_id_0>, <extra_id_1>, ..., which stand for what is left out of a text";
-            return Err(DataError::NoSpans { missing });
+            let missing = "<extra_id_0>, <extra_id_1>, ..., which replace removed spans";
+            return Err(SpanTokensError { missing });
         }
         let missing = "token that ends a text, such as </s>";
-        let eos = tokenizer.eos_id().ok_or(DataError::NoSpans { missing })?;
+        let eos = tokenizer.eos_id().ok_or(SpanTokensError { missing })?;
         Ok(Some(Self { sentinels, eos, start: encoder.start_id }))
     }
 
-    /// The lengths of what a text of `len` tokens becomes, at least 2.
+    /// Returns the lengths of source and answer for a text of `len` tokens, at least 2.
     #[must_use]
     pub fn lengths(&self, len: usize) -> SpanLengths {
         let num_left_out = ((len as f64 * DENSITY).round() as usize).clamp(1, len - 1);
@@ -63,7 +70,7 @@ impl SpanRule {
 }
 
 impl Batch {
-    /// Adds a pair made of the text `window`, which is as long as the others.
+    /// Adds the pair made from the text `window`, which must be as long as the others.
     pub fn push_spans(&mut self, window: &[u32], rule: &SpanRule, random: &Random) {
         let SpanPair { source, answer } = leave_out_spans(window, rule, random);
         self.sources.extend(source);
@@ -75,8 +82,9 @@ impl Batch {
     }
 }
 
-/// Spans left out of each window of `seq_len` of `tokens`, at least 2, in batches of at most `batch_size` windows. They are
-/// the same every time. The last window may be shorter, and is then a batch of its own; a last token alone makes none.
+/// Iterates over the windows of `seq_len` (at least 2) of `tokens` with spans removed, in batches of at most
+/// `batch_size`. The result is the same every time. The last window may be shorter and is then a batch of its own; a
+/// last single token is left out.
 pub fn span_batches<'a>(
     tokens: &'a TokenStore,
     seq_len: usize,
@@ -101,14 +109,15 @@ pub fn span_batches<'a>(
 /// A source and its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpanPair {
-    /// The text with a sentinel for each span left out, and the end of text.
+    /// The text with a sentinel for each removed span, and the end of text.
     pub source: Vec<u32>,
-    /// Each sentinel and its span, and the end of text.
+    /// Each sentinel with its span, and the end of text.
     pub answer: Vec<u32>,
 }
 
-/// Leaves 15% of `tokens` out, in spans of 3 on average, and of at least one token each; the text begins with a token that
-/// stays and ends with one that is left out, as in T5. There are at least two tokens; with few sentinels spans are longer.
+/// Removes 15% of `tokens`, in spans of 3 tokens on average and at least one each. The text begins with a token that
+/// stays and ends with one that is removed, as in T5. There must be at least two tokens; with few sentinels spans are
+/// longer.
 #[must_use]
 pub fn leave_out_spans(tokens: &[u32], rule: &SpanRule, random: &Random) -> SpanPair {
     let SpanRule { sentinels, eos, .. } = rule;
@@ -133,9 +142,10 @@ pub fn leave_out_spans(tokens: &[u32], rule: &SpanRule, random: &Random) -> Span
     pair
 }
 
-/// `count` lengths of at least 1 that add up to `total`, each division equally likely. Draws from `position` on.
+/// Returns `count` lengths of at least 1 with the sum `total`, each division equally likely. Draws from `position`
+/// on.
 fn random_lengths(total: usize, count: usize, random: &Random, position: u64) -> Vec<usize> {
-    // Where one ends and the next begins: some of the places between neighbours.
+    // The borders between lengths are random positions between neighbours.
     let mut places: Vec<usize> = (1..total).collect();
     for i in 0..count - 1 {
         let other = i + random.below(position + i as u64, (places.len() - i) as u64) as usize;

@@ -13,7 +13,7 @@ fn pair(tokens: &[u32], sentinels: &[u32], seed: u64) -> SpanPair {
     pair
 }
 
-/// Sentinels as T5 numbers them, from the end of the vocabulary down.
+/// Returns sentinels as T5 numbers them, from the end of the vocabulary down.
 fn sentinels(count: u32) -> Vec<u32> {
     (0..count).map(|i| 1_000_000 - i).collect()
 }
@@ -22,7 +22,7 @@ fn random(seed: u64) -> Random {
     Random::new(seed, Purpose::Spans, 0)
 }
 
-/// The text that a pair came from.
+/// Restores the text of a pair.
 fn joined(pair: &SpanPair, sentinels: &[u32]) -> Vec<u32> {
     let mut answer = &pair.answer[..pair.answer.len() - 1];
     let mut text = Vec::new();
@@ -40,7 +40,7 @@ fn joined(pair: &SpanPair, sentinels: &[u32]) -> Vec<u32> {
     text
 }
 
-/// T5's own numbers for a text of 512 tokens: 77 left out in 26 spans.
+/// T5's own numbers for a text of 512 tokens: 77 removed in 26 spans.
 #[test]
 fn as_many_tokens_are_left_out_as_in_t5() {
     let tokens: Vec<u32> = (10..522).collect();

@@ -1,4 +1,4 @@
-//! Text that comes through a pipe: kept in a nameless temporary file, because data is read twice.
+//! Text from a pipe, stored in an unnamed temporary file, because data is read twice.
 
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read, Write};
@@ -8,16 +8,16 @@ use std::path::Path;
 use super::watch::{Pass, ReadPhase, Watch};
 use super::{DataError, decode};
 
-/// The path that stands for standard input.
+/// The path that means standard input.
 pub const STDIN: &str = "-";
 
-/// Whether a path of the user's is standard input, perhaps with a weight.
+/// Returns whether a user's path is standard input, possibly with a weight.
 #[must_use]
 pub fn is_stdin(path: &str) -> bool {
     path.strip_prefix(STDIN).is_some_and(|rest| rest.is_empty() || rest.starts_with('='))
 }
 
-/// Whether a path of the user's can be read only once, in this process: standard input, or a pipe that a shell opened.
+/// Returns whether a user's path can be read only once, by this process: standard input, or a pipe opened by a shell.
 #[must_use]
 pub fn is_piped(path: &str) -> bool {
     is_stdin(path) || is_open_pipe(Path::new(path.rsplit_once('=').map_or(path, |(path, _)| path)))
@@ -26,14 +26,14 @@ pub fn is_piped(path: &str) -> bool {
 /// The name of standard input in messages.
 pub(super) const STDIN_NAME: &str = "standard input";
 
-/// Whether `path` is a pipe that this process was started with, such as `/dev/stdin` or what a shell makes of `<(command)`.
-/// Opening it waits for nobody.
+/// Returns whether `path` is a pipe that this process was started with, such as `/dev/stdin` or a shell's
+/// `<(command)`. Opening it does not block.
 pub(super) fn is_open_pipe(path: &Path) -> bool {
     let is_own = ["/dev/fd", "/dev/stdin", "/proc/self/fd"].iter().any(|start| path.starts_with(start));
     is_own && fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_fifo())
 }
 
-/// The whole of standard input.
+/// Reads all of standard input.
 pub(super) fn read_stdin(watch: &Watch) -> Result<File, DataError> {
     if io::stdin().is_terminal() {
         let source = io::Error::other("it is a terminal; pipe a text in, or name a file");
@@ -42,7 +42,7 @@ pub(super) fn read_stdin(watch: &Watch) -> Result<File, DataError> {
     spool(Path::new(STDIN_NAME), io::stdin().lock(), watch)
 }
 
-/// All that comes through the pipe at `path`.
+/// Reads all of the pipe at `path`.
 pub(super) fn read_pipe(path: &Path, watch: &Watch) -> Result<File, DataError> {
     let pipe = File::open(path).map_err(|source| decode::unreadable(path, source))?;
     spool(path, pipe, watch)

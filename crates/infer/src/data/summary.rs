@@ -1,17 +1,17 @@
-//! Figures of data that was read.
+//! Figures of the data that was read.
 
 use std::fmt;
 
-/// Figures of data that was read.
+/// Figures of the data that was read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadSummary {
-    /// Files that hold documents.
+    /// The number of files with documents.
     pub num_files: usize,
-    /// Documents: text files, and rows with a text.
+    /// The number of documents: text files, and rows with a text.
     pub num_documents: u64,
-    /// Bytes of their text.
+    /// The bytes of their text.
     pub num_text_bytes: u64,
-    /// Their tokens.
+    /// The number of their tokens.
     pub num_tokens: u64,
 }
 

@@ -8,23 +8,23 @@ use super::input::Input;
 use super::sources::Visit;
 use super::{DataError, Piece, decode};
 
-/// Bytes of a piece: much more than a token, much less than memory.
+/// The bytes of a piece: many tokens, but little memory.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Bytes before the end of a piece in which a good place to cut is looked for.
+/// The bytes at the end of a piece in which a good place to cut is searched.
 const CUT_BYTES: usize = 1 << 16;
 
-/// A file with a NUL so early is no text.
+/// The first bytes of a file in which a NUL means that it is not text.
 const BINARY_BYTES: usize = 1024;
 
 pub(super) const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// Reads a text file as one document. The mark of byte order at the start is left out; line ends stay as they are.
+/// Reads a text file as one document. The byte order mark at the start is left out; line ends are kept.
 pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
     let path = input.path;
     let mut reader = decode::open_text(input)?;
     let mut buffer = Vec::with_capacity(PIECE_BYTES);
-    // Bytes of the content before the buffer.
+    // The position of the buffer in the content.
     let mut offset = 0u64;
     loop {
         let at_end = fill(path, &mut reader, &mut buffer)?;
@@ -54,7 +54,7 @@ pub(super) fn read(input: Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlo
     }
 }
 
-/// Gives a document that is in memory to `visit`, in pieces if it is long. An empty one is none.
+/// Passes a document in memory to `visit`, in pieces if it is long. An empty one is skipped.
 pub(super) fn give(mut text: &str, input: &Input<'_>, visit: &mut Visit<'_>) -> Result<ControlFlow<()>, DataError> {
     let path = input.path;
     while text.len() > PIECE_BYTES {
@@ -67,7 +67,7 @@ pub(super) fn give(mut text: &str, input: &Input<'_>, visit: &mut Visit<'_>) -> 
     if text.is_empty() { Ok(ControlFlow::Continue(())) } else { visit(Piece { text, ends_document: true, path }) }
 }
 
-/// Fills the buffer up to the size of a piece; whether the content ends with it.
+/// Fills the buffer to the size of a piece. Returns whether the content ends there.
 fn fill(path: &Path, reader: &mut dyn Read, buffer: &mut Vec<u8>) -> Result<bool, DataError> {
     let mut filled = buffer.len();
     buffer.resize(PIECE_BYTES, 0);
@@ -83,7 +83,7 @@ fn fill(path: &Path, reader: &mut dyn Read, buffer: &mut Vec<u8>) -> Result<bool
     Ok(filled < PIECE_BYTES)
 }
 
-/// The text in the buffer, up to a character that the end of the buffer cuts.
+/// Returns the text in the buffer, without a character that the end of the buffer cuts.
 fn valid_text<'b>(path: &Path, buffer: &'b [u8], offset: u64, at_end: bool) -> Result<&'b str, DataError> {
     match std::str::from_utf8(buffer) {
         Ok(text) => Ok(text),
@@ -94,9 +94,9 @@ fn valid_text<'b>(path: &Path, buffer: &'b [u8], offset: u64, at_end: bool) -> R
     }
 }
 
-/// Returns the best place to cut a full piece, so that a tokenizer that works word by word gives the tokens that it would give to the
-/// whole: before a single space between letters, else after a line end, else between characters. Always more than 0 and
-/// less than the length, so that the last piece is never empty.
+/// Returns the best place to cut a full piece, so that a tokenizer that works word by word gives the same tokens as
+/// for the whole: before a single space between letters, otherwise after a line end, otherwise between characters. It
+/// is above 0 and below the length, so that the last piece is never empty.
 fn cut_before(text: &str) -> usize {
     let bytes = text.as_bytes();
     let from = bytes.len().saturating_sub(CUT_BYTES).max(1);

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::super::input::with_input;
 use super::*;
 
-/// The pieces of a file with this content.
+/// Returns the pieces of a file with this content.
 fn pieces(content: &[u8]) -> Result<Vec<(String, bool)>, DataError> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.txt");
@@ -20,7 +20,7 @@ fn pieces(content: &[u8]) -> Result<Vec<(String, bool)>, DataError> {
     flow.map(|_| pieces)
 }
 
-/// Text of more than two pieces, whose characters of several bytes stand across every possible border.
+/// Returns text of more than two pieces whose multibyte characters cross every possible border.
 fn long_text(word: &str, shift: usize) -> String {
     let mut text = "x".repeat(shift);
     while text.len() < 2 * PIECE_BYTES + 1000 {

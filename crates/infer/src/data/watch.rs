@@ -1,4 +1,4 @@
-//! Reading that can be followed and stopped: it takes minutes where data is large.
+//! Progress and interruption of reading, which takes minutes for large data.
 
 use std::cell::Cell;
 use std::fmt;
@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::{DataError, Notes};
 
-/// Who is told how far reading is.
+/// The callback that gets the progress of reading.
 type Listener = Arc<dyn Fn(ReadProgress) + Send + Sync>;
 
-/// A companion of all reading: says whether to stop and where tokens are kept, and is told how far it is.
+/// A companion of all reading: it says when to stop and where tokens are cached, and gets the progress.
 #[derive(Clone, Default)]
 pub struct Watch {
     stop: Arc<AtomicBool>,
@@ -28,38 +28,39 @@ impl fmt::Debug for Watch {
 }
 
 impl Watch {
-    /// Reading ends with [`DataError::Stopped`] soon after `stop` is set.
+    /// Makes a watch by which reading ends with [`DataError::Stopped`] soon after `stop` is set.
     #[must_use]
     pub fn new(stop: Arc<AtomicBool>) -> Self {
         Self { stop, ..Self::default() }
     }
 
-    /// Calls `listener` with each advance, many times a second.
+    /// Sets a listener for progress, which is called many times a second.
     #[must_use]
     pub fn with_listener(self, listener: impl Fn(ReadProgress) + Send + Sync + 'static) -> Self {
         Self { listener: Some(Arc::new(listener)), ..self }
     }
 
-    /// Keeps tokens in `folder`, the program's in the user's cache folder, where no setting names another; none if there is none.
+    /// Sets the program's folder in the user's cache folder, where tokens are cached unless a setting names another
+    /// folder; `None` if there is none.
     #[must_use]
     pub fn with_user_cache(self, folder: Option<PathBuf>) -> Self {
         Self { user_cache: folder, ..self }
     }
 
-    /// The program's folder in the user's cache folder.
+    /// Returns the program's folder in the user's cache folder.
     #[must_use]
     pub fn user_cache(&self) -> Option<&Path> {
         self.user_cache.as_deref()
     }
 
-    /// A watch by which reading stops like this one, and which is told nothing and warns of nothing: that of ranks which read
-    /// what another one has read.
+    /// Returns a watch that stops as this one does, but gets no progress and logs no warnings: for ranks that read
+    /// the same data as another rank.
     #[must_use]
     pub fn silent(&self) -> Self {
         Self { listener: None, is_silent: true, ..self.clone() }
     }
 
-    /// Warns of `notes`, unless another rank does.
+    /// Logs a warning about `notes`, unless another rank does.
     pub fn warn(&self, notes: &Notes) {
         if !self.is_silent {
             notes.warn();
@@ -70,7 +71,7 @@ impl Watch {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// An error if reading is to stop.
+    /// Fails if reading is to stop.
     pub(super) fn check(&self) -> Result<(), DataError> {
         if self.is_stopped() { Err(DataError::Stopped) } else { Ok(()) }
     }
@@ -79,34 +80,34 @@ impl Watch {
 /// A pass over the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadPhase {
-    /// Text from a pipe is stored; nobody knows how much will come.
+    /// Text from a pipe is stored; its size is unknown.
     Piped,
-    /// Files are looked through: whether they are text, and whether their tokens are known.
+    /// Files are examined: whether they are text, and whether their tokens are cached.
     Looking,
-    /// Texts are taken for a tokenizer to learn from.
+    /// Text is sampled to train a tokenizer.
     Sampling,
-    /// Texts become tokens.
+    /// Text is tokenised.
     Tokenising,
 }
 
-/// The state of a pass over the data. Bytes are those of files as they are on disk.
+/// The progress of a pass over the data. Bytes are those of files on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadProgress {
     /// The pass.
     pub phase: ReadPhase,
-    /// Files done.
+    /// The number of files done.
     pub num_files_done: usize,
-    /// Files in all.
+    /// The number of all files.
     pub num_files: usize,
-    /// Bytes done.
+    /// The bytes done.
     pub num_bytes_done: u64,
-    /// Bytes in all; 0 if nobody knows.
+    /// The bytes of all files; 0 if unknown.
     pub num_bytes: u64,
-    /// Whether the pass is over.
+    /// True if the pass is over.
     pub is_over: bool,
 }
 
-/// A pass that is under way.
+/// A pass in progress.
 pub(super) struct Pass<'w> {
     watch: &'w Watch,
     progress: Cell<ReadProgress>,
@@ -120,7 +121,7 @@ impl<'w> Pass<'w> {
         Self { watch, progress: Cell::new(progress), is_quiet: false }
     }
 
-    /// A pass that can be stopped like this one and tells nobody how far it is.
+    /// Returns a pass that stops as this one does and reports no progress.
     pub(super) fn quiet(&self) -> Self {
         Self { watch: self.watch, progress: self.progress.clone(), is_quiet: true }
     }
@@ -139,14 +140,15 @@ impl<'w> Pass<'w> {
         self.set(ReadProgress { num_bytes_done: progress.num_bytes_done + num_bytes, ..progress });
     }
 
-    /// Counts a file of `num_bytes` as done, however much of it was read, with those before it `num_bytes_before`.
+    /// Counts a file of `num_bytes` as done, even if it was read only in part. `num_bytes_before` is the size of
+    /// those before.
     pub(super) fn end_file(&self, num_bytes_before: u64, num_bytes: u64) {
         let progress = self.progress.get();
         let num_bytes_done = num_bytes_before + num_bytes;
         self.set(ReadProgress { num_files_done: progress.num_files_done + 1, num_bytes_done, ..progress });
     }
 
-    /// Bytes done.
+    /// Returns the bytes done.
     pub(super) fn num_bytes_done(&self) -> u64 {
         self.progress.get().num_bytes_done
     }
@@ -165,7 +167,7 @@ impl Drop for Pass<'_> {
     }
 }
 
-/// A reader whose bytes are counted, and which fails once reading is to stop.
+/// A reader that counts its bytes, and fails once reading is to stop.
 pub(super) struct Watched<'p, R> {
     pub(super) reader: R,
     pub(super) pass: &'p Pass<'p>,

@@ -1,10 +1,10 @@
-//! Paths with a weight, from which training draws in proportion.
+//! Paths with a weight, in proportion to which training draws from them.
 
 use std::path::Path;
 
 use super::{DataError, STDIN};
 
-/// A path of the user's, perhaps with a weight, such as `books=0.3`.
+/// A user's path, possibly with a weight, such as `books=0.3`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct WeightedPath<'p> {
     /// The path.
@@ -14,10 +14,10 @@ pub struct WeightedPath<'p> {
 }
 
 impl<'p> WeightedPath<'p> {
-    /// Reads a path as it is given. One that exists as it is has no weight.
+    /// Parses a path as given. If the whole text is an existing path it has no weight.
     ///
     /// # Errors
-    /// If its weight is no number above 0.
+    /// Fails if the weight is not a number above 0.
     pub fn parse(given: &'p str) -> Result<Self, DataError> {
         let whole = Ok(Self { path: given, weight: None });
         if Path::new(given).exists() {
@@ -26,7 +26,7 @@ impl<'p> WeightedPath<'p> {
         let Some((path, number)) = given.rsplit_once('=').filter(|(path, _)| !path.is_empty()) else { return whole };
         match number.trim().parse::<f64>() {
             Ok(weight) if weight > 0.0 && weight.is_finite() => Ok(Self { path, weight: Some(weight) }),
-            // Not a weight, but a part of a name that does not exist.
+            // The text after = is not a weight, but part of a name that does not exist.
             Err(_) if path != STDIN && !Path::new(path).exists() => whole,
             _ => {
                 let problem = "its weight, behind the last =, must be a number above 0, such as 0.3".into();
@@ -36,7 +36,7 @@ impl<'p> WeightedPath<'p> {
     }
 }
 
-/// Whether a path of the user's has a weight, be it a wrong one.
+/// Returns whether a user's path has a weight, valid or not.
 pub(super) fn has_weight(given: &str) -> bool {
     !matches!(WeightedPath::parse(given), Ok(WeightedPath { weight: None, .. }))
 }

@@ -1,4 +1,4 @@
-//! UTF-16 and UTF-32 as UTF-8. Windows programs write UTF-16, and a mark at the start tells it.
+//! Conversion of UTF-16 and UTF-32 to UTF-8. Windows programs write UTF-16, which a byte order mark tells.
 
 use std::io::{self, Read};
 
@@ -10,8 +10,8 @@ pub(super) struct Wide {
 }
 
 impl Wide {
-    /// The encoding that the mark of byte order at the start of a file tells, and the length of the mark.
-    pub(super) fn of(start: &[u8]) -> Option<(Self, usize)> {
+    /// Returns the encoding that the byte order mark at the start of a file tells, and the length of the mark.
+    pub(super) fn detect(start: &[u8]) -> Option<(Self, usize)> {
         let wide = |unit_bytes, is_big_endian| Some((Self { unit_bytes, is_big_endian }, unit_bytes));
         match start {
             [0xff, 0xfe, 0, 0, ..] => wide(4, false),
@@ -28,11 +28,11 @@ impl Wide {
     }
 }
 
-/// Reads text of a wide encoding, without its mark, as UTF-8. What is no character becomes U+FFFD.
+/// A reader that converts text of a wide encoding, without its mark, to UTF-8. Invalid characters become U+FFFD.
 pub(super) struct Narrow<R> {
     reader: R,
     wide: Wide,
-    /// Bytes that are read and not yet turned into text.
+    /// Bytes that are read and not yet converted.
     rest: Vec<u8>,
     text: Vec<u8>,
     given: usize,
@@ -43,7 +43,7 @@ impl<R: Read> Narrow<R> {
         Self { reader, wide, rest: Vec::new(), text: Vec::new(), given: 0 }
     }
 
-    /// Turns what is there into text, but for a character that may go on.
+    /// Converts the buffered bytes, except a character that may continue.
     fn turn(&mut self, is_end: bool) {
         let (size, wide) = (self.wide.unit_bytes, self.wide);
         let whole = self.rest.len() / size;

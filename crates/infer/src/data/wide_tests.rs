@@ -1,6 +1,6 @@
 use super::*;
 
-/// A reader that gives a byte at a time.
+/// A reader that returns one byte at a time.
 struct Slow<'a>(&'a [u8]);
 
 impl Read for Slow<'_> {
@@ -13,7 +13,7 @@ impl Read for Slow<'_> {
 }
 
 fn narrow(content: &[u8]) -> String {
-    let (wide, mark) = Wide::of(content).expect("a mark");
+    let (wide, mark) = Wide::detect(content).expect("a mark");
     let mut texts = ["", ""].map(str::to_owned);
     Narrow::new(&content[mark..], wide).read_to_string(&mut texts[0]).unwrap();
     Narrow::new(Slow(&content[mark..]), wide).read_to_string(&mut texts[1]).unwrap();
@@ -40,6 +40,6 @@ fn what_is_no_character_is_replaced() {
 #[test]
 fn other_starts_are_no_mark() {
     for start in [&b"\xef\xbb\xbf"[..], b"a\0b\0", b"\xff", b""] {
-        assert_eq!(Wide::of(start), None);
+        assert_eq!(Wide::detect(start), None);
     }
 }

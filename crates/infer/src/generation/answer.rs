@@ -1,4 +1,4 @@
-//! An answer as text, piece by piece as its tokens come.
+//! Answers as text, piece by piece as tokens are drawn.
 
 use std::ops::ControlFlow;
 
@@ -11,33 +11,33 @@ use crate::open::Model;
 /// The reason why an answer ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum End {
-    /// A token that ends a text came.
+    /// A stop token was drawn.
     StopToken,
-    /// A text came before which the answer ends.
+    /// A stop text came.
     StopText,
-    /// The number of tokens that was allowed.
+    /// The allowed number of tokens was reached.
     #[default]
     Limit,
     /// The receiver of the text asked for it.
     Interrupted,
 }
 
-/// A text that was generated.
+/// A generated text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// The text, with special tokens where they say what follows.
+    /// The text. Special tokens are included where they name a span or a channel.
     pub text: String,
-    /// Tokens, with the one that ended it.
+    /// The number of tokens, including the one that ended it.
     pub num_tokens: usize,
-    /// Says why there is no more.
+    /// The reason why it ended.
     pub end: End,
 }
 
-/// Returns the ids of a prompt: of a source where the model has an encoder, else of a text to continue. `reads_special` says whether
-/// special tokens that the text spells become these tokens.
+/// Returns the ids of a prompt: of a source if the model has an encoder, otherwise of a text to continue. With
+/// `reads_special`, special tokens spelled in the text become these tokens.
 ///
 /// # Errors
-/// If there are no ids: an empty text, and a tokenizer without a token that a text begins with.
+/// Fails if there are no ids: the text is empty, and the tokenizer has no token that begins a text.
 pub fn prompt_ids(model: &Model, text: &str, reads_special: bool) -> Result<Vec<u32>, InferError> {
     let tokenizer = &model.tokenizer;
     let prompt = match model.has_encoder() {
@@ -47,11 +47,12 @@ pub fn prompt_ids(model: &Model, text: &str, reads_special: bool) -> Result<Vec<
     if prompt.is_empty() { Err(InferError::EmptyPrompt) } else { Ok(prompt) }
 }
 
-/// Generates an answer and gives `on_text` what each token adds to its text, which may be nothing: until one of the texts in `stops`
-/// comes, or `on_text` breaks.
+/// Generates an answer until one of the texts in `stops` comes or `on_text` breaks. `on_text` gets the text that each
+/// token adds, which may be empty.
 ///
 /// # Errors
-/// Fails where [`generate`] does. Where a result is not a number the error names the tensor that is to blame, if one is.
+/// Fails as [`generate`] does. If a result is not a number, the error names the tensor with NaN or infinity, if there
+/// is one.
 pub fn answer(
     model: &Model,
     sequence: &mut CachedSequence,

@@ -1,17 +1,18 @@
-//! Sampling settings that a model's own files recommend: `generation_config.json` of a Hugging Face folder, the keys
+//! Sampling settings recommended by a model's files: `generation_config.json` of a Hugging Face folder, and the keys
 //! `general.sampling.*` of a GGUF file.
 //!
-//! A folder's file is read as `transformers` reads it: with `do_sample` true, what it does not set is temperature 1 and the 50 likeliest
-//! tokens; with `do_sample` false the likeliest token is taken. Without `do_sample`, only what it sets counts, as in vLLM.
+//! A folder's file is read as `transformers` does. With `do_sample` true, the defaults are temperature 1 and the 50
+//! most likely tokens; with `do_sample` false, the most likely token is taken. Without `do_sample`, only the keys in
+//! the file count, as in vLLM.
 
 use moeworks_model::gguf::{GgufError, GgufFile, Value};
 use serde_json::Value as Json;
 
-/// The settings of `transformers` for a file that asks for sampling and says no more.
+/// The temperature that `transformers` takes if a file only asks for sampling.
 const SAMPLE_TEMPERATURE: f32 = 1.0;
 const SAMPLE_TOP_K: usize = 50;
 
-/// Keys of `generation_config.json` that change which tokens come and are not used here, with their neutral values.
+/// Keys of `generation_config.json` that change the result and are not supported here, with their neutral values.
 const UNUSED: [(&str, &[f64]); 15] = [
     ("num_beams", &[1.0]),
     ("typical_p", &[1.0]),
@@ -30,7 +31,7 @@ const UNUSED: [(&str, &[f64]); 15] = [
     ("diversity_penalty", &[0.0]),
 ];
 
-/// Keys with lists or objects that change which tokens come and are not used here.
+/// Keys with lists or objects that change the result and are not supported here.
 const UNUSED_LISTS: [&str; 6] = [
     "bad_words_ids",
     "suppress_tokens",
@@ -40,33 +41,34 @@ const UNUSED_LISTS: [&str; 6] = [
     "watermarking_config",
 ];
 
-/// Sampling settings that a model's files recommend; none where they say nothing.
+/// Sampling settings recommended by a model's files; `None` where they have none.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingDefaults {
-    /// Whether the likeliest token is to be taken always. The other settings then count only where someone asks for sampling.
+    /// True if the most likely token is always taken. The other settings then count only if the user asks for
+    /// sampling.
     pub is_greedy: bool,
-    /// Divides the logits.
+    /// The divisor of the logits.
     pub temperature: Option<f32>,
-    /// Only the k likeliest tokens; 0 for all.
+    /// The number of most likely tokens that are sampled; 0 for all.
     pub top_k: Option<usize>,
-    /// Only the likeliest tokens that together have this probability.
+    /// The least total probability of the most likely tokens that are sampled.
     pub top_p: Option<f32>,
-    /// Only tokens at least this many times as likely as the likeliest.
+    /// The least probability of a sampled token, relative to the most likely one.
     pub min_p: Option<f32>,
-    /// The penalty of CTRL; 1 for none.
+    /// The repetition penalty of CTRL; 1 for none.
     pub repetition_penalty: Option<f32>,
-    /// The last tokens that penalties count, this many.
+    /// The number of last tokens that penalties count.
     pub penalty_last: Option<usize>,
-    /// Tokens of an answer at most.
+    /// The most tokens of an answer.
     pub max_new_tokens: Option<usize>,
     /// Texts that end an answer.
     pub stop_texts: Vec<String>,
-    /// Settings that would change which tokens come and are not used here, as `name = value`.
+    /// Settings that would change the result and are not supported here, as `name = value`.
     pub unused: Vec<String>,
 }
 
 impl SamplingDefaults {
-    /// Reads `generation_config.json`. The error says which key is wrong and what would be right.
+    /// Reads `generation_config.json`. The error names the key and what would be right.
     pub fn from_generation_config(json: &Json) -> Result<Self, String> {
         let do_sample = match &json["do_sample"] {
             Json::Null => None,
@@ -98,7 +100,7 @@ impl SamplingDefaults {
         Ok(found)
     }
 
-    /// Reads the keys `general.sampling.*` of a GGUF file, which `llama.cpp` uses for what its command line does not set.
+    /// Reads the keys `general.sampling.*` of a GGUF file, which are llama.cpp's defaults.
     pub fn from_gguf(file: &GgufFile) -> Result<Self, GgufError> {
         let number = |name: &str, range: Range| {
             let key = format!("general.sampling.{name}");
@@ -112,7 +114,7 @@ impl SamplingDefaults {
             top_p: number("top_p", Range::Share)?,
             min_p: number("min_p", Range::ShareOr0)?,
             repetition_penalty: number("penalty_repeat", Range::Above0)?,
-            // llama.cpp counts all tokens with -1 and none with 0.
+            // In llama.cpp -1 means all tokens and 0 none.
             penalty_last: number("penalty_last_n", Range::Any)?.filter(|&last| last >= 0.0).map(|last| last as usize),
             unused: ["xtc_probability", "mirostat"].into_iter().filter(is_set).map(|name| name.to_owned()).collect(),
             ..Self::default()
@@ -120,7 +122,7 @@ impl SamplingDefaults {
     }
 }
 
-/// The numbers that a setting takes.
+/// The allowed range of a setting.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Range {
     Any,
@@ -130,7 +132,7 @@ enum Range {
     Share,
     /// From 0 to 1.
     ShareOr0,
-    /// A whole number. Negative ones mean no limit, as 0 does.
+    /// An integer. Negative ones mean no limit, as 0 does.
     Count,
 }
 

@@ -1,4 +1,4 @@
-//! The sampling settings that a folder recommends.
+//! The sampling settings that a model folder recommends.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use moeworks_model::hf::read_json;
 
 use super::SamplingDefaults;
 
-/// Reads what `generation_config.json` of the folder `dir` recommends; nothing if there is no such file.
+/// Reads the settings in `generation_config.json` of the folder `dir`; all are `None` if there is no such file.
 pub fn sampling_defaults(dir: &Path) -> Result<SamplingDefaults, LoadError> {
     let path = dir.join("generation_config.json");
     if !path.exists() {

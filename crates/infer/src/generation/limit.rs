@@ -5,15 +5,15 @@ use std::str::FromStr;
 use crate::InferError;
 use crate::open::Model;
 
-/// Tokens to generate where nobody says how many.
+/// The default number of tokens to generate.
 pub const DEFAULT_TOKENS: usize = 200;
 
-/// A number of tokens at most.
+/// A limit on the number of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenLimit {
     /// This many.
     Tokens(usize),
-    /// All that the model's context has room for.
+    /// All that fit in the model's context.
     Room,
 }
 
@@ -32,17 +32,17 @@ impl FromStr for TokenLimit {
 /// Limits on the tokens of an answer, the strongest first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TokenLimits {
-    /// The limit that was asked for.
+    /// The limit that the user gave.
     pub asked: Option<TokenLimit>,
     /// The limit that the model's files recommend.
     pub of_model: Option<usize>,
 }
 
-/// Returns the tokens to generate at most behind a prompt of `prompt_len` tokens: as many as are asked for, or as many as the model's
-/// files or [`DEFAULT_TOKENS`] say and fit.
+/// Returns the most tokens to generate after a prompt of `prompt_len` tokens: the user's number, or that of the
+/// model's files or [`DEFAULT_TOKENS`] as far as it fits.
 ///
 /// # Errors
-/// If the prompt leaves no room, or less than is asked for.
+/// Fails if the prompt leaves no space, or less than the user asked for.
 pub fn max_new_tokens(model: &Model, prompt_len: usize, limits: TokenLimits) -> Result<usize, InferError> {
     let (room, context) = (model.decoder.room(prompt_len), model.decoder.config().max_seq_len);
     let TokenLimits { asked, of_model } = limits;

@@ -3,15 +3,15 @@
 /// Rules that change the logits of single tokens.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LogitRules {
-    /// Logits that become larger or smaller.
+    /// Biases added to the logits of tokens.
     pub biases: Vec<TokenBias>,
-    /// Tokens that end a text; they do not come before the text has `min_tokens`.
+    /// Tokens that end a text; they are excluded until the text has `min_tokens`.
     pub end_ids: Vec<u32>,
-    /// Tokens that a text has at least before one of `end_ids` comes.
+    /// The least number of tokens before one of `end_ids`.
     pub min_tokens: u64,
 }
 
-/// A number that is added to a token's logit.
+/// A bias added to one token's logit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenBias {
     /// The token.
@@ -21,13 +21,13 @@ pub struct TokenBias {
 }
 
 impl LogitRules {
-    /// Whether no logit changes.
+    /// Returns whether there is no rule.
     #[must_use]
     pub fn are_none(&self) -> bool {
         self.biases.is_empty() && (self.min_tokens == 0 || self.end_ids.is_empty())
     }
 
-    /// Changes the logits of the token behind `sequence_len` tokens that were drawn.
+    /// Changes the logits of the token that follows `sequence_len` drawn tokens.
     pub(super) fn apply(&self, logits: &mut [f32], sequence_len: u64) {
         for &TokenBias { id, bias } in &self.biases {
             if let Some(logit) = logits.get_mut(id as usize) {

@@ -31,23 +31,23 @@ pub use sampler::{Sampler, SamplingOptions};
 pub use stop_texts::StopTexts;
 pub use stream::TextStream;
 
-/// A decoder with its weights and the context that computes.
+/// A decoder with its weights and compute context.
 #[derive(Clone, Copy)]
 pub struct ModelRef<'a> {
-    /// Computes.
+    /// The compute context.
     pub ctx: &'a Context,
     /// The layers.
     pub decoder: &'a Decoder,
-    /// The weights as products take them.
+    /// The weights in the format of the products.
     pub weights: &'a DecoderWeights,
 }
 
 /// A request for new tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct GenerateRequest<'a> {
-    /// The ids to go on from, or of the source to answer in a model with an encoder; at least one.
+    /// The ids to continue or, in a model with an encoder, of the source; at least one.
     pub prompt: &'a [u32],
-    /// Ids to generate at most.
+    /// The most ids to generate.
     pub max_new_tokens: usize,
     /// Ids that end the text.
     pub stop_ids: &'a [u32],
@@ -56,7 +56,7 @@ pub struct GenerateRequest<'a> {
 /// The reason why generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopReason {
-    /// One of the stop ids came; it is the last of the ids.
+    /// One of the stop ids was drawn; it is the last of the ids.
     StopId,
     /// `max_new_tokens` ids were generated.
     MaxTokens,
@@ -67,13 +67,13 @@ pub enum StopReason {
 /// Ids that were generated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Generated {
-    /// The new ids, the stop id included.
+    /// The new ids, including the stop id.
     pub ids: Vec<u32>,
-    /// Says why there are no more.
+    /// The reason why there are no more.
     pub reason: StopReason,
 }
 
-/// A sequence whose keys and values are kept, so that the next prompt costs only what is new in it.
+/// A sequence with its KV cache, so that the next prompt costs only its new part.
 pub struct CachedSequence {
     cache: KvCache,
     /// The ids in the cache.
@@ -81,19 +81,19 @@ pub struct CachedSequence {
 }
 
 impl CachedSequence {
-    /// Returns an empty one for a model of `config`.
+    /// Makes an empty sequence for a model of `config`.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
         Self { cache: KvCache::new(config), ids: Vec::new() }
     }
 
-    /// The ids whose keys and values are kept.
+    /// Returns the ids in the cache.
     #[must_use]
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// Keeps what `prompt` begins with, all but its last id at most, and returns how many ids that is.
+    /// Keeps the common beginning with `prompt`, at most all but its last id. Returns the number of ids kept.
     fn keep(&mut self, prompt: &[u32]) -> usize {
         let same = self.ids.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         let kept = self.cache.truncate(same.min(prompt.len().saturating_sub(1)));
@@ -102,16 +102,16 @@ impl CachedSequence {
     }
 }
 
-/// Goes on from a prompt, or answers it where the model has an encoder: draws ids with `sampler` until a stop id, the limit, or
-/// `on_token`, which is called with each id as it is drawn, says so.
+/// Continues a prompt, or answers it if the model has an encoder. Draws ids with `sampler` until a stop id, the
+/// limit, or a break by `on_token`, which is called with each id as it is drawn.
 ///
-/// `sequence` is used again where its beginning is that of the prompt. It holds the prompt and the new ids afterwards, all but the
-/// last one.
+/// `sequence` is reused as far as it begins like the prompt. Afterwards it holds the prompt and the new ids except
+/// the last one.
 ///
 /// # Errors
-/// Fails before anything is computed if prompt and new tokens together do not fit in the model's `max_seq_len`, if that is a limit: the
-/// window does not slide, because the keys of a cache carry their positions. Fails at the first logits that are not numbers
-/// ([`DecoderWeights::first_not_finite`] may say why).
+/// Fails before anything is computed if prompt and new tokens together do not fit in the model's `max_seq_len`, if
+/// that is a limit: the window does not slide, because the keys of a cache carry their positions. Fails at the first
+/// logits that are not numbers ([`DecoderWeights::first_not_finite`] may say why).
 pub fn generate(
     model: ModelRef<'_>,
     sequence: &mut CachedSequence,
@@ -136,7 +136,7 @@ pub fn generate(
         }
     };
     let request = GenerateRequest { prompt: first, ..*request };
-    // A step that turns out to be one too many is taken back, which a cache of a window may not be able to.
+    // A step that turns out to be one too many is taken back, which a cache of a sliding window may not be able to.
     let is_ahead = decoder.can_run_ahead(ctx) && !sampler.counts_tokens();
     if is_ahead && config.variant.window == 0 {
         return generate_ahead(model, sequence, &request, sampler, on_token);
@@ -149,7 +149,7 @@ pub fn generate(
     generate_with(next, ctx, &request, sampler, on_token)
 }
 
-/// Goes on behind what the sequence keeps; each step begins before the host knows the token that it takes.
+/// Generates with each step started before the host knows its input token.
 fn generate_ahead(
     ModelRef { ctx, decoder, weights }: ModelRef<'_>,
     sequence: &mut CachedSequence,
@@ -187,8 +187,8 @@ fn generate_ahead(
     Ok(Generated { ids, reason })
 }
 
-/// Generates from logits that `next` finds: those after the ids that it is given, which come behind all ids given to it before. These are
-/// first the prompt's, whose length nothing here limits, then one at a time.
+/// Generates from the logits that `next` returns for the ids that it is given, which follow all ids given before. The
+/// first call gets the whole prompt, whose length is not limited here; each later call gets one id.
 pub fn generate_with<E: From<BatchError>>(
     mut next: impl FnMut(&[u32]) -> Result<Tensor, E>,
     ctx: &Context,

@@ -1,22 +1,23 @@
-//! Penalties that make tokens less likely to come again.
+//! Penalties on tokens that have occurred.
 //!
-//! The repetition penalty is that of Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable Generation"
-//! (2019), section 4.1, as `transformers` applies it: a positive logit of a token that has occurred is divided by it, a negative one
-//! multiplied. It counts the prompt, too. Presence and frequency penalties are subtracted from the logits of tokens that were
-//! generated, as OpenAI's API and vLLM do.
+//! The repetition penalty is that of Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
+//! Generation" (2019), section 4.1, as `transformers` applies it: the logit of a token that has occurred is divided
+//! by it if positive, and multiplied if negative. The prompt counts too. Presence and frequency penalties are
+//! subtracted from the logits of generated tokens, as in OpenAI's API and vLLM.
 
 use std::collections::HashMap;
 
 /// The penalties on tokens that have occurred.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Penalties {
-    /// Divides positive logits of tokens in the prompt or the answer, and multiplies negative ones; 1 for none.
+    /// The divisor of positive logits of tokens in the prompt or the answer, and the factor of negative ones; 1 for
+    /// none.
     pub repetition: f32,
-    /// Subtracted from the logits of tokens that were generated; 0 for none.
+    /// The amount subtracted from the logits of generated tokens; 0 for none.
     pub presence: f32,
-    /// Subtracted from the logit of a token once for each time that it was generated; 0 for none.
+    /// The amount subtracted from a token's logit for each time that it was generated; 0 for none.
     pub frequency: f32,
-    /// Only the last tokens, this many, count; none for all.
+    /// The number of last tokens that count; `None` for all.
     pub last: Option<usize>,
 }
 
@@ -27,7 +28,7 @@ impl Default for Penalties {
 }
 
 impl Penalties {
-    /// Whether no logit changes.
+    /// Returns whether no penalty changes a logit.
     #[must_use]
     pub fn are_none(&self) -> bool {
         let is_neutral = self.repetition == 1.0 && self.presence == 0.0 && self.frequency == 0.0;
@@ -35,23 +36,23 @@ impl Penalties {
     }
 }
 
-/// Occurrences of a token among those that count.
+/// The number of occurrences of a token.
 #[derive(Clone, Copy, Debug, Default)]
 struct Count {
-    /// In the prompt and in what was generated.
+    /// Occurrences in the prompt and the answer.
     all: u32,
-    /// In what was generated alone.
+    /// Occurrences in the answer alone.
     generated: u32,
 }
 
-/// The tokens of a sequence so far, counted.
+/// The counts of the tokens of a sequence so far.
 #[derive(Clone, Debug)]
 pub(super) struct History {
     penalties: Penalties,
-    /// The tokens of prompt and answer in their order.
+    /// The tokens of prompt and answer, in order.
     ids: Vec<u32>,
     prompt_len: usize,
-    /// The tokens that count.
+    /// The occurrences of each token that counts.
     counts: HashMap<u32, Count>,
 }
 
@@ -67,7 +68,7 @@ impl History {
         prompt.iter().for_each(|&id| self.push(id));
     }
 
-    /// Adds a token, and forgets one that no longer counts.
+    /// Adds a token, and drops one that no longer counts.
     pub(super) fn push(&mut self, id: u32) {
         self.ids.push(id);
         self.count_at(self.ids.len() - 1, |count| *count += 1);

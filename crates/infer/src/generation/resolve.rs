@@ -1,41 +1,41 @@
-//! The sampling settings of an answer: from what is given first, then from the model's files, then defaults.
+//! The resolution of sampling settings: the user's values first, then the model's files, then defaults.
 
 use std::fmt::Display;
 
 use super::{Penalties, SamplingDefaults, SamplingOptions};
 use crate::open::FileDefaults;
 
-/// The temperature where nobody says another.
+/// The default temperature.
 const TEMPERATURE: f32 = 0.8;
 
-/// Settings as they are given; none where the model's files or a default decide.
+/// The user's settings; `None` leaves a value to the model's files or a default.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingSettings {
-    /// Divides the logits.
+    /// The divisor of the logits.
     pub temperature: Option<f32>,
-    /// Only the k likeliest tokens; 0 for all.
+    /// The number of most likely tokens that are sampled; 0 for all.
     pub top_k: Option<usize>,
-    /// Only the likeliest tokens that together have this probability.
+    /// The least total probability of the most likely tokens that are sampled.
     pub top_p: Option<f32>,
-    /// Only tokens at least this many times as likely as the likeliest.
+    /// The least probability of a sampled token, relative to the most likely one.
     pub min_p: Option<f32>,
-    /// The penalty of CTRL; 1 for none.
+    /// The repetition penalty of CTRL; 1 for none.
     pub repetition_penalty: Option<f32>,
-    /// Subtracted from the logits of tokens that the answer has.
+    /// The amount subtracted from the logits of tokens in the answer.
     pub presence_penalty: Option<f32>,
-    /// Subtracted from the logit of a token for each time that the answer has it.
+    /// The amount subtracted from a token's logit for each time that it is in the answer.
     pub frequency_penalty: Option<f32>,
-    /// The last tokens that penalties count, this many; below 0 for all.
+    /// The number of last tokens that penalties count; below 0 for all.
     pub penalty_last: Option<i64>,
-    /// Seed of the random numbers.
+    /// The seed of the random numbers.
     pub seed: u64,
-    /// Whether what the model's files recommend is left out.
+    /// True if recommendations of the model's files are ignored.
     pub ignores_model: bool,
 }
 
-/// A value from the strongest place that has one.
+/// The collected values with their origins.
 struct Picked {
-    /// The settings with where each comes from, for people.
+    /// The settings with their origins, for messages.
     said: Vec<String>,
     /// The file that has defaults.
     file: &'static str,
@@ -53,17 +53,17 @@ impl Picked {
     }
 }
 
-/// Settings with every value decided.
+/// The settings with every value decided.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ResolvedSampling {
     /// The values.
     pub options: SamplingOptions,
-    /// The settings that are not defaults, with where each comes from, and the seed.
+    /// A description of the settings that are not defaults, with their origins, and of the seed.
     pub description: String,
 }
 
 impl SamplingSettings {
-    /// Decides every value. `defaults` are the model's.
+    /// Decides every value. `defaults` are those of the model's files.
     #[must_use]
     pub fn resolve(&self, defaults: &FileDefaults) -> ResolvedSampling {
         let (file, none) = (defaults.file, SamplingDefaults::default());
@@ -85,7 +85,8 @@ impl SamplingSettings {
         ResolvedSampling { options, description: picked.said.join(", ") }
     }
 
-    /// Returns the temperature of the model's files: 0 where they ask for the likeliest token and nobody asks for sampling.
+    /// Returns the temperature of the model's files: 0 if they ask for the most likely token and the user does not
+    /// ask for sampling.
     fn temperature_of(&self, defaults: &SamplingDefaults) -> Option<f32> {
         let asks_for_sampling = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
         match (defaults.is_greedy, asks_for_sampling) {

@@ -1,4 +1,4 @@
-//! Drawing tokens, one after the other.
+//! The sampler, which draws tokens one after another.
 
 use moeworks_moe::ConfigError;
 use moeworks_ops::Context;
@@ -11,17 +11,18 @@ use super::penalties::{History, Penalties};
 /// The options by which tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingOptions {
-    /// Divides the logits; 0 takes the most likely token always.
+    /// The divisor of the logits; 0 always takes the most likely token.
     pub temperature: f32,
-    /// Only the k most likely tokens; 0 for all.
+    /// The number of most likely tokens that are sampled; 0 for all.
     pub top_k: usize,
-    /// Only the most likely tokens that together have this probability, the one that reaches it included; 1 for all.
+    /// The least total probability of the most likely tokens that are sampled, including the one that reaches it; 1
+    /// for all.
     pub top_p: f32,
-    /// Only tokens at least this many times as likely as the most likely one; 0 for all.
+    /// The least probability of a sampled token, relative to the most likely one; 0 for all.
     pub min_p: f32,
     /// Penalties on tokens that have occurred.
     pub penalties: Penalties,
-    /// Seed of the random numbers.
+    /// The seed of the random numbers.
     pub seed: u64,
 }
 
@@ -31,21 +32,21 @@ impl Default for SamplingOptions {
     }
 }
 
-/// Draws tokens, one after the other.
+/// A sampler, which draws tokens one after another.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     filters: Filters,
-    /// The tokens so far, where penalties count them.
+    /// The tokens so far, if penalties count them.
     history: Option<History>,
     rules: LogitRules,
     random: Random,
     num_drawn: u64,
-    /// Tokens drawn of the sequence under way.
+    /// The tokens drawn in the current sequence.
     sequence_len: u64,
 }
 
 impl Sampler {
-    /// A sampler. Fails if an option is out of range.
+    /// Makes a sampler. Fails if an option is out of range.
     pub fn new(options: SamplingOptions) -> Result<Self, ConfigError> {
         let SamplingOptions { temperature, top_k, top_p, min_p, penalties, seed } = options;
         if !(temperature >= 0.0 && temperature.is_finite()) {
@@ -64,13 +65,13 @@ impl Sampler {
         Ok(Self { filters, history, rules: LogitRules::default(), random, num_drawn: 0, sequence_len: 0 })
     }
 
-    /// Draws by rules for single tokens, too.
+    /// Adds rules for single tokens.
     #[must_use]
     pub fn with_rules(self, rules: LogitRules) -> Self {
         Self { rules, ..self }
     }
 
-    /// Begins a sequence with `prompt`, whose tokens the repetition penalty counts. The random numbers go on.
+    /// Begins a sequence with `prompt`, whose tokens the repetition penalty counts. The random numbers continue.
     pub fn begin(&mut self, prompt: &[u32]) {
         self.sequence_len = 0;
         if let Some(history) = &mut self.history {
@@ -78,14 +79,14 @@ impl Sampler {
         }
     }
 
-    /// Whether a token depends on those before it, so that it cannot be drawn before the host knows them.
+    /// Returns whether a token depends on those before it, so that it cannot be drawn before the host knows them.
     #[must_use]
     pub fn counts_tokens(&self) -> bool {
         self.history.is_some() || !self.rules.are_none()
     }
 
-    /// Draws the next token of the sequence. `logits` (f32) has one entry a token of the vocabulary, at least one; an entry that is
-    /// not a number counts as impossible, and it is said.
+    /// Draws the next token of the sequence. `logits` (f32) has one entry for each token of the vocabulary, at least
+    /// one. NaN counts as impossible, and the result says that there was one.
     #[must_use]
     pub fn sample(&mut self, ctx: &Context, logits: &Tensor) -> Drawn {
         if !self.counts_tokens() {
@@ -104,7 +105,8 @@ impl Sampler {
         drawn
     }
 
-    /// Draws the next token of each of `count` sequences, whose logits are one row behind the other. Penalties and rules do not apply.
+    /// Draws the next token of each of `count` sequences, whose logits are consecutive rows. Penalties and rules do
+    /// not apply.
     #[must_use]
     pub fn sample_each(&mut self, ctx: &Context, logits: &Tensor, count: usize) -> DrawnTokens {
         let draws: Vec<f32> = (self.num_drawn..).take(count).map(|position| self.random.uniform(position)).collect();

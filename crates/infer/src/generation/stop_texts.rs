@@ -1,6 +1,6 @@
-//! Texts that end an answer, found in text that comes piece by piece.
+//! Stop texts, found in text that comes piece by piece.
 
-/// Watches text for the first of some stop texts, and holds back what could still become one.
+/// A search for the first of several stop texts, which holds back text that may begin one.
 #[derive(Clone, Debug)]
 pub struct StopTexts {
     texts: Vec<String>,
@@ -10,20 +10,21 @@ pub struct StopTexts {
 }
 
 impl StopTexts {
-    /// A watch at the start of a text. Empty stop texts are passed over: they would end every answer before it begins.
+    /// Starts a search. Empty stop texts are ignored: they would end every answer before it begins.
     #[must_use]
     pub fn new(texts: &[String]) -> Self {
         let texts = texts.iter().filter(|text| !text.is_empty()).cloned().collect();
         Self { texts, held: String::new(), is_found: false }
     }
 
-    /// Whether a stop text has come. No text is shown from then on.
+    /// Returns whether a stop text has come. No text is shown from then on.
     #[must_use]
     pub fn is_found(&self) -> bool {
         self.is_found
     }
 
-    /// Takes the next piece of text and returns what can be shown: all up to a stop text, or up to what may become one.
+    /// Takes the next piece and returns the text that can be shown: up to a stop text, or up to a possible beginning
+    /// of one.
     pub fn push(&mut self, piece: &str) -> String {
         if self.is_found {
             return String::new();
@@ -42,7 +43,7 @@ impl StopTexts {
         std::mem::replace(&mut self.held, rest)
     }
 
-    /// Returns the text that is still held back, which no stop text can end any more.
+    /// Returns the text that is still held back, after which no stop text can come.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
@@ -52,7 +53,7 @@ impl StopTexts {
 mod tests {
     use super::*;
 
-    /// The text that is shown of `pieces`, and whether a stop text ended it.
+    /// Returns the text shown of `pieces`, and whether a stop text ended it.
     fn shown(stops: &[&str], pieces: &[&str]) -> (Vec<String>, bool) {
         let mut watch = StopTexts::new(&stops.iter().map(|&text| text.to_owned()).collect::<Vec<_>>());
         let mut shown: Vec<String> = pieces.iter().map(|piece| watch.push(piece)).collect();

@@ -4,10 +4,10 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Called before each change with its name and path; an error makes the change fail without being done.
+/// A hook called before each change with its name and path. If it returns an error the change is not made and fails.
 type Hook = Box<dyn Fn(&'static str, &Path) -> io::Result<()> + Send + Sync>;
 
-/// Changes files and folders. Without a hook it just does so.
+/// The operations, with an optional hook.
 #[derive(Default)]
 pub(super) struct Disk {
     hook: Option<Hook>,
@@ -34,7 +34,7 @@ impl Disk {
         fs::create_dir(path)
     }
 
-    /// Writes a whole new file.
+    /// Writes a new file.
     pub(super) fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
         self.before("create", path)?;
         let mut file = File::create_new(path)?;
@@ -45,7 +45,7 @@ impl Disk {
     /// Waits until a file is on the disk.
     pub(super) fn sync(&self, path: &Path) -> io::Result<()> {
         self.before("sync", path)?;
-        // Windows syncs only what is open for writing.
+        // Windows can sync only files that are open for writing.
         File::options().read(true).append(cfg!(windows)).open(path)?.sync_all()
     }
 
@@ -60,7 +60,7 @@ impl Disk {
         fs::rename(from, to)
     }
 
-    /// Removes a folder and what is in it, links as links. It is fine if it is not there.
+    /// Removes a folder with its contents; links are removed as links. A missing folder is fine.
     pub(super) fn remove_tree(&self, path: &Path) -> io::Result<()> {
         if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             return Ok(());

@@ -1,4 +1,4 @@
-//! The contents of a place that a command is asked to write to.
+//! The contents of a place that a command would write to.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -7,12 +7,12 @@ use std::path::Path;
 
 use super::{CHECKPOINTS_DIR, CONFIG_FILE, LOCK_FILE, MANIFEST_FILE, METRICS_JSONL};
 
-/// The contents of a place, so that nothing of somebody else's is written over.
+/// The contents of a place, checked so that no foreign files are overwritten.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Holding {
-    /// Nothing: there is no such file, or an empty folder.
+    /// No file, or an empty folder.
     Nothing,
-    /// The place is a file.
+    /// A file.
     File,
     /// A run.
     Run,
@@ -20,16 +20,16 @@ pub enum Holding {
     Checkpoint,
     /// A model.
     Model,
-    /// Other files, of which this is one.
+    /// Other files, such as this one.
     Others(String),
 }
 
 impl Holding {
-    /// Looks at `path`.
+    /// Examines `path`.
     ///
     /// # Errors
-    /// If it cannot be read.
-    pub fn of(path: &Path) -> io::Result<Self> {
+    /// Fails if it cannot be read.
+    pub fn new(path: &Path) -> io::Result<Self> {
         match fs::metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::Nothing),
             Ok(metadata) if !metadata.is_dir() => return Ok(Self::File),
@@ -55,7 +55,7 @@ impl Holding {
         Ok(Self::Nothing)
     }
 
-    /// Describes the contents, as the end of a sentence that begins with the path; none for nothing.
+    /// Describes the contents, as the end of a sentence that begins with the path; `None` for nothing.
     #[must_use]
     pub fn describe(&self) -> Option<String> {
         match self {
@@ -69,7 +69,8 @@ impl Holding {
     }
 }
 
-/// Whether a file is no loss: what file systems, desktops and version control put into an empty folder, and the lock of a run.
+/// Returns whether a file can be overwritten without loss: files that file systems, desktops and version control put
+/// into empty folders, and the lock of a run.
 fn is_nothing(name: &OsStr) -> bool {
     [LOCK_FILE, "lost+found", ".DS_Store", ".gitkeep", ".gitignore", ".directory"].iter().any(|known| name == *known)
 }
@@ -88,7 +89,7 @@ mod tests {
                 fs::create_dir_all(file.parent().unwrap()).unwrap();
                 fs::write(file, "").unwrap();
             }
-            Holding::of(&path).unwrap()
+            Holding::new(&path).unwrap()
         };
         assert_eq!(make("missing", &[]), Holding::Nothing);
         assert_eq!(make("empty", &[".gitkeep"]), Holding::Nothing);
@@ -97,6 +98,6 @@ mod tests {
         assert_eq!(make("step", &["checkpoint.json", "config.json"]), Holding::Checkpoint);
         assert_eq!(make("model", &["config.json"]), Holding::Model);
         assert_eq!(make("notes", &["notes.txt"]), Holding::Others("notes.txt".to_owned()));
-        assert_eq!(Holding::of(&dir.path().join("notes/notes.txt")).unwrap(), Holding::File);
+        assert_eq!(Holding::new(&dir.path().join("notes/notes.txt")).unwrap(), Holding::File);
     }
 }

@@ -1,4 +1,4 @@
-//! The manifest of a checkpoint: what it is of, and every file with its size and checksum.
+//! The manifest of a checkpoint: the state of the run, and every file with its size and checksum.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -12,18 +12,18 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use super::{MANIFEST_FILE, StoreError};
 
 const FORMAT: u64 = 1;
-/// A manifest larger than this is not one of ours.
+/// The largest manifest that is read; this program writes none so large.
 const MAX_MANIFEST_BYTES: u64 = 16 << 20;
 
 /// The state of a run that a checkpoint holds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Metadata {
-    /// Optimizer steps done.
+    /// The number of optimizer steps done.
     pub step: u64,
-    /// Validation loss at this step, if there was an evaluation.
+    /// The validation loss at this step, if there was an evaluation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
-    /// Other values that the trainer wants back: position in the data, best loss so far, counters.
+    /// Other values of the trainer: position in the data, best loss so far, counters.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub extra: Map<String, Value>,
 }
@@ -31,10 +31,10 @@ pub struct Metadata {
 /// One file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Entry {
-    /// Path relative to the checkpoint, with '/'.
+    /// The path relative to the checkpoint, with '/'.
     path: String,
     bytes: u64,
-    /// 128-bit XXH3, as 32 hexadecimal digits.
+    /// The 128-bit XXH3, as 32 hexadecimal digits.
     xxh3: String,
 }
 
@@ -57,7 +57,7 @@ struct Manifest {
 }
 
 impl Checkpoint {
-    /// The manifest of a folder that has just been written.
+    /// Makes the manifest of a folder that has just been written.
     pub(super) fn describe(path: &Path, metadata: &Metadata, files: &[String]) -> io::Result<Self> {
         let entry = |file: &String| {
             if !is_plain(file) || !fs::symlink_metadata(path.join(file))?.is_file() {
@@ -71,7 +71,7 @@ impl Checkpoint {
         Ok(Self { path: path.to_owned(), metadata: metadata.clone(), entries })
     }
 
-    /// Text of the manifest: its JSON on one line, then the checksum of that line.
+    /// Returns the text of the manifest: its JSON on one line, then the checksum of that line.
     pub(super) fn to_json(&self) -> Vec<u8> {
         let manifest = Manifest { format: FORMAT, metadata: self.metadata.clone(), files: self.entries.clone() };
         // Strings, numbers and maps with string keys always become JSON; NaN becomes null, which reads back as None.
@@ -80,7 +80,7 @@ impl Checkpoint {
         format!("{{\"manifest\":{line},\n\"xxh3\":\"{seal}\"}}\n").into_bytes()
     }
 
-    /// Reads the manifest of a checkpoint folder and compares the sizes of its files, not yet their contents.
+    /// Reads the manifest of a checkpoint folder and compares the sizes of its files, but not their contents.
     pub fn read(path: &Path) -> Result<Self, StoreError> {
         let manifest_path = path.join(MANIFEST_FILE);
         let damaged = |problem: &str| StoreError::Damaged { path: manifest_path.clone(), problem: problem.to_owned() };
@@ -125,7 +125,7 @@ impl Checkpoint {
     /// Reads every file and compares it with its checksum.
     ///
     /// # Errors
-    /// Names the first file that is not as it was written.
+    /// Names the first file that was changed.
     pub fn verify(&self) -> Result<(), StoreError> {
         for entry in &self.entries {
             self.verify_size(entry)?;
@@ -139,12 +139,12 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// The validation loss, if there is one and it is a number.
+    /// Returns the validation loss, if there is one and it is a number.
     pub(super) fn finite_val_loss(&self) -> Option<f64> {
         self.metadata.val_loss.filter(|loss| loss.is_finite())
     }
 
-    /// Whether the folder holds only what the manifest lists, so that deleting it deletes nobody else's files.
+    /// Returns whether the folder holds only files of the manifest, so that deleting it deletes no foreign files.
     pub(super) fn holds_nothing_else(&self) -> bool {
         let ours: BTreeSet<&str> =
             self.entries.iter().map(|entry| entry.path.as_str()).chain([MANIFEST_FILE]).collect();
@@ -152,7 +152,7 @@ impl Checkpoint {
     }
 }
 
-/// Files and folders under `root`, relative to it, with '/', sorted; a folder comes before what is in it.
+/// Lists files and folders under `root`, relative to it, with '/', sorted. A folder comes before its contents.
 pub(super) fn list_tree(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
     let (mut files, mut dirs) = (Vec::new(), Vec::new());
     let mut pending = vec![String::new()];
@@ -176,7 +176,7 @@ pub(super) fn list_tree(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
     Ok((files, dirs))
 }
 
-/// Whether a path in a manifest stays inside the checkpoint.
+/// Returns whether a path of a manifest stays inside the checkpoint.
 fn is_plain(path: &str) -> bool {
     let is_name = |part: &str| !part.is_empty() && part != "." && part != ".." && !part.contains(['\\', ':', '\0']);
     path.split('/').all(is_name)
@@ -192,7 +192,7 @@ fn read_small(path: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// Length and checksum of a file.
+/// Returns length and checksum of a file.
 fn checksum(path: &Path) -> io::Result<(u64, String)> {
     let mut file = File::open(path)?;
     let mut hasher = Xxh3::new();

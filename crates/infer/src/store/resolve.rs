@@ -1,4 +1,4 @@
-//! From what a user names (a run, a checkpoint, a model folder) to the folder that holds the model.
+//! Resolution of a path (a run, a checkpoint, a model folder) to the folder that holds the model.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,28 +8,29 @@ use moeworks_model::instead_of_model;
 
 use super::{CHECKPOINTS_DIR, CONFIG_FILE, Checkpoint, MANIFEST_FILE, METRICS_JSONL, Store, StoreError};
 
-/// Which checkpoint of a run is meant.
+/// The choice among the checkpoints of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pick {
-    /// The newest whole one.
+    /// The newest intact checkpoint.
     #[default]
     Latest,
-    /// The one with the lowest validation loss.
+    /// The checkpoint with the lowest validation loss.
     Best,
 }
 
-/// The meaning of a path.
+/// The folders that a path names.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Resolved {
-    /// The run folder, unless the path is a model folder of its own or a checkpoint that lies elsewhere.
+    /// The run folder; `None` for a separate model folder or a checkpoint outside a run.
     pub run_dir: Option<PathBuf>,
-    /// The checkpoint, unless the path is a model folder of its own.
+    /// The checkpoint; `None` for a separate model folder.
     pub checkpoint: Option<Checkpoint>,
     /// The folder with the model's `config.json`.
     pub model_dir: PathBuf,
 }
 
-/// Finds the model that a path means: a run folder (its checkpoint by `pick`), a checkpoint folder, or a model folder.
+/// Finds the model that a path names: a run folder (its checkpoint by `pick`), a checkpoint folder, or a model
+/// folder.
 pub fn resolve_run(path: &Path, pick: Pick) -> Result<Resolved, StoreError> {
     let not_found = |problem: String| StoreError::NotFound { path: path.to_owned(), problem };
     if !path.is_dir() {
@@ -56,15 +57,15 @@ pub fn resolve_run(path: &Path, pick: Pick) -> Result<Resolved, StoreError> {
     Err(not_found(instead_of_model(path)))
 }
 
-/// The run folder around a checkpoint folder: the parent of `checkpoints/`.
+/// Returns the run folder around a checkpoint folder: the parent of `checkpoints/`.
 fn run_of(checkpoint: &Path) -> Option<PathBuf> {
     let checkpoint = fs::canonicalize(checkpoint).ok()?;
     let dir = checkpoint.parent()?;
     (dir.file_name()? == CHECKPOINTS_DIR).then(|| dir.parent().map(Path::to_owned))?
 }
 
-/// The run in `out_dir` that was written to last and can be gone on with, or begun again since it was stopped before its first
-/// checkpoint; `None` if there is none. This is what `--resume auto` means.
+/// Returns the run in `out_dir` that was written last and can be resumed, or restarted because it was stopped before
+/// its first checkpoint; `None` if there is none. This is `--resume auto`.
 pub fn newest_run(out_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
     let entries = match fs::read_dir(out_dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -85,7 +86,7 @@ pub fn newest_run(out_dir: &Path) -> Result<Option<PathBuf>, StoreError> {
     Ok(runs.into_iter().max().map(|(_, path)| path))
 }
 
-/// When a run last wrote something that every step or save touches.
+/// Returns the time of the last write that a step or save makes.
 fn last_written(run_dir: &Path) -> Option<SystemTime> {
     [METRICS_JSONL, CHECKPOINTS_DIR, CONFIG_FILE]
         .iter()

@@ -1,25 +1,25 @@
-//! Limits of the container that this process runs in: control groups of Linux, of both versions.
+//! Limits of the container that this process runs in, from control groups of Linux, versions 1 and 2.
 
 use std::path::{Path, PathBuf};
 
 use super::System;
 
-/// Version 1 says "no limit" by the largest number of whole pages.
+/// The least number that version 1 writes for "no limit": it writes the largest number of whole pages.
 const UNLIMITED: u64 = 1 << 62;
 
-/// The limits of a container; none where there is no limit.
+/// The limits of a container; `None` for no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ContainerLimits {
     /// Bytes of memory.
     pub memory_bytes: Option<u64>,
-    /// Cores, also parts of one.
+    /// Cores, which may be a fraction.
     pub cores: Option<f64>,
     /// Processes and threads.
     pub num_threads: Option<u64>,
 }
 
 impl ContainerLimits {
-    /// The tighter of both, limit by limit.
+    /// Returns the tighter of both, limit by limit.
     fn and(self, other: Self) -> Self {
         let tighter = |a: Option<u64>, b: Option<u64>| a.into_iter().chain(b).min();
         let cores = self.cores.into_iter().chain(other.cores);
@@ -32,7 +32,7 @@ impl ContainerLimits {
 }
 
 impl System {
-    /// The limits of this process's control groups and of those around them.
+    /// Returns the limits of this process's control groups and of their parents.
     #[must_use]
     pub fn container_limits(&self) -> ContainerLimits {
         let groups = self.text("proc/self/cgroup").unwrap_or_default();
@@ -43,19 +43,20 @@ impl System {
             let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
             let path = Path::new(path.trim_start_matches('/'));
             if controllers.is_empty() {
-                limits = limits.and(self.along(Path::new("sys/fs/cgroup"), path, Self::of_version_2));
-                // Where both versions are in use.
-                limits = limits.and(self.along(Path::new("sys/fs/cgroup/unified"), path, Self::of_version_2));
+                limits = limits.and(self.along(Path::new("sys/fs/cgroup"), path, Self::read_version_2));
+                // This is the mount point if both versions are in use.
+                limits = limits.and(self.along(Path::new("sys/fs/cgroup/unified"), path, Self::read_version_2));
             }
             for controller in controllers.split(',').filter(|name| ["memory", "cpu", "pids"].contains(name)) {
-                limits = limits.and(self.along(&Path::new("sys/fs/cgroup").join(controller), path, Self::of_version_1));
+                limits =
+                    limits.and(self.along(&Path::new("sys/fs/cgroup").join(controller), path, Self::read_version_1));
             }
         }
         limits
     }
 
-    /// The tightest limits of a group and of those around it. In a container the path may be that outside of it, of which there is
-    /// nothing to see inside: what is there counts.
+    /// Returns the tightest limits of a group and its parents. In a container the path may be one of the host, which
+    /// does not exist inside; only folders that exist count.
     fn along(&self, mount: &Path, path: &Path, read: fn(&Self, &Path) -> ContainerLimits) -> ContainerLimits {
         let groups = path.ancestors().map(|group| mount.join(group));
         groups.fold(ContainerLimits::default(), |limits, group| limits.and(read(self, &group)))
@@ -65,8 +66,8 @@ impl System {
         self.text(file)?.parse::<u64>().ok().filter(|&number| number < UNLIMITED)
     }
 
-    /// "max" in place of a number is no limit.
-    fn of_version_2(&self, group: &Path) -> ContainerLimits {
+    /// Reads a group of version 2; "max" means no limit.
+    fn read_version_2(&self, group: &Path) -> ContainerLimits {
         let cores = || {
             let text = self.text(group.join("cpu.max"))?;
             let (quota, period) = text.split_once(' ')?;
@@ -79,8 +80,8 @@ impl System {
         }
     }
 
-    /// A quota of -1 is no limit.
-    fn of_version_1(&self, group: &Path) -> ContainerLimits {
+    /// Reads a group of version 1; a quota of -1 means no limit.
+    fn read_version_1(&self, group: &Path) -> ContainerLimits {
         let cores = || {
             let quota = self.number(group.join("cpu.cfs_quota_us"))? as f64;
             let period = self.number(group.join("cpu.cfs_period_us")).filter(|period| *period > 0)? as f64;

@@ -1,10 +1,10 @@
-//! Processors.
+//! CPUs and their vector instructions.
 
 use std::collections::BTreeSet;
 
 use super::System;
 
-/// The names that x86-64 and aarch64 give to the vector instructions that kernels are written for, or could be.
+/// The names that x86-64 and aarch64 give to vector instructions that kernels use or could use.
 const INSTRUCTIONS: [&str; 16] = [
     "sse4_2",
     "avx",
@@ -24,21 +24,21 @@ const INSTRUCTIONS: [&str; 16] = [
     "sve",
 ];
 
-/// The processors of a machine.
+/// The CPUs of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Processors {
-    /// The name of the first.
+    /// The model name of the first CPU.
     pub model: Option<String>,
-    /// Cores as the system counts them, threads of a core included.
+    /// Logical cores: a core with two threads counts twice.
     pub num_logical: usize,
-    /// Cores with units of their own, where the system says.
+    /// Physical cores, if the system tells.
     pub num_physical: Option<usize>,
-    /// Vector instructions, by the names of the system.
+    /// The vector instructions, by the names of the system.
     pub instructions: Vec<String>,
 }
 
 impl System {
-    /// The processors, as `/proc/cpuinfo` has them.
+    /// Reads the CPUs from `/proc/cpuinfo`.
     #[must_use]
     pub fn processors(&self) -> Processors {
         let text = self.text("proc/cpuinfo").unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Disks and what a process may open.
+//! Disks, and limits on open files and processes.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,13 @@ use super::System;
 pub struct Disk {
     /// Bytes that this user can still write.
     pub free_bytes: u64,
-    /// Bytes in all.
+    /// The size in bytes.
     pub total_bytes: u64,
-    /// Its kind, such as ext4, overlay or nfs, where the system says.
+    /// The type, such as ext4, overlay or nfs, if the system tells.
     pub kind: Option<String>,
 }
 
-/// The nearest folder around `path` that is there.
+/// Returns the nearest existing parent of `path`, or `path` itself.
 fn existing(path: &Path) -> io::Result<PathBuf> {
     let path = std::path::absolute(path)?;
     let found = path.ancestors().find(|folder| folder.exists());
@@ -24,10 +24,10 @@ fn existing(path: &Path) -> io::Result<PathBuf> {
 }
 
 impl System {
-    /// The file system that `path` is on, or would be.
+    /// Returns the file system that `path` is or would be on.
     ///
     /// # Errors
-    /// If the system does not say.
+    /// Fails if the system does not tell.
     #[cfg(unix)]
     pub fn disk(&self, path: &Path) -> io::Result<Disk> {
         let path = existing(path)?;
@@ -36,38 +36,39 @@ impl System {
         Ok(Disk { free_bytes: bytes(stat.f_bavail), total_bytes: bytes(stat.f_blocks), kind: self.mount_kind(&path) })
     }
 
-    /// Not known here.
+    /// Unknown on this system.
     ///
     /// # Errors
-    /// Always.
+    /// Always fails.
     #[cfg(not(unix))]
     pub fn disk(&self, path: &Path) -> io::Result<Disk> {
         existing(path)?;
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// The kind of the file system that is mounted nearest above `path`, as `/proc/self/mountinfo` has it.
+    /// Returns the type of the file system mounted nearest above `path`, from `/proc/self/mountinfo`.
     pub(super) fn mount_kind(&self, path: &Path) -> Option<String> {
         let text = self.text("proc/self/mountinfo")?;
-        // "36 35 98:0 /root /mount/point options [more] - kind source options"
+        // A line is "36 35 98:0 /root /mount/point options [more] - type source options".
         let mount = |line: &str| {
             let (before, after) = line.split_once(" - ")?;
             let point = PathBuf::from(unescaped(before.split(' ').nth(4)?));
             path.starts_with(&point).then(|| (point.components().count(), after.split(' ').next().map(str::to_owned)))
         };
-        // Of several at one point the last hides the others.
+        // Of several mounts at one point the last hides the others.
         text.lines().filter_map(mount).max_by_key(|(depth, _)| *depth)?.1
     }
 }
 
-/// Spaces, tabs, line ends and backslashes are three octal digits there.
+/// Decodes spaces, tabs, line ends and backslashes, which are written there as three octal digits.
 fn unescaped(text: &str) -> String {
     [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")]
         .iter()
         .fold(text.to_owned(), |text, (code, plain)| text.replace(code, plain))
 }
 
-/// The files that this process may have open, and the processes and threads of this user; none for no limit, or where it is not known.
+/// Returns the number of files that this process may have open, and of processes and threads of this user; `None` for
+/// no limit, or if unknown.
 #[must_use]
 pub fn limits() -> [Option<u64>; 2] {
     #[cfg(unix)]

@@ -1,31 +1,31 @@
-//! Memory.
+//! Memory of the machine.
 
 use super::System;
 
 /// The memory of a machine, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// All of it.
+    /// All memory.
     pub total_bytes: u64,
-    /// Memory that programs can have without others being swapped out.
+    /// Memory that programs can get without swapping.
     pub available_bytes: u64,
-    /// On disk.
+    /// Swap on disk.
     pub swap_bytes: u64,
 }
 
-/// Who gets large pages of memory without asking for a pool of them (transparent huge pages).
+/// The programs that get transparent huge pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HugePages {
     /// Every program.
     Always,
-    /// Programs that ask.
+    /// Programs that ask with `madvise`.
     Madvise,
-    /// None.
+    /// No program.
     Never,
 }
 
 impl System {
-    /// The memory, as `/proc/meminfo` has it.
+    /// Reads the memory from `/proc/meminfo`.
     #[must_use]
     pub fn memory(&self) -> Option<Memory> {
         let text = self.text("proc/meminfo")?;
@@ -34,16 +34,16 @@ impl System {
             line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
         };
         let total_bytes = bytes("MemTotal")?;
-        // Kernels before 3.14 do not say what is available.
+        // Kernels before 3.14 have no MemAvailable.
         let available_bytes = bytes("MemAvailable").or_else(|| bytes("MemFree")).unwrap_or(0);
         Some(Memory { total_bytes, available_bytes, swap_bytes: bytes("SwapTotal").unwrap_or(0) })
     }
 
-    /// Who gets large pages, where the system has them.
+    /// Returns the mode of transparent huge pages, if the system has them.
     #[must_use]
     pub fn huge_pages(&self) -> Option<HugePages> {
         let text = self.text("sys/kernel/mm/transparent_hugepage/enabled")?;
-        // "always [madvise] never": the one in brackets.
+        // In "always [madvise] never" the brackets mark the mode.
         let chosen = text.split_once('[')?.1.split_once(']')?.0;
         match chosen {
             "always" => Some(HugePages::Always),

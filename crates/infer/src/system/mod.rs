@@ -1,5 +1,5 @@
-//! The machine that this process runs on: CPUs, memory, limits of a container, disks. Read from the files under
-//! `/proc` and `/sys` of Linux; elsewhere most of it is not known.
+//! The machine that this process runs on: CPUs, memory, container limits and disks. They are read from the files in
+//! `/proc` and `/sys` of Linux; on other systems most of it is unknown.
 
 mod cgroup;
 mod cpu;
@@ -14,7 +14,7 @@ pub use cpu::Processors;
 pub use disk::{Disk, limits};
 pub use memory::{HugePages, Memory};
 
-/// The files of the system.
+/// The root of the system's files.
 #[derive(Clone, Debug)]
 pub struct System {
     root: PathBuf,
@@ -22,23 +22,23 @@ pub struct System {
 
 impl Default for System {
     fn default() -> Self {
-        Self::at(Path::new("/"))
+        Self::from_root(Path::new("/"))
     }
 }
 
 impl System {
-    /// The system whose `proc` and `sys` are in the folder `root`.
+    /// Makes a system whose `proc` and `sys` are in the folder `root`.
     #[must_use]
-    pub fn at(root: &Path) -> Self {
+    pub fn from_root(root: &Path) -> Self {
         Self { root: root.to_owned() }
     }
 
-    /// The text of a file, such as `proc/meminfo`, without space around it; none where it cannot be read.
+    /// Reads a file, such as `proc/meminfo`, and trims it; `None` if it cannot be read.
     fn text(&self, name: impl AsRef<Path>) -> Option<String> {
         fs::read_to_string(self.root.join(name)).ok().map(|text| text.trim().to_owned())
     }
 
-    /// Memory that this process may use in all: that of the machine, or of its container where that is less.
+    /// Returns the memory that this process may use: that of the machine, or the container's limit if that is less.
     #[must_use]
     pub fn usable_memory_bytes(&self) -> Option<u64> {
         let total = self.memory()?.total_bytes;

@@ -11,7 +11,7 @@ fn system(files: &[(&str, &str)]) -> (tempfile::TempDir, System) {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, text).unwrap();
     }
-    let system = System::at(dir.path());
+    let system = System::from_root(dir.path());
     (dir, system)
 }
 

@@ -9,13 +9,13 @@ use moeworks_infer::generation::{
     Answer, CachedSequence, End, GenerateRequest, Sampler, SamplingOptions, TokenLimit, TokenLimits, answer,
     max_new_tokens, prompt_ids,
 };
-use moeworks_infer::open::{LoadedWeights, Model, OpenOptions, Precision, Source, WeightsToCheck};
+use moeworks_infer::open::{LoadedWeights, Model, OpenOptions, Source, WeightFormat, WeightsToCheck};
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
 
 use crate::common::{byte_model, model_fixture};
 
-/// The likeliest answer to a prompt, and its pieces; it is ended after `most` of them.
+/// Returns the most likely answer to a prompt and its pieces, ended after `most` of them.
 fn answered(model: &Model, max_new_tokens: usize, stops: &[String], most: usize) -> (Answer, Vec<String>) {
     let prompt = prompt_ids(model, "Line", false).unwrap();
     let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &model.stop_ids };
@@ -54,15 +54,15 @@ fn limits_that_do_not_fit_say_what_would() {
 }
 
 #[test]
-fn folders_and_gguf_files_are_opened_in_the_precision_that_is_asked_for() {
+fn folders_and_gguf_files_are_opened_in_the_format_that_is_asked_for() {
     let gguf = Source::open(&model_fixture("gguf/olmoe.gguf")).unwrap();
     let LoadedWeights { weights, part_checked, .. } = gguf.load(&Context::cpu(1), WeightsToCheck::All).unwrap();
     assert!(weights.has_blocks() && part_checked.is_none() && gguf.run().is_none());
     let folder = Source::open(&model_fixture("switch")).unwrap();
-    for (precision, dtype) in [(Precision::F32, DType::F32), (Precision::Bf16, DType::BF16)] {
-        let options = OpenOptions { precision, check: WeightsToCheck::None };
+    for (format, dtype) in [(WeightFormat::F32, DType::F32), (WeightFormat::Bf16, DType::BF16)] {
+        let options = OpenOptions { format, check: WeightsToCheck::None };
         let model = Model::open(Context::cpu(1), &folder, options).unwrap();
-        assert!(model.weights.are_all(dtype) && model.has_encoder(), "{precision:?}");
+        assert!(model.weights.are_all(dtype) && model.has_encoder(), "{format:?}");
     }
 }
 

@@ -1,4 +1,5 @@
-//! Chat templates: what `transformers` makes of them (`tests/fixtures/chat/make.py`), bounds, and what people spell.
+//! Chat templates agree with `transformers` (`tests/fixtures/chat/make.py`), keep their bounds, and keep messages as
+//! text.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +11,7 @@ use tempfile::TempDir;
 
 use crate::common::fixture;
 
-/// A tokenizer of bytes with these further keys in its configuration.
+/// Makes a tokenizer of bytes with further keys in its configuration.
 fn tokenizer(keys: &Value) -> (TempDir, Tokenizer) {
     let dir = tempfile::tempdir().unwrap();
     Tokenizer::bytes().save(dir.path()).unwrap();
@@ -27,7 +28,7 @@ fn messages(value: &Value) -> Vec<Message> {
     value.as_array().unwrap().iter().map(|m| Message::new(&text(m, "role"), text(m, "content"))).collect()
 }
 
-/// Compares every template of a file of `make.py` with ours; returns how many texts agreed.
+/// Compares every template of a file of `make.py` with ours, and returns the number of texts that agree.
 fn check(path: &Path) -> usize {
     let file: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     let (_dir, tokenizer) = tokenizer(&file["tokens"]);
@@ -44,7 +45,7 @@ fn check(path: &Path) -> usize {
                 (Some(text), Ok(found)) => assert_eq!(found, text, "{place}"),
                 (None, Err(error)) => {
                     let reason = case["error"].as_str().unwrap();
-                    // A template's own words are kept; those of the engine differ.
+                    // A template's own message is compared; those of the engine differ.
                     let is_own = template["source"].as_str().unwrap().contains("raise_exception");
                     assert!(!is_own || error.to_string().contains(reason), "{place}: {error}, expected {reason}");
                 }
@@ -61,7 +62,7 @@ fn conversations_are_written_as_transformers_writes_them() {
     assert_eq!(check(&fixture("chat").join("templates.json")), 117);
 }
 
-/// The templates that models come with are not kept here.
+/// The templates of published models are not kept in this repository.
 #[test]
 fn real_templates_are_written_as_transformers_writes_them() {
     match std::env::var_os("MOEWORKS_CHAT_TEMPLATES") {

@@ -1,4 +1,4 @@
-//! Files as other programs write them are read as Python reads them: `tests/fixtures/data`, made by `make.py` beside them.
+//! Files of other programs are read as Python reads them: `tests/fixtures/data`, made by the `make.py` there.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -19,7 +19,7 @@ struct Expected {
     empty: u64,
     #[serde(default)]
     surrogates: u64,
-    /// Told when files are looked through, not when their rows are read.
+    /// Trailing bytes are reported when files are examined, not when their rows are read.
     #[serde(default, rename = "trailing")]
     _trailing: u64,
 }
@@ -32,7 +32,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/data").join(name)
 }
 
-/// The documents of a file, and the line that tells what of its rows was passed over.
+/// Returns the documents of a file, and the line about skipped rows.
 fn read(path: &Path, field: &str) -> Result<(Vec<String>, String), DataError> {
     let config =
         TextOptions { paths: vec![path.display().to_string()], text_field: field.into(), ..TextOptions::default() };
@@ -55,8 +55,8 @@ fn files_of_other_programs_are_read_as_python_reads_them() {
         let (texts, line) = read(&fixture(&name), &expected.field).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(texts, expected.texts, "{name}");
         for (count, one, many) in [
-            (expected.nulls, "row passed over: its text is null", "rows passed over: their text is null"),
-            (expected.empty, "row passed over: its text is empty", "rows passed over: their text is empty"),
+            (expected.nulls, "row skipped: its text is null", "rows skipped: their text is null"),
+            (expected.empty, "row skipped: its text is empty", "rows skipped: their text is empty"),
             (expected.surrogates, "row with a lone surrogate, now U+FFFD", "rows with lone surrogates, now U+FFFD"),
         ] {
             let words = if count == 1 { one } else { many };
@@ -69,7 +69,11 @@ fn files_of_other_programs_are_read_as_python_reads_them() {
 #[test]
 fn columns_that_are_no_text_and_codecs_that_are_not_read_are_named() {
     for (name, field, expected) in [
-        ("brotli.parquet", "text", "its text is compressed by Brotli, which is not read; write it with zstd, snappy,"),
+        (
+            "brotli.parquet",
+            "text",
+            "its text is compressed by Brotli, which is not supported; write it with zstd, snappy,",
+        ),
         ("list.parquet", "text", "column \"text\" is a list; must be text (columns: text.list.element)"),
         ("nested.parquet", "doc", "column \"doc\" is a group of columns; data.text_field = \"doc.role\" names one"),
         ("plain.parquet", "id", "column \"id\" is INT64; must be text (columns: id, text)"),

@@ -29,7 +29,7 @@ fn figures_are_those_of_the_decoder_on_the_same_windows() {
     assert_eq!((found.stats.num_targets, found.stats.num_correct), (24, expected.num_correct));
     assert_eq!(found.loss().to_bits(), expected.mean_loss().to_bits());
     assert_eq!(found.perplexity(), found.loss().exp());
-    // A token is a byte here, all of them but the first a target.
+    // A token is a byte here, and all but the first are targets.
     let bits = found.loss() / std::f64::consts::LN_2 * 24.0 / 25.0;
     assert!((found.bits_per_byte().unwrap() - bits).abs() < 1e-12, "{found:?}");
 }

@@ -14,7 +14,7 @@ use crate::common::{model, random_ids, small_config};
 
 const LOGITS: [f32; 5] = [1.0, 3.0, 2.0, -1.0, 3.0];
 
-/// How often each token is drawn in `count` draws.
+/// Returns the number of times that each token is drawn in `count` draws.
 fn draw(options: SamplingOptions, logits: &[f32], count: usize) -> Vec<usize> {
     let (ctx, mut sampler) = (Context::cpu(1), Sampler::new(options).unwrap());
     let logits = Tensor::from_slice(ctx.pool(), &[logits.len()], logits);
@@ -25,7 +25,7 @@ fn draw(options: SamplingOptions, logits: &[f32], count: usize) -> Vec<usize> {
     counts
 }
 
-/// Generates behind a sequence of its own.
+/// Generates with a new sequence.
 fn generate(
     model: ModelRef<'_>,
     request: &GenerateRequest<'_>,

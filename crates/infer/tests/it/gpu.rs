@@ -11,18 +11,18 @@ use moeworks_ops::Context;
 
 use crate::common::{model, small_config};
 
-/// A context with a GPU or its emulation; says so where there is none.
+/// Returns a context with a GPU or its emulation; prints a line if there is none.
 fn with_gpu() -> Option<Context> {
     let gpu = Gpu::for_a_test().inspect_err(|missing| println!("SKIPPED: generation on a GPU: {missing}")).ok()?;
     Some(Context::cpu(2).with_gpu(gpu))
 }
 
-/// A model with an MoE in each of its two layers.
+/// Returns a model with an MoE in each of its two layers.
 fn config() -> ModelConfig {
     ModelConfig { num_layers: 2, moe_every: 1, ..small_config() }
 }
 
-/// The tokens behind a prompt, each of which the host knows before the next step begins.
+/// Returns the tokens after a prompt, generated so that the host knows each before the next step begins.
 fn one_by_one(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, prompt: &[u32], count: usize) -> Vec<u32> {
     let mut cache = KvCache::new(decoder.config());
     let mut sampler = Sampler::new(SamplingOptions::default()).expect("options");
@@ -56,7 +56,7 @@ fn a_step_that_began_before_its_token_was_known_is_taken_back_where_the_text_had
         let expected = Generated { ids: text.to_vec(), reason };
         assert_eq!(write(&mut sequence, &prompt, stop_ids), expected);
         assert_eq!(sequence.ids(), [&prompt[..], &text[..text.len() - 1]].concat());
-        // The cache has what the ids say.
+        // The cache holds the keys of these ids.
         let longer = [&prompt[..], text, &[7]].concat();
         let expected = one_by_one(&ctx, &decoder, &weights, &longer, 6);
         assert_eq!(write(&mut sequence, &longer, &[]).ids, expected, "behind {text:?}");

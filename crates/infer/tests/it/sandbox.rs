@@ -1,10 +1,10 @@
-//! The process that carries chat templates out, with shells in the place of a program that serves it.
+//! The process that renders chat templates, with shell scripts in the place of the program.
 #![cfg(unix)]
 
 use moeworks_infer::chat::{ChatTemplate, Message, RenderOptions, Sandbox, SandboxError};
 use moeworks_model::Tokenizer;
 
-/// Renders a conversation of one message by a script that is given the request on its standard input.
+/// Renders a conversation of one message by a script, which gets the request on its standard input.
 fn rendered(script: &str) -> Result<String, SandboxError> {
     let template = ChatTemplate::new("{{ messages[0].content }}".to_owned(), &Tokenizer::bytes());
     let messages = [Message::new("user", "Hello")];
@@ -22,7 +22,7 @@ fn the_process_gets_the_request_and_its_output_is_the_text() {
 fn a_process_that_fails_says_why_in_one_line() {
     let error = rendered("cat > /dev/null; echo 'error: the template fails in line 3' >&2; exit 2").unwrap_err();
     assert_eq!(error.to_string(), "the template fails in line 3");
-    // It does not read what it is given.
+    // This script does not read its input.
     assert_eq!(rendered("echo 'error: no' >&2; exit 2").unwrap_err().to_string(), "no");
     let error = rendered("kill -9 $$").unwrap_err();
     assert!(matches!(&error, SandboxError::Stopped { why } if why.contains("memory")), "{error}");

@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::common::model_fixture;
 use crate::odd_tokenizers::{fixture, ids, load, outline, whole};
 
-/// The pieces of a stream behind a prompt are the text of all ids without that of the prompt.
+/// The pieces of a stream after a prompt are the text of all ids without that of the prompt.
 #[test]
 fn the_pieces_of_a_stream_are_the_text_behind_the_prompt() {
     let mut num_compared = 0;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub use rotary::{RopeScaling, Rotary};
 pub use variant::{EncoderConfig, LatentAttention, NormKind, PositionKind, Variant};
 
-/// RMS norm of queries and keys before the rotary embedding.
+/// The RMS norm of queries and keys before the rotary embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QkNorm {
@@ -30,13 +30,13 @@ pub enum ActivationKind {
     Swiglu,
     /// Two matrices, exact GELU.
     Gelu,
-    /// Two matrices, GELU's approximation by a hyperbolic tangent (GPT-2).
+    /// Two matrices, GELU approximated with a hyperbolic tangent (GPT-2).
     GeluTanh,
-    /// Three matrices: `g sigmoid(alpha g) (up + 1)`, inputs cut at a limit (GPT-OSS).
+    /// Three matrices: `g sigmoid(alpha g) (up + 1)`, with inputs clamped to a limit (GPT-OSS).
     ClampedSwiglu {
-        /// The sigmoid's slope.
+        /// The slope of the sigmoid.
         alpha: f32,
-        /// Where inputs are cut.
+        /// The limit that inputs are clamped to.
         limit: f32,
     },
     /// Two matrices, ReLU.
@@ -55,7 +55,8 @@ impl From<ActivationKind> for Activation {
     }
 }
 
-/// Bounds of the sizes of a model, so that no product of them overflows: a configuration may come from a file.
+/// Bounds of a model's sizes. They keep products of sizes from overflowing, because a configuration may come from a
+/// file.
 const MAX_WIDTH: u64 = 1 << 20;
 const MAX_LAYERS: u64 = 1 << 14;
 const MAX_HEADS: u64 = 1 << 14;
@@ -64,13 +65,13 @@ const MAX_EXPERTS: u64 = 1 << 20;
 settings! {
     /// The model's shape and rules.
     ///
-    /// A decoder language model with an MoE feed-forward in every `moe_every`-th layer. The default is the `tiny` preset: 4 layers, width
-    /// 256, 8 experts of width 512, two of them a token.
+    /// A decoder language model with an MoE feed-forward in every `moe_every`-th layer. The default is the `tiny`
+    /// preset: 4 layers, width 256, 8 experts of width 512, top-2 routing.
     #[serde(deny_unknown_fields, default)]
     pub struct ModelConfig in "" {
-        /// Tokens that the model knows; 0: as many as the tokenizer has.
+        /// Size of the vocabulary (V); 0: that of the tokenizer.
         ///
-        /// V. It is known once the tokenizer is.
+        /// It is 0 until the tokenizer is known.
         vocab_size: usize = 0, in Range::whole(0..=1 << 24);
         /// Width of the residual stream (D).
         width: usize = 256, in Range::whole(1..=MAX_WIDTH);
@@ -92,7 +93,7 @@ settings! {
         expert_width: usize = 512, in Range::whole(0..=MAX_WIDTH);
         /// Hidden width of all shared experts together; 0: none.
         shared_width: usize = 0, in Range::whole(0..=MAX_WIDTH);
-        /// Every how many layers the feed-forward is an MoE.
+        /// Distance between MoE layers; 1: every layer is one.
         ///
         /// Layer i is an MoE layer if (i + 1) is a multiple of this.
         moe_every: usize = 1, in Range::AT_LEAST_ONE;
@@ -102,7 +103,7 @@ settings! {
         activation: ActivationKind = ActivationKind::Swiglu;
         /// Order of softmax and choice: softmax_then_top_k (over all experts), or top_k_then_softmax (over the chosen ones).
         score_order: ScoreOrder = ScoreOrder::SoftmaxThenTopK, was "softmax_before_topk";
-        /// Whether a token's router weights are divided by their sum.
+        /// Divides a token's router weights by their sum.
         normalize_weights: bool = true;
         /// Above 0: an expert takes ceil(factor K T / E) tokens, later ones are dropped; 0: none is ever dropped;
         /// below 0: none is dropped up to |factor| times the even share.
@@ -113,7 +114,7 @@ settings! {
         ///
         /// See [`MoeConfig::jitter`].
         jitter: Ramp = Ramp::ZERO, in MoeConfig::JITTER;
-        /// Whether the output projection is the embedding.
+        /// Uses the embedding as the output projection.
         tie_embeddings: bool = false;
         /// Base of the rotary embedding.
         rope_theta: f64 = 10_000.0, in Range::POSITIVE;
@@ -125,7 +126,8 @@ settings! {
         max_seq_len: usize = 1024, in Range::whole(1..=1 << 30);
         /// Standard deviation of the initial weights.
         ///
-        /// The normal distribution is truncated at three deviations; output projections of blocks are divided by sqrt(2 L).
+        /// The normal distribution is truncated at three standard deviations. Output projections of blocks are
+        /// divided by sqrt(2 L).
         init_std: f32 = 0.02, in Range::NOT_NEGATIVE;
     }
     besides {
@@ -138,13 +140,13 @@ settings! {
 }
 
 impl ModelConfig {
-    /// Whether layer `i` (from 0) has an MoE feed-forward.
+    /// Returns true if layer `i` (from 0) has an MoE feed-forward.
     #[must_use]
     pub fn is_moe_layer(&self, i: usize) -> bool {
         self.num_experts > 0 && (i + 1).is_multiple_of(self.moe_every.max(1)) && !self.variant.dense_layers.contains(&i)
     }
 
-    /// The configuration of the encoder's layers, as if they were a decoder's; none without an encoder.
+    /// Returns the configuration of the encoder's layers as if they were a decoder's; none without an encoder.
     #[must_use]
     pub fn of_encoder(&self) -> Option<Self> {
         let EncoderConfig { num_layers, dense_layers, .. } = self.variant.encoder.clone()?;
@@ -152,13 +154,14 @@ impl ModelConfig {
         Some(Self { num_layers, variant, ..self.clone() })
     }
 
-    /// Layers of the encoder; 0 without one.
+    /// Returns the number of the encoder's layers; 0 without one.
     #[must_use]
     pub fn num_encoder_layers(&self) -> usize {
         self.variant.encoder.as_ref().map_or(0, |encoder| encoder.num_layers)
     }
 
-    /// The MoE layers in the order in which a token meets them: whether one is the encoder's, and its number there.
+    /// Lists the MoE layers in the order in which tokens pass them: true for an encoder's layer, and its number in
+    /// its stack.
     #[must_use]
     pub fn moe_layers(&self) -> Vec<(bool, usize)> {
         let of = |config: &Self, is_encoder: bool| -> Vec<(bool, usize)> {
@@ -168,7 +171,7 @@ impl ModelConfig {
         encoder.into_iter().chain(of(self, false)).collect()
     }
 
-    /// The numbers of the MoE layers where an encoder's layers are counted before the decoder's.
+    /// Lists the numbers of the MoE layers, counting an encoder's layers before the decoder's.
     #[must_use]
     pub fn moe_layer_numbers(&self) -> Vec<usize> {
         let before = self.num_encoder_layers();
@@ -176,7 +179,7 @@ impl ModelConfig {
         self.moe_layers().into_iter().map(number).collect()
     }
 
-    /// What the layer of this number is called: each stack counts its own.
+    /// Returns the name of the layer with this number, in its own stack's numbering.
     #[must_use]
     pub fn layer_name(&self, number: usize) -> String {
         match number.checked_sub(self.num_encoder_layers()) {
@@ -185,14 +188,15 @@ impl ModelConfig {
         }
     }
 
-    /// Whether a trained model of `other` computes what one of this configuration does, from the same weights.
+    /// Returns true if a trained model of `other` computes the same function as one of this configuration with the
+    /// same weights.
     #[must_use]
     pub fn computes_as(&self, other: &Self) -> bool {
         self.computed() == other.computed()
     }
 
-    /// What a trained model of this configuration computes, as a configuration: settings of training alone, and settings
-    /// without effect, are the default's; where two ways say the same, it is one of them.
+    /// Returns the canonical form of what a trained model of this configuration computes. Settings of training, and
+    /// those without effect, have their defaults; of two equivalent forms it is always the same one.
     pub(crate) fn computed(&self) -> Self {
         let default = Self::default();
         let mut c = Self { capacity_factor: 0.0, jitter: Ramp::ZERO, init_std: default.init_std, ..self.clone() };
@@ -245,20 +249,20 @@ impl ModelConfig {
         c
     }
 
-    /// Keys that a query of layer `i` sees at most, its own included; none: all up to its own.
+    /// Returns the number of keys that a query of layer `i` sees at most, its own included; none: all up to its own.
     #[must_use]
     pub fn window(&self, i: usize) -> Option<usize> {
         let Variant { window, full_attention_layers, .. } = &self.variant;
         (*window > 0 && !full_attention_layers.contains(&i)).then_some(*window)
     }
 
-    /// Elements of a head of values.
+    /// Returns the width of a head of values.
     #[must_use]
     pub fn value_dim(&self) -> usize {
         if self.variant.value_dim == 0 { self.head_dim } else { self.variant.value_dim }
     }
 
-    /// What attention scores are multiplied by.
+    /// Returns the factor of attention scores.
     #[must_use]
     pub fn attention_scale(&self) -> f32 {
         let Variant { attention_scale, latent, rotary, .. } = &self.variant;
@@ -269,7 +273,7 @@ impl ModelConfig {
         (factor / (self.head_dim as f64).sqrt()) as f32
     }
 
-    /// The configuration of the model's MoE layers.
+    /// Returns the configuration of the model's MoE layers.
     #[must_use]
     pub fn moe(&self) -> MoeConfig {
         MoeConfig {
@@ -314,7 +318,7 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Checks what the encoder needs of the rest.
+    /// Checks the encoder against the other settings.
     fn check_encoder(&self) -> Result<(), ConfigError> {
         let Some(encoder) = &self.variant.encoder else { return Ok(()) };
         if self.vocab_size > 0 && encoder.start_id as usize >= self.vocab_size {
@@ -332,7 +336,7 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// Refuses experts of which a layer has more weights than any model, so that no product of sizes overflows.
+    /// Limits the number of weights of a layer's experts, so that no product of sizes overflows.
     fn check_sizes(&self) -> Result<(), ConfigError> {
         let experts = self.num_experts * self.expert_width;
         if experts.checked_mul(2 * self.width).is_none_or(|elements| elements > 1 << 48) {

@@ -1,4 +1,4 @@
-//! How a rotary embedding differs from the plain one: which elements, and frequencies stretched for long contexts.
+//! The variants of the rotary embedding: which elements are rotated, and frequencies scaled for long contexts.
 //!
 //! The formulas are those of `modeling_rope_utils.py` in transformers 5.23, which follow the papers named below.
 
@@ -6,31 +6,32 @@ use moeworks_moe::ConfigError;
 use moeworks_ops::rope::{RopeLayout, RopeTable, default_frequencies};
 use serde::{Deserialize, Serialize};
 
-/// How a rotary embedding differs from the plain one.
+/// The variant of the rotary embedding; the default is the plain one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Rotary {
-    /// The first elements of a head that are rotated, even; 0: all.
+    /// The number of elements of a head that are rotated, the first ones; even. 0: all.
     pub dim: usize,
-    /// Whether neighbours are a pair (DeepSeek); otherwise an element goes with the one half the width behind it.
+    /// True if neighbours rotate together (DeepSeek); otherwise an element pairs with the one half the width after
+    /// it.
     pub is_interleaved: bool,
-    /// How frequencies are stretched.
+    /// The scaling of frequencies.
     pub scaling: RopeScaling,
 }
 
-/// How the frequencies of a rotary embedding are stretched.
+/// The scaling of rotary frequencies for contexts beyond the original one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind", deny_unknown_fields)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No scaling.
     #[default]
     None,
-    /// Position interpolation (Chen et al., 2306.15595): all divided by `factor`.
+    /// Position interpolation (Chen et al., 2306.15595): all frequencies are divided by `factor`.
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// Llama 3.1: low frequencies divided, high ones kept, a smooth passage between.
+    /// Llama 3.1: low frequencies are divided, high ones kept, with a smooth transition between.
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
@@ -38,22 +39,22 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         /// Frequencies with more turns than this are kept.
         high_freq_factor: f64,
-        /// The context that the model was first trained for.
+        /// The context length of the original training.
         original_len: usize,
     },
-    /// YaRN (Peng et al., 2309.00071): a ramp between division and none, and an amplitude.
+    /// YaRN (Peng et al., 2309.00071): a ramp from kept to divided frequencies, and an amplitude.
     Yarn {
         /// The divisor.
         factor: f64,
-        /// Turns in the original context above which frequencies are kept.
+        /// The number of turns in the original context above which frequencies are kept.
         beta_fast: f64,
-        /// Turns below which they are divided.
+        /// The number of turns below which frequencies are divided.
         beta_slow: f64,
-        /// The context that the model was first trained for.
+        /// The context length of the original training.
         original_len: usize,
-        /// Whether the ramp's ends are whole numbers.
+        /// True if the ends of the ramp are rounded outwards to whole numbers.
         truncate: bool,
-        /// Multiplies cosines and sines; none: found from the other three.
+        /// The factor of cosines and sines; none: it follows from `factor`, `mscale` and `mscale_all_dim`.
         #[serde(skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
         /// DeepSeek's weight of the amplitude.
@@ -63,29 +64,29 @@ pub enum RopeScaling {
         #[serde(skip_serializing_if = "Option::is_none")]
         mscale_all_dim: Option<f64>,
     },
-    /// LongRoPE (Ding et al., 2402.13753): a divisor for each frequency, others beyond the original context.
+    /// LongRoPE (Ding et al., 2402.13753): one divisor per frequency, and other divisors beyond the original context.
     LongRope {
         /// Divisors up to the original context.
         short_factor: Vec<f64>,
         /// Divisors beyond it.
         long_factor: Vec<f64>,
-        /// Multiplies cosines and sines up to the original context.
+        /// The factor of cosines and sines up to the original context.
         short_amplitude: f64,
-        /// Multiplies them beyond it.
+        /// The factor of cosines and sines beyond it.
         long_amplitude: f64,
-        /// The context that the model was first trained for.
+        /// The context length of the original training.
         original_len: usize,
     },
 }
 
 impl Rotary {
-    /// Whether nothing differs from the plain rotary embedding.
+    /// Returns true for the plain rotary embedding.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Elements that are rotated, of heads with `head_dim` that could be.
+    /// Returns the number of rotated elements of a head of `head_dim`.
     fn rotated(&self, head_dim: usize) -> usize {
         if self.dim == 0 { head_dim } else { self.dim }
     }
@@ -100,15 +101,15 @@ impl Rotary {
         self.scaling.validate(dim / 2)
     }
 
-    /// The table for positions below `max_len`, for heads of `head_dim` elements of which the last `rotary_dim` may be
-    /// rotated.
-    pub(crate) fn table(&self, (head_dim, rotary_dim): (usize, usize), theta: f64, max_len: usize) -> RopeTable {
+    /// Builds the table of positions below `max_len` for heads of `head_dim` elements, of which the last `rotary_dim`
+    /// may be rotated.
+    pub(crate) fn table(&self, head_dim: usize, rotary_dim: usize, theta: f64, max_len: usize) -> RopeTable {
         let (frequencies, amplitude) = self.frequencies(rotary_dim, theta, max_len);
         let layout = RopeLayout { head_dim, start: head_dim - rotary_dim, is_interleaved: self.is_interleaved };
         RopeTable::with_frequencies(layout, &frequencies, amplitude, max_len)
     }
 
-    /// Frequencies and amplitude for a sequence of `len` tokens.
+    /// Returns the frequencies and the amplitude for a sequence of `len` tokens.
     fn frequencies(&self, rotary_dim: usize, theta: f64, len: usize) -> (Vec<f64>, f64) {
         let dim = self.rotated(rotary_dim);
         let plain = default_frequencies(dim, theta);
@@ -140,7 +141,7 @@ impl Rotary {
         }
     }
 
-    /// The length beyond which frequencies are others, if they depend on the length.
+    /// Returns the length beyond which frequencies change, if they depend on the length.
     pub(crate) fn changes_beyond(&self) -> Option<usize> {
         match &self.scaling {
             RopeScaling::LongRope { original_len, .. } => Some(*original_len),
@@ -149,16 +150,16 @@ impl Rotary {
     }
 }
 
-/// YaRN's growth of the amplitude with the stretch.
+/// Returns YaRN's amplitude for a scaling by `factor`.
 fn yarn_mscale(factor: f64, weight: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
 }
 
 impl RopeScaling {
-    /// Where YaRN's ramp begins and ends, as numbers of frequencies.
+    /// Returns the ends of YaRN's ramp, as indices of frequencies.
     fn yarn_ramp(&self, dim: usize, theta: f64) -> (f64, f64) {
         let Self::Yarn { beta_fast, beta_slow, original_len, truncate, .. } = self else { return (0.0, 1.0) };
-        // The frequency that makes so many turns in the original context.
+        // Inverts `turns = original_len * theta^(-2 i / dim) / (2 pi)` for the index i.
         let at = |turns: f64| {
             dim as f64 * (*original_len as f64 / (turns * std::f64::consts::TAU)).ln() / (2.0 * theta.ln())
         };
@@ -179,7 +180,7 @@ impl RopeScaling {
         }
     }
 
-    /// What DeepSeek multiplies attention scores by under YaRN.
+    /// Returns DeepSeek's factor of attention scores under YaRN.
     pub(crate) fn score_factor(&self) -> f64 {
         match *self {
             Self::Yarn { factor, mscale_all_dim: Some(weight), .. } if weight != 0.0 => {

@@ -1,4 +1,4 @@
-//! What published families do differently from the plain decoder.
+//! The differences of published families from the plain decoder.
 
 use moeworks_moe::ConfigError;
 use serde::{Deserialize, Serialize};
@@ -9,108 +9,111 @@ use super::rotary::Rotary;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormKind {
-    /// Root mean square, a weight.
+    /// RMSNorm with a weight.
     #[default]
     Rms,
-    /// Mean and variance, a weight and a bias (GPT-2, PhiMoE).
+    /// Layer norm with a weight and a bias (GPT-2, PhiMoE).
     Layer,
 }
 
-/// Where tokens get their positions from.
+/// The kind of positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PositionKind {
-    /// Rotated queries and keys.
+    /// Rotary embedding of queries and keys.
     #[default]
     Rotary,
     /// A learned vector for each position, added to the embedding (GPT-2).
     Learned,
-    /// A learned number for each head, added to scores by the distance of query and key (T5, 1910.10683, section 2.1): one
-    /// for each of some ranges of distances, the same in every layer. There is no longest sequence.
+    /// A learned bias per head and bucket of distances, added to attention scores (T5, 1910.10683, section 2.1). All
+    /// layers share it, and there is no longest sequence.
     Relative {
-        /// Ranges of distances, even. An encoder has half of them for each direction; half of those are of one distance each.
+        /// The number of buckets, even. An encoder has half of them for each direction; half of those hold a single
+        /// distance each.
         num_buckets: usize,
-        /// From this distance on all fall in one range.
+        /// The distance from which on all share one bucket.
         max_distance: usize,
     },
 }
 
-/// An encoder, to whose result the decoder's layers attend (T5, 1910.10683). Its layers have the sizes of the decoder's.
+/// An encoder whose output the decoder's layers attend to (T5, 1910.10683). Its layers have the sizes of the
+/// decoder's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EncoderConfig {
-    /// Its layers.
+    /// The number of its layers.
     pub num_layers: usize,
-    /// Those of them that are dense whatever `moe_every` says.
+    /// The layers that are dense whatever `moe_every` says.
     pub dense_layers: Vec<usize>,
-    /// The id that every text of the decoder begins with.
+    /// The id that begins every text of the decoder.
     pub start_id: u32,
 }
 
-/// Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1): keys and values are made from one narrow vector a
-/// token. `head_dim` is then the sum of both key widths, and every query head has a key head of its own.
+/// Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1): keys and values are projected up from one
+/// narrow vector per token. `head_dim` is then the sum of both key widths, and every query head has its own key head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LatentAttention {
-    /// Width that queries are made from; 0: directly from the residual stream.
+    /// The width that queries are projected up from; 0: they are projected from the residual stream.
     pub query_rank: usize,
-    /// Width that keys and values are made from.
+    /// The width that keys and values are projected up from.
     pub kv_rank: usize,
-    /// Elements of a head's query and key that are not rotated.
+    /// The width of a head's query and key that is not rotated.
     pub plain_dim: usize,
-    /// Elements that are rotated; all heads share those of the key.
+    /// The width that is rotated; all heads share this part of the key.
     pub rotary_dim: usize,
 }
 
-/// What published families do differently from the plain decoder; the default is the plain decoder.
+/// The differences of published families from the plain decoder; the default has none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Variant {
     /// The norms of the residual stream.
     pub norm: NormKind,
-    /// Where tokens get their positions from.
+    /// The kind of positions.
     pub positions: PositionKind,
-    /// How the rotary embedding differs.
+    /// The variant of the rotary embedding.
     #[serde(skip_serializing_if = "Rotary::is_plain")]
     pub rotary: Rotary,
-    /// Biases on the projections to queries, keys and values.
+    /// Adds biases to the projections of queries, keys and values.
     pub qkv_bias: bool,
-    /// A bias on the attention's output projection.
+    /// Adds a bias to attention's output projection.
     pub output_bias: bool,
-    /// Where queries, keys and values are cut, both ways; 0: nowhere (OLMoE's `clip_qkv`).
+    /// The limit that queries, keys and values are clamped to on both sides; 0: none (OLMoE's `clip_qkv`).
     pub clip_qkv: f32,
-    /// A learned score for each head that takes part in the softmax and has no value (GPT-OSS).
+    /// Adds a learned logit per head that takes part in attention's softmax and has no value (GPT-OSS).
     pub sinks: bool,
-    /// Keys that a query sees at most, its own included; 0: all.
+    /// The number of keys that a query sees at most, its own included; 0: all.
     pub window: usize,
-    /// Layers that see all keys although there is a window.
+    /// Layers with full attention although there is a window.
     pub full_attention_layers: Vec<usize>,
-    /// Multiplies attention scores; 0: one over the root of `head_dim` (Granite's `attention_multiplier`).
+    /// The factor of attention scores; 0: `1 / sqrt(head_dim)` (Granite's `attention_multiplier`).
     pub attention_scale: f32,
-    /// Elements of a head of values; 0: `head_dim`.
+    /// The width of a head of values; 0: `head_dim`.
     pub value_dim: usize,
     /// Multi-head latent attention.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub latent: Option<LatentAttention>,
     /// Layers that are dense whatever `moe_every` says.
     pub dense_layers: Vec<usize>,
-    /// Biases in experts and dense feed-forwards.
+    /// Adds biases to experts and dense feed-forwards.
     pub feed_forward_bias: bool,
-    /// A bias on the router's logits (GPT-OSS).
+    /// Adds a bias to the router's logits (GPT-OSS).
     pub router_bias: bool,
-    /// The shared experts' output is multiplied by the sigmoid of a projection of the token (Qwen2-MoE).
+    /// Multiplies the shared experts' output by the sigmoid of a projection of the token (Qwen2-MoE).
     pub shared_gate: bool,
-    /// Multiplies embeddings.
+    /// The factor of embeddings.
     pub embedding_multiplier: f32,
-    /// Multiplies what each block adds to the residual stream.
+    /// The factor of each block's output before it is added to the residual stream.
     pub residual_multiplier: f32,
-    /// Divides logits.
+    /// The divisor of logits.
     pub logits_divisor: f32,
-    /// A bias on the logits.
+    /// Adds a bias to the logits.
     pub head_bias: bool,
-    /// Tokens of a sequence that an expert takes in one pass, in use as in training; 0: no limit (Switch Transformers).
+    /// The number of a sequence's tokens that an expert takes in a pass, at inference as in training; 0: no limit
+    /// (Switch Transformers).
     pub expert_capacity: usize,
-    /// An encoder before the decoder. Without tied embeddings it has an embedding of its own.
+    /// An encoder before the decoder. Without tied embeddings it has its own embedding.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encoder: Option<EncoderConfig>,
 }
@@ -145,7 +148,7 @@ impl Default for Variant {
 }
 
 impl Variant {
-    /// Whether nothing differs from the plain decoder.
+    /// Returns true if nothing differs from the plain decoder.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         *self == Self::default()
@@ -198,7 +201,7 @@ impl Variant {
             return Err(ConfigError::new("variant.positions.max_distance", max_distance, expected));
         }
         if self.window > 0 || self.sinks {
-            return Err(ConfigError::new("variant.positions", "relative", "goes with neither a window nor sinks"));
+            return Err(ConfigError::new("variant.positions", "relative", "cannot be combined with a window or sinks"));
         }
         Ok(())
     }
@@ -210,7 +213,7 @@ impl Variant {
         }
         let is_relative = matches!(self.positions, PositionKind::Relative { .. });
         if !is_relative || self.latent.is_some() {
-            let expected = "goes with relative positions and plain attention only";
+            let expected = "needs relative positions and plain attention";
             return Err(ConfigError::new("variant.encoder", "given", expected));
         }
         Ok(())
@@ -230,7 +233,7 @@ impl LatentAttention {
             }
         }
         if self.plain_dim.checked_add(self.rotary_dim) != Some(head_dim) {
-            let expected = format!("must make {head_dim} (head_dim) with rotary_dim, {}", self.rotary_dim);
+            let expected = format!("must sum to head_dim, {head_dim}, with rotary_dim, {}", self.rotary_dim);
             return Err(ConfigError::new("variant.latent.plain_dim", self.plain_dim, expected));
         }
         Ok(())

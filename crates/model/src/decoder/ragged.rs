@@ -1,6 +1,8 @@
 //! Passes over sequences of different lengths, whose keys and values are in blocks.
 
-use moeworks_moe::MoeSaved;
+use std::collections::BTreeMap;
+
+use moeworks_moe::{ExpertIds, MoeSaved};
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::copy_rows;
 use moeworks_tensor::{DType, Tensor};
@@ -56,7 +58,7 @@ impl Decoder {
                 hook(layer, saved);
             }
         };
-        for indices in self.groups_by_rotation(parts) {
+        for indices in self.groups(parts) {
             let group: Vec<SequencePart<'_>> = indices.iter().map(|&index| parts[index]).collect();
             let found = self.ragged_pass(ctx, weights, cache, &group, Some(&mut tell));
             if indices.len() == parts.len() {
@@ -71,7 +73,7 @@ impl Decoder {
         Ok(logits)
     }
 
-    /// One pass over checked parts that are rotated by one table.
+    /// One pass over checked parts of one [group](Self::groups).
     fn ragged_pass(
         &self,
         ctx: &Context,
@@ -85,6 +87,8 @@ impl Decoder {
         let sequences = Sequences::whole(1, ids.len());
         let mut pass = self.pass(ctx, weights, Mode::Infer, sequences, Ids::Known(&ids), None);
         self.stage.set_pieces(&mut pass, pieces);
+        let expert_ids = concat_expert_ids(ctx, parts);
+        pass.expert_ids = &expert_ids;
         let stream = ResidualStream { x: self.stage.embed(&pass, weights, Ids::Known(&ids)), router_logits: None };
         let x = self.stage.forward_layers(&pass, weights, stream, Some(cache.layers_mut()), hook).x;
         let num_rows = parts.iter().map(SequencePart::num_logits).sum();
@@ -102,13 +106,15 @@ impl Decoder {
         self.stage.head_logits(ctx, weights, &wanted)
     }
 
-    /// Parts, by their indices, that go in one pass: where a rotary embedding changes beyond a length, those below it and those beyond it
-    /// are apart.
-    fn groups_by_rotation(&self, parts: &[SequencePart<'_>]) -> Vec<Vec<usize>> {
+    /// The parts, by their indices, in groups that take one pass each. Where a rotary embedding changes beyond a length, parts below it
+    /// and beyond it are in different groups; so are parts with and without expert ids.
+    fn groups(&self, parts: &[SequencePart<'_>]) -> Vec<Vec<usize>> {
         let bound = self.config().variant.rotary.changes_beyond().unwrap_or(usize::MAX);
-        let is_beyond = |&index: &usize| parts[index].end() > bound;
-        let (beyond, below): (Vec<usize>, Vec<usize>) = (0..parts.len()).partition(is_beyond);
-        [below, beyond].into_iter().filter(|group| !group.is_empty()).collect()
+        let mut groups = BTreeMap::<_, Vec<usize>>::new();
+        for (index, part) in parts.iter().enumerate() {
+            groups.entry((part.end() > bound, !part.expert_ids.is_empty())).or_default().push(index);
+        }
+        groups.into_values().collect()
     }
 
     fn check_parts(&self, cache: &PagedKvCache, parts: &[SequencePart<'_>]) -> Result<(), BatchError> {
@@ -121,6 +127,7 @@ impl Decoder {
                 return Err(BatchError::NoAdapter { sequence, adapter });
             }
             self.stage.check_ids("prompt", part.ids)?;
+            self.stage.check_expert_ids(part.ids.len(), part.expert_ids)?;
             self.check_len(part.end())?;
             check_blocks(cache, sequence, part)?;
         }
@@ -142,6 +149,16 @@ impl SequencePart<'_> {
             WantedLogits::All => self.ids.len(),
         }
     }
+}
+
+/// The expert ids of all tokens of a pass, for each MoE layer; none where the parts have none.
+fn concat_expert_ids(ctx: &Context, parts: &[SequencePart<'_>]) -> Vec<ExpertIds> {
+    let num_layers = parts.first().map_or(0, |part| part.expert_ids.len());
+    let layer = |layer: usize| {
+        let groups: Vec<&ExpertIds> = parts.iter().map(|part| &part.expert_ids[layer]).collect();
+        ExpertIds::concat(ctx, &groups)
+    };
+    (0..num_layers).map(layer).collect()
 }
 
 /// Checks that a part has enough blocks and that the cache has them.

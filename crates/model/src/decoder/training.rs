@@ -116,7 +116,7 @@ impl<'a> Executor<'a> {
         let options = self.options.of_microbatch(index);
         let write = if index == 0 { write } else { Write::Add };
         let tokens = if batch.inputs.is_empty() {
-            Tokens::None(IdlePass::training(&self.decoder.stage, &options))
+            Tokens::None(IdlePass::training(&self.decoder.stage, &options, batch.expert_ids))
         } else {
             let encoder = self.decoder.encoder.as_ref();
             let encoded = encoder.map(|encoder| encoder.training_forward(self.ctx, self.weights, &batch, &options));

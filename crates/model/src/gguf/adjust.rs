@@ -1,4 +1,5 @@
-//! What single architectures of llama.cpp say in keys of their own, in the words of the family that they came from.
+//! Keys that single architectures of llama.cpp have of their own, translated to the keys of the family that they came
+//! from.
 //!
 //! The keys are those of llama.cpp's converters (`conversion/gpt_oss.py`, `granite.py`, `phi.py`, `deepseek.py`).
 
@@ -11,16 +12,16 @@ use super::value::Value;
 
 type Keys = Map<String, Json>;
 
-/// Changes the keys of a family by those of a file.
+/// Adapts the keys of a family to those of a file.
 pub(super) type Adjust = fn(&GgufFile, &mut Keys) -> Result<(), GgufError>;
 
-/// For architectures that say all in the usual keys.
+/// Changes nothing: for architectures with the usual keys alone.
 pub(super) fn none(_: &GgufFile, _: &mut Keys) -> Result<(), GgufError> {
     Ok(())
 }
 
-/// GPT-OSS: the bounds of YaRN's ramp are not rounded; a file without scaling means none. Every second layer has a window,
-/// unless the file says which.
+/// GPT-OSS: the bounds of YaRN's ramp are not rounded, and a file without scaling has none. Every second layer has a
+/// window, unless the file lists the layers.
 pub(super) fn gpt_oss(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
     let name = "gpt-oss.attention.sliding_window_pattern";
     let layers = keys.get("num_hidden_layers").and_then(Json::as_u64).unwrap_or(0).min(1 << 14) as usize;
@@ -36,7 +37,8 @@ pub(super) fn gpt_oss(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError>
     Ok(())
 }
 
-/// The kinds of layers: of so many the last sees everything, or each as the list says.
+/// Returns the attention of each layer: `value` is a period whose last layer has full attention, or a list of
+/// booleans.
 fn kinds_of_layers(value: &Value, layers: usize) -> Option<Vec<&'static str>> {
     let is_sliding: Vec<bool> = match value {
         Value::Numbers(numbers) if numbers.len() == layers => (0..layers)
@@ -51,7 +53,7 @@ fn kinds_of_layers(value: &Value, layers: usize) -> Option<Vec<&'static str>> {
     Some(is_sliding.into_iter().map(kind).collect())
 }
 
-/// Granite-MoE: multipliers.
+/// Granite-MoE: multipliers of attention, embeddings, residuals and logits.
 pub(super) fn granite_moe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
     let multipliers = [
         ("attention.scale", "attention_multiplier"),
@@ -61,7 +63,7 @@ pub(super) fn granite_moe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufEr
     ];
     for (ours, theirs) in multipliers {
         let x = file.optional(&format!("granitemoe.{ours}"), Value::as_f64, "a number")?;
-        // 0 says nothing, as in llama.cpp.
+        // As in llama.cpp, 0 stands for an absent key.
         if let Some(x) = x.filter(|&x| x != 0.0) {
             keys.insert(theirs.to_owned(), json!(shortest(x)));
         }
@@ -69,7 +71,7 @@ pub(super) fn granite_moe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufEr
     Ok(())
 }
 
-/// PhiMoE: biases, and LongRoPE's divisors as tensors, with one amplitude for both.
+/// PhiMoE: biases, and LongRoPE's divisors as tensors, with one amplitude for short and long contexts.
 pub(super) fn phimoe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
     let name = |key: &str| format!("phimoe.rope.scaling.{key}");
     keys.insert("lm_head_bias".to_owned(), json!(file.tensors().contains_key("output.bias")));
@@ -88,8 +90,8 @@ pub(super) fn phimoe(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> 
     Ok(())
 }
 
-/// DeepSeek-V2 and V3: latent attention, which newer files describe as one narrow head that all queries share (then
-/// `..._mla` are the sizes of a head), and groups of experts. Scores by sigmoid make it V3.
+/// DeepSeek-V2 and V3: latent attention and groups of experts. Newer files describe latent attention as one narrow
+/// head that all queries share; then the keys `..._mla` are the sizes of a head. A sigmoid router makes it V3.
 pub(super) fn deepseek(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError> {
     let name = |key: &str| format!("deepseek2.{key}");
     let size = |key: &str| file.optional(&name(key), Value::as_usize, "a whole number");
@@ -128,7 +130,7 @@ pub(super) fn deepseek(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError
     keys.extend(own.as_object().cloned().unwrap_or_default());
     let multiplier = file.optional(&name("rope.scaling.yarn_log_multiplier"), Value::as_f64, "a number")?;
     if let (Some(x), Some(scaling)) = (multiplier, keys.get_mut("rope_scaling")) {
-        // The file has 0.1 times what all published configurations have twice.
+        // The file has 0.1 times the value that all published configurations give for both keys.
         let mscale = json!(shortest(10.0 * x));
         scaling["mscale"] = mscale.clone();
         scaling["mscale_all_dim"] = mscale;
@@ -136,7 +138,7 @@ pub(super) fn deepseek(file: &GgufFile, keys: &mut Keys) -> Result<(), GgufError
     Ok(())
 }
 
-/// The f64 of the shortest decimal that is the same f32: what was written there once.
+/// Returns the f64 of the shortest decimal that is the same f32: the number that the configuration had.
 pub(super) fn shortest(x: f64) -> f64 {
     (x as f32).to_string().parse().unwrap_or(x)
 }

@@ -3,17 +3,17 @@
 use moeworks_ops::quantized;
 use moeworks_tensor::{DType, bf16, f16};
 
-/// How the elements of a tensor are stored.
+/// The storage type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GgmlType(&'static Entry);
 
-/// What there is to know of a type.
+/// The entry of a type in the table.
 #[derive(Debug, PartialEq, Eq)]
 struct Entry {
     name: &'static str,
-    /// Its number in files.
+    /// The type's number in files.
     number: u32,
-    /// The type of ours whose bytes are the same.
+    /// Our type with the same bytes.
     own: DType,
 }
 
@@ -39,47 +39,47 @@ static TYPES: [Entry; 15] = [
     entry("MXFP4", 39, DType::Mxfp4),
 ];
 
-/// The types of blocks and ggml's names of them.
+/// Lists the block types with ggml's names.
 pub fn block_types() -> impl Iterator<Item = (DType, &'static str)> {
     TYPES.iter().filter(|entry| entry.own.is_quantized()).map(|entry| (entry.own, entry.name))
 }
 
 impl GgmlType {
-    /// The type of this number, if it is one that is read.
+    /// Returns the type with this number, if it is supported.
     pub(super) fn from_number(number: u32) -> Option<Self> {
         TYPES.iter().find(|entry| entry.number == number).map(Self)
     }
 
-    /// The names of all types that are read, for messages.
+    /// Returns the names of all supported types, for messages.
     pub(super) fn supported() -> String {
         TYPES.each_ref().map(|entry| entry.name).join(", ")
     }
 
-    /// ggml's name.
+    /// Returns ggml's name.
     #[must_use]
     pub fn name(self) -> &'static str {
         self.0.name
     }
 
-    /// The type of ours whose bytes are the same.
+    /// Returns our type with the same bytes.
     #[must_use]
     pub fn own(self) -> DType {
         self.0.own
     }
 
-    /// Elements of a block: rows are whole blocks.
+    /// Returns the number of elements of a block. A row is a whole number of blocks.
     #[must_use]
     pub fn block_len(self) -> usize {
         self.own().block_len()
     }
 
-    /// The bytes of a block.
+    /// Returns the size of a block in bytes.
     #[must_use]
     pub fn block_bytes(self) -> usize {
         self.own().size()
     }
 
-    /// Turns whole blocks into f32; `to` must be as long as the blocks have elements.
+    /// Decodes whole blocks to f32. Panics unless `to` has as many elements as the blocks.
     pub(super) fn decode(self, bytes: &[u8], to: &mut [f32]) {
         assert_eq!(bytes.len() / self.block_bytes() * self.block_len(), to.len(), "elements of a tensor");
         let pairs = || bytes.as_chunks::<2>().0.iter();

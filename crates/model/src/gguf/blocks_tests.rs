@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::*;
 
-/// Blocks of every type with the values that llama.cpp's `gguf` package finds in them.
+/// Blocks of every type, with the values that llama.cpp's `gguf` package decodes.
 #[test]
 fn blocks_of_every_type_hold_the_numbers_that_their_makers_find() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf/blocks.json");
@@ -18,7 +18,7 @@ fn blocks_of_every_type_hold_the_numbers_that_their_makers_find() {
         let mut found = vec![f32::NAN; values.len()];
         GgmlType(entry).decode(&bytes, &mut found);
         for (i, (a, b)) in found.iter().zip(&values).enumerate() {
-            // A scale times an integer less a least value, perhaps rounded in another order.
+            // A scale times an integer minus a least value, which may be rounded in another order.
             assert!((a - b).abs() <= 1e-6 * b.abs().max(1.0), "{name}[{i}]: {a}, expected {b}");
         }
     }

@@ -1,5 +1,7 @@
-//! The model that a GGUF header describes, said in the keys of the family of `transformers` that it was converted from:
-//! so that what a family means stands in one place.
+//! The configuration of the model in a GGUF file.
+//!
+//! The header's keys are translated to those of the `transformers` family that the file was converted from, and read
+//! by that family's reader. The meaning of a family's keys is thus in one place.
 
 use moeworks_moe::ConfigError;
 use serde_json::{Map, Value as Json, json};
@@ -11,20 +13,20 @@ use super::{GgufFile, GgufTensor};
 use crate::config::{ModelConfig, RopeScaling};
 use crate::hf::config_of_keys;
 
-/// An architecture of llama.cpp, and what it is called elsewhere.
+/// An architecture of llama.cpp and its counterpart in `transformers`.
 pub(super) struct Architecture {
     /// `general.architecture`.
     pub(super) name: &'static str,
-    /// `model_type` of models without and with experts; none where there are none.
+    /// The `model_type` of models without and with experts; none if there are no such models.
     pub(super) dense: Option<&'static str>,
     pub(super) moe: Option<&'static str>,
-    /// Whether rows of queries and keys are stored so that neighbours rotate together.
+    /// True if rows of queries and keys are stored so that neighbours rotate together.
     pub(super) has_rotary_neighbours: bool,
-    /// Whether router weights are normalised where the file does not say.
+    /// True if router weights are normalised unless the file says otherwise.
     pub(super) normalizes: bool,
-    /// Keys that it reads besides those of all.
+    /// Keys that it reads besides [`USED`](super::key_table::USED).
     pub(super) own_keys: &'static [&'static str],
-    /// Adds to the keys what the architecture says in its own way.
+    /// Adds the keys that the architecture gives in a way of its own.
     adjust: Adjust,
 }
 
@@ -124,12 +126,12 @@ pub(super) const ARCHITECTURES: [Architecture; 9] = [
     },
 ];
 
-/// The names of all architectures, for messages.
+/// Returns the names of all architectures, for messages.
 pub(super) fn supported() -> String {
     ARCHITECTURES.each_ref().map(|architecture| architecture.name).join(", ")
 }
 
-/// Keys behind the architecture's name that are sizes, with their names in `config.json`.
+/// Keys after the architecture's name that are sizes, with their names in `config.json`.
 const SIZES: [(&str, &str); 10] = [
     ("embedding_length", "hidden_size"),
     ("block_count", "num_hidden_layers"),
@@ -144,7 +146,7 @@ const SIZES: [(&str, &str); 10] = [
 ];
 
 impl GgufFile {
-    /// The file's architecture, if it is one that is known.
+    /// Returns the file's architecture, if it is supported.
     pub(super) fn known_architecture(&self) -> Result<&'static Architecture, GgufError> {
         let name = self.architecture()?;
         ARCHITECTURES.iter().find(|architecture| architecture.name == name).ok_or_else(|| {
@@ -152,12 +154,12 @@ impl GgufFile {
         })
     }
 
-    /// The configuration of the model in the file.
+    /// Reads the configuration of the model in the file.
     pub fn config(&self) -> Result<ModelConfig, GgufError> {
         self.read_config().map(|(config, _)| config)
     }
 
-    /// The configuration, and the keys that nothing is known of.
+    /// Reads the configuration, and lists the keys that are in no table.
     pub(super) fn read_config(&self) -> Result<(ModelConfig, Vec<String>), GgufError> {
         let architecture = self.known_architecture()?;
         let unknown = self.check_keys(architecture)?;
@@ -229,12 +231,12 @@ impl GgufFile {
         keys.insert("num_local_experts".to_owned(), count.into());
         let normalizes = self.optional(&name("expert_weights_norm"), Value::as_bool, "a truth value")?;
         keys.insert("norm_topk_prob".to_owned(), normalizes.unwrap_or(architecture.normalizes).into());
-        // Families with experts alone call their width so.
+        // Families that always have experts call the experts' width `intermediate_size`.
         let is_alone = !["qwen2_moe", "qwen3_moe", "deepseek_v2"].contains(&model_type);
         if let Some(width) = keys.get("moe_intermediate_size").cloned().filter(|width| is_alone && *width != 0) {
             keys.insert("intermediate_size".to_owned(), width);
         }
-        // Older files give the experts' width by their tensors alone.
+        // Older files have no key for the experts' width.
         if !keys.contains_key("moe_intermediate_size")
             && let Some(width) = self.tensors().get("blk.0.ffn_gate_exps.weight").and_then(|gate| gate.shape.get(1))
         {
@@ -243,7 +245,7 @@ impl GgufFile {
         Ok(())
     }
 
-    /// A head's width where the file does not say it, which is then the same for values.
+    /// Sets a head's width, which defaults to `width / heads`, and checks that values have the same.
     fn check_head(&self, architecture: &Architecture, keys: &mut Map<String, Json>) -> Result<(), GgufError> {
         let (width, heads) = (keys.get("hidden_size"), keys.get("num_attention_heads"));
         let each = width.zip(heads).and_then(|(width, heads)| width.as_u64()?.checked_div(heads.as_u64()?));
@@ -254,7 +256,7 @@ impl GgufFile {
         let name = format!("{}.attention.value_length", architecture.name);
         let value = self.optional(&name, Value::as_one_usize, "a whole number, the same for all layers")?;
         match (value, head) {
-            // Latent attention says both in its own way.
+            // Latent attention has keys of its own for both.
             (Some(value), Some(head)) if value as u64 != head && architecture.moe != Some("deepseek_v2") => {
                 Err(self
                     .wrong_key(&name, format!("is {value}: must be {head}, the length of a key, in this architecture")))
@@ -263,7 +265,7 @@ impl GgufFile {
         }
     }
 
-    /// What multiplies cosines and sines, whatever the scaling.
+    /// Returns the factor of cosines and sines, independent of the kind of scaling.
     pub(super) fn amplitude(&self, architecture: &Architecture) -> Result<f64, GgufError> {
         let name = format!("{}.rope.scaling.attn_factor", architecture.name);
         Ok(shortest(self.optional(&name, Value::as_f64, "a number")?.unwrap_or(1.0)))
@@ -272,7 +274,7 @@ impl GgufFile {
     fn rope_scaling(&self, architecture: &Architecture) -> Result<Option<Json>, GgufError> {
         let name = |key: &str| format!("{}.rope.{key}", architecture.name);
         let number = |key: &str| self.optional(&name(key), Value::as_f64, "a number");
-        // Without a type a factor divides, under its old name too; 0 is none.
+        // Without a type a factor is linear scaling, also under its old name; 0 stands for an absent key.
         let kind = self.optional(&name("scaling.type"), Value::as_text, "text")?.unwrap_or("linear");
         let factor =
             number("scaling.factor")?.or(number("scale_linear")?).filter(|&factor| factor != 0.0).unwrap_or(1.0);
@@ -280,7 +282,7 @@ impl GgufFile {
         let original = self.optional(&name("scaling.original_context_length"), Value::as_usize, "a whole number")?;
         let [beta_fast, beta_slow] = [number("scaling.yarn_beta_fast")?, number("scaling.yarn_beta_slow")?];
         Ok(match kind {
-            // The architecture has the divisors as tensors.
+            // The divisors of LongRoPE are tensors.
             "none" | "longrope" => None,
             "linear" if factor == 1.0 => None,
             "linear" => Some(json!({ "rope_type": "linear", "factor": shortest(factor) })),
@@ -307,7 +309,7 @@ impl GgufFile {
         })
     }
 
-    /// The part of a head that is rotated.
+    /// Sets the rotated part of a head.
     fn rotated_part(&self, architecture: &Architecture, config: &mut ModelConfig) -> Result<(), GgufError> {
         let name = format!("{}.rope.dimension_count", architecture.name);
         let dim = self.optional(&name, Value::as_one_usize, "a whole number, the same for all layers")?;
@@ -324,8 +326,8 @@ impl GgufFile {
         Ok(())
     }
 
-    /// Divisors of frequencies that come as tensors (Llama 3.1's, and LongRoPE's for short and long contexts), and an amplitude
-    /// without YaRN.
+    /// Reads divisors of rotary frequencies that are tensors (Llama 3.1's, and LongRoPE's for short and long
+    /// contexts), and an amplitude outside YaRN.
     fn stretch_frequencies(&self, architecture: &Architecture, config: &mut ModelConfig) -> Result<(), GgufError> {
         let rotated = config.variant.latent.map_or(config.head_dim, |latent| latent.rotary_dim);
         let rotary = &mut config.variant.rotary;
@@ -343,12 +345,14 @@ impl GgufFile {
         let amplitude = self.amplitude(architecture)?;
         let [short, long] = FREQUENCIES_BY_LENGTH.map(divisors);
         let (short, long) = match (divisors(FREQUENCIES)?, short?, long?) {
-            // Read with the family's keys.
+            // The family's keys had the divisors.
             (None, _, _) if matches!(rotary.scaling, RopeScaling::LongRope { .. }) => return Ok(()),
             (None, Some(short), Some(long)) if is_long => (short, long),
             _ if is_long => {
                 let missing = FREQUENCIES_BY_LENGTH.join(" and ");
-                return Err(self.wrong_key(&type_key, format!("is \"longrope\", but there are no tensors {missing}")));
+                return Err(
+                    self.wrong_key(&type_key, format!("is \"longrope\", but the tensors {missing} are missing"))
+                );
             }
             (Some(factors), None, None) => (factors.clone(), factors),
             (None, None, None) if amplitude == 1.0 || matches!(rotary.scaling, RopeScaling::Yarn { .. }) => {
@@ -377,7 +381,7 @@ impl GgufFile {
         Ok(())
     }
 
-    /// A small tensor's numbers.
+    /// Decodes a small tensor.
     pub(super) fn numbers(&self, tensor: &GgufTensor) -> Vec<f64> {
         let mut numbers = vec![0.0; tensor.shape.iter().product()];
         tensor.ty.decode(self.bytes(tensor), &mut numbers);
@@ -391,8 +395,8 @@ impl GgufFile {
     }
 }
 
-/// The divisors of rotary frequencies.
+/// The tensor of divisors of rotary frequencies.
 pub(super) const FREQUENCIES: &str = "rope_freqs.weight";
 
-/// The same for short and for long contexts.
+/// The tensors of divisors for short and for long contexts (LongRoPE).
 pub(super) const FREQUENCIES_BY_LENGTH: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];

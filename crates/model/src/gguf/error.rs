@@ -1,4 +1,4 @@
-//! What can be wrong with a GGUF file.
+//! Errors of reading GGUF files.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::instead::cut_by_bytes;
 use crate::tokenizer::TokenizerError;
 use crate::words::{OF_GGUF, in_words};
 
-/// A GGUF file that cannot be used. Each kind of fault is a variant that names the file.
+/// A GGUF file that cannot be used. Every variant names the file.
 #[derive(Debug, thiserror::Error)]
 pub enum GgufError {
     /// The file cannot be opened.
@@ -22,40 +22,40 @@ pub enum GgufError {
         /// Why.
         source: io::Error,
     },
-    /// The file does not begin as a GGUF file of a version that is read.
+    /// The file does not begin like a GGUF file of a supported version.
     #[error("{}: not a GGUF file of version 2 or 3: {reason}", path.display())]
     NotGguf {
         /// The file.
         path: PathBuf,
-        /// What is there instead.
+        /// The content found instead.
         reason: String,
     },
-    /// The file ends before something that its header announces.
-    #[error("{}: the file ends inside {what}: it is cut short{}", path.display(), rest_of_cut(path))]
+    /// The file ends before its header says so.
+    #[error("{}: truncated inside {what}{}", path.display(), rest_of_cut(path))]
     Truncated {
         /// The file.
         path: PathBuf,
-        /// What was being read.
+        /// The part that was being read.
         what: String,
     },
-    /// A part of a model in several files that is missing, or that is not what its name says.
+    /// A part of a model in several files is missing, or does not match its name.
     #[error("{}: {reason}", path.display())]
     Parts {
         /// The file.
         path: PathBuf,
-        /// What is wrong and what would be right.
+        /// The fault, and what would be right.
         reason: String,
     },
-    /// A number or a name in the header that cannot be.
+    /// The header has an invalid number or name.
     #[error("{}: bad header: {reason}", path.display())]
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
-    /// Elements of a type that is not read.
-    #[error("{}: tensor {tensor:?}: element type {number} is not supported; these are: {}", path.display(), GgmlType::supported())]
+    /// A tensor has an unsupported element type.
+    #[error("{}: tensor {tensor:?}: element type {number} is not supported; supported are: {}", path.display(), GgmlType::supported())]
     UnsupportedType {
         /// The file.
         path: PathBuf,
@@ -64,22 +64,22 @@ pub enum GgufError {
         /// The type's number.
         number: u32,
     },
-    /// An architecture that is not known.
-    #[error("{}: architecture {architecture:?} is not supported; these are: {}", path.display(), supported())]
+    /// An unsupported architecture.
+    #[error("{}: architecture {architecture:?} is not supported; supported are: {}", path.display(), supported())]
     UnknownArchitecture {
         /// The file.
         path: PathBuf,
-        /// What the file says.
+        /// The architecture of the file.
         architecture: String,
     },
-    /// A key that is missing or has another type than it must.
+    /// A key is missing, or its value is of another type or out of range.
     #[error("{}: {key}: {reason}", path.display())]
     Key {
         /// The file.
         path: PathBuf,
         /// The key.
         key: String,
-        /// What is wrong and what would be right.
+        /// The fault, and what would be right.
         reason: String,
     },
     /// A setting is out of range.
@@ -87,19 +87,19 @@ pub enum GgufError {
     Setting {
         /// The file.
         path: PathBuf,
-        /// Which, and what would be right.
+        /// The setting, and what would be right.
         source: ConfigError,
     },
-    /// A tensor that the model needs is not there.
-    #[error("{}: no tensor {tensor:?}", path.display())]
+    /// A tensor that the model needs is missing.
+    #[error("{}: tensor {tensor:?} is missing", path.display())]
     MissingTensor {
         /// The file.
         path: PathBuf,
         /// The tensor.
         tensor: String,
     },
-    /// A tensor has another shape than the configuration gives.
-    #[error("{}: tensor {tensor:?} has shape {found:?}, but the header's keys make it {expected:?}", path.display())]
+    /// A tensor has another shape than the configuration implies.
+    #[error("{}: tensor {tensor:?} has shape {found:?}, but the header's keys imply {expected:?}", path.display())]
     WrongShape {
         /// The file.
         path: PathBuf,
@@ -110,8 +110,8 @@ pub enum GgufError {
         /// The shape it should have.
         expected: Vec<usize>,
     },
-    /// A tensor that the configured model does not have, so that ignoring it would change the results.
-    #[error("{}: tensor {tensor:?} has no place in a {architecture} model", path.display())]
+    /// A tensor that the configured model does not have; to ignore it would change the results.
+    #[error("{}: unexpected tensor {tensor:?} for architecture {architecture}", path.display())]
     UnexpectedTensor {
         /// The file.
         path: PathBuf,
@@ -130,7 +130,7 @@ pub enum GgufError {
     },
 }
 
-/// What to do with a file that ends too early.
+/// Returns advice for a file that ends too early.
 fn rest_of_cut(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let advice = cut_by_bytes(&name).unwrap_or_else(|| "download it again".to_owned());

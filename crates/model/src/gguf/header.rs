@@ -1,9 +1,11 @@
-//! The header of a GGUF file: keys with values, and what tensors there are. Everything in it is checked before it is used:
-//! the file may come from anywhere.
+//! The header of a GGUF file: keys with values, and a list of tensors. Everything in it is checked before it is used,
+//! because the file may come from anywhere.
 //!
-//! Layout (`ggml/docs/gguf.md`, version 3; 2 is the same for little-endian files): magic, version, number of tensors and of
-//! keys; for each key a string, a type and a value; for each tensor its name, its dims from the innermost outwards, its type
-//! and the offset of its data, counted from the first multiple of the alignment behind the header.
+//! Layout (`ggml/docs/gguf.md`, version 3; version 2 is the same for little-endian files):
+//! - magic, version, the number of tensors and the number of keys;
+//! - for each key a string, a type and a value;
+//! - for each tensor its name, its dims from the innermost outwards, its type and the offset of its data, counted
+//!   from the first multiple of the alignment after the header.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,15 +17,15 @@ use super::value::{Numbers, Value};
 use crate::foreign;
 
 const MAGIC: &[u8; 4] = b"GGUF";
-/// The alignment of data where the file does not say.
+/// The alignment of data unless the file gives one.
 const DEFAULT_ALIGNMENT: usize = 32;
-/// The largest alignment that a file may ask for.
+/// The largest alignment that is accepted.
 const MAX_ALIGNMENT: usize = 1 << 20;
-/// The deepest arrays of arrays that are read.
+/// The deepest nesting of arrays that is accepted.
 const MAX_DEPTH: usize = 4;
-/// The longest key and the longest name of a tensor, in bytes. (The format allows keys of 65,535 and names of 64.)
+/// The longest key and the longest tensor name, in bytes. The format allows 65,535 for keys and 64 for names.
 const MAX_NAME: usize = 65_535;
-/// The dims of a tensor, at most.
+/// The largest number of dims of a tensor.
 const MAX_DIMS: u32 = 4;
 
 pub(super) struct Header {
@@ -31,7 +33,7 @@ pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, GgufTensor>,
 }
 
-/// Reads and checks the header of a file of these bytes.
+/// Reads and checks the header of the file with these bytes.
 pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Header, GgufError> {
     let mut reader = Reader { path, bytes, at: 0 };
     let not_gguf = |reason: String| GgufError::NotGguf { path: path.to_owned(), reason };
@@ -45,7 +47,7 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Header, GgufError> {
     match reader.u32("the version")? {
         2 | 3 => {}
         version if version.swap_bytes() == 2 || version.swap_bytes() == 3 => {
-            let advice = "get a little-endian file, or turn it with llama.cpp's gguf_convert_endian.py";
+            let advice = "get a little-endian file, or convert it with llama.cpp's gguf_convert_endian.py";
             return Err(not_gguf(format!("its numbers are big-endian; {advice}")));
         }
         1 => return Err(not_gguf("its version is 1, of August 2023: get the model in a newer file".to_owned())),
@@ -53,14 +55,14 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Header, GgufError> {
     }
     let num_tensors = reader.u64("the number of tensors")?;
     let num_keys = reader.u64("the number of keys")?;
-    // Nothing is allocated for these numbers: a false one ends with the file.
+    // Nothing is allocated for these numbers: a false one fails at the end of the file.
     let mut keys = BTreeMap::new();
     for _ in 0..num_keys {
         let key = reader.string("a key", MAX_NAME)?;
         let ty = reader.u32(&key)?;
         let value = reader.value(&key, ty, 0)?;
         if keys.insert(key.clone(), value).is_some() {
-            return Err(reader.bad(format!("the key {key:?} is there twice")));
+            return Err(reader.bad(format!("duplicate key {key:?}")));
         }
     }
     let alignment = alignment(&reader, &keys)?;
@@ -68,12 +70,15 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Header, GgufError> {
     for _ in 0..num_tensors {
         infos.push(reader.tensor()?);
     }
-    let start = reader.at.checked_next_multiple_of(alignment).ok_or_else(|| reader.bad("no end".to_owned()))?;
+    let start = reader
+        .at
+        .checked_next_multiple_of(alignment)
+        .ok_or_else(|| reader.bad("the header's end cannot be aligned".to_owned()))?;
     let mut tensors = BTreeMap::new();
     for info in infos {
         let (name, tensor) = info.place(&reader, start, alignment)?;
         if tensors.contains_key(&name) {
-            return Err(reader.bad(format!("the tensor {name:?} is there twice")));
+            return Err(reader.bad(format!("duplicate tensor {name:?}")));
         }
         tensors.insert(name, tensor);
     }
@@ -94,7 +99,7 @@ fn alignment(reader: &Reader<'_>, keys: &BTreeMap<String, Value>) -> Result<usiz
     }
 }
 
-/// Two tensors on the same bytes are a fault or an attack.
+/// Fails if two tensors share bytes.
 fn check_overlaps(reader: &Reader<'_>, tensors: &BTreeMap<String, GgufTensor>) -> Result<(), GgufError> {
     let mut ranges: Vec<_> =
         tensors.iter().filter(|(_, t)| !t.range.is_empty()).map(|(n, t)| (t.range.clone(), n)).collect();
@@ -105,7 +110,7 @@ fn check_overlaps(reader: &Reader<'_>, tensors: &BTreeMap<String, GgufTensor>) -
     }
 }
 
-/// What the header says of a tensor.
+/// A tensor's entry in the header.
 struct TensorInfo {
     name: String,
     /// Outermost first.
@@ -115,15 +120,16 @@ struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// Finds the tensor's bytes, which must all be there.
+    /// Computes the range of the tensor's bytes. Fails unless all of it is in the file.
     fn place(self, reader: &Reader<'_>, start: usize, alignment: usize) -> Result<(String, GgufTensor), GgufError> {
         let Self { name, shape, ty, offset } = self;
         let row = shape.last().copied().unwrap_or(1);
         if !row.is_multiple_of(ty.block_len()) {
             let len = ty.block_len();
-            return Err(
-                reader.bad(format!("tensor {name:?}: rows of {row} are no whole blocks of {} ({len})", ty.name()))
-            );
+            return Err(reader.bad(format!(
+                "tensor {name:?}: rows of {row} are not a multiple of {}'s block length, {len}",
+                ty.name()
+            )));
         }
         let blocks = shape.iter().try_fold(1_usize, |product, &dim| product.checked_mul(dim));
         let bytes = blocks.and_then(|elements| (elements / ty.block_len()).checked_mul(ty.block_bytes()));
@@ -131,14 +137,14 @@ impl TensorInfo {
         let begin = offset.and_then(|offset| start.checked_add(offset));
         let end = begin.zip(bytes).and_then(|(begin, bytes)| begin.checked_add(bytes));
         match begin.zip(end) {
-            None => Err(reader.bad(format!("tensor {name:?}: no such size or offset: {shape:?}"))),
+            None => Err(reader.bad(format!("tensor {name:?}: the size or offset is out of range: {shape:?}"))),
             Some((_, end)) if end > reader.bytes.len() => Err(reader.truncated(&format!("tensor {name:?}"))),
             Some((begin, end)) => Ok((name, GgufTensor { ty, shape, file: 0, range: begin..end })),
         }
     }
 }
 
-/// Takes the header apart from the front.
+/// A cursor over the header.
 struct Reader<'a> {
     path: &'a Path,
     bytes: &'a [u8],
@@ -184,27 +190,27 @@ impl<'a> Reader<'a> {
         Ok(text.to_owned())
     }
 
-    /// A value of a type, given by its number.
+    /// Reads a value of the type with this number.
     fn value(&mut self, key: &str, ty: u32, depth: usize) -> Result<Value, GgufError> {
         match ty {
             8 => self.string(key, usize::MAX).map(Value::Text),
             9 => self.values(key, depth),
             _ => {
                 let size = Numbers::size_of(ty);
-                let size = size.ok_or_else(|| self.bad(format!("{key}: a value of unknown type {ty}")))?;
+                let size = size.ok_or_else(|| self.bad(format!("{key}: unknown value type {ty}")))?;
                 let bytes = self.take(size, key)?;
-                Numbers::new(ty, bytes).get(0).ok_or_else(|| self.bad(format!("{key}: a truth value must be 0 or 1")))
+                Numbers::new(ty, bytes).get(0).ok_or_else(|| self.bad(format!("{key}: a boolean must be 0 or 1")))
             }
         }
     }
 
-    /// An array. Its memory grows with what is read and not with what is announced.
+    /// Reads an array. Its memory grows with the bytes that are read, not with the length that is announced.
     fn values(&mut self, key: &str, depth: usize) -> Result<Value, GgufError> {
         if depth == MAX_DEPTH {
             return Err(self.bad(format!("{key}: arrays are nested more than {MAX_DEPTH} deep")));
         }
         let (ty, len) = (self.u32(key)?, self.u64(key)?);
-        // An element takes at least a byte of the file.
+        // An element takes at least one byte of the file.
         let len = usize::try_from(len).ok().filter(|&len| len <= self.bytes.len() - self.at);
         let len = len.ok_or_else(|| self.truncated(key))?;
         match Numbers::size_of(ty) {
@@ -228,7 +234,8 @@ impl<'a> Reader<'a> {
         let mut shape = Vec::new();
         for _ in 0..num_dims {
             let dim = self.u64(&name)?;
-            let dim = usize::try_from(dim).map_err(|_| self.bad(format!("tensor {name:?}: a dim of {dim}")))?;
+            let dim =
+                usize::try_from(dim).map_err(|_| self.bad(format!("tensor {name:?}: dim {dim} is out of range")))?;
             shape.insert(0, dim);
         }
         let number = self.u32(&name)?;

@@ -1,7 +1,8 @@
-//! What is made of each key of a GGUF header, as `hf/key_table.rs` has it for `config.json`.
+//! Tables of the keys of a GGUF header, like those of `hf/key_table.rs` for `config.json`.
 //!
-//! The keys are those of llama.cpp (`gguf-py/gguf/constants.py`), behind the architecture's name. Keys that llama.cpp reads for
-//! other architectures only are refused here unless they say that they are off: it passes over them, and the file means them.
+//! The keys are those of llama.cpp (`gguf-py/gguf/constants.py`), after the architecture's name. A key that llama.cpp
+//! reads for other architectures only is refused unless its value switches its feature off: llama.cpp ignores it, but
+//! the file asks for it.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -12,7 +13,7 @@ use super::error::GgufError;
 use super::value::Value;
 use crate::hf::list;
 
-/// A key that is refused unless its value is one of some numbers (a truth value counts as 0 or 1).
+/// A key that is refused unless its value is one of the numbers `off`; a boolean counts as 0 or 1.
 struct Refused {
     key: &'static str,
     off: &'static [f64],
@@ -22,7 +23,7 @@ const fn refused(key: &'static str, off: &'static [f64]) -> Refused {
     Refused { key, off }
 }
 
-/// Used in every architecture.
+/// Keys that every architecture uses.
 pub(super) const USED: &[&str] = &[
     "embedding_length",
     "block_count",
@@ -50,11 +51,11 @@ pub(super) const USED: &[&str] = &[
     "rope.scaling.yarn_beta_slow",
 ];
 
-/// Without influence on what a model computes.
+/// Keys without influence on what a model computes.
 const HARMLESS: &[&str] =
     &["vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "embedding_length_out", "decoder_start_token_id"];
 
-/// Refused where an architecture does not use them.
+/// Keys that are refused unless an architecture uses them.
 const REFUSED: &[Refused] = &[
     refused("attention.scale", &[0.0]),
     refused("attention.output_scale", &[0.0, 1.0]),
@@ -120,11 +121,11 @@ const REFUSED: &[Refused] = &[
     refused("token_shift_count", &[0.0]),
 ];
 
-/// The softmax over the chosen experts, 3 in `expert_gating_func`, is the normalised softmax over all.
+/// The gating function 3, softmax over the chosen experts, equals the normalised softmax over all.
 const NORMALIZED_GATING: Refused = refused("expert_gating_func", &[0.0, 1.0, 3.0]);
 
 impl Architecture {
-    /// The keys that it reads.
+    /// Returns the keys that the architecture reads.
     fn used(&self) -> impl Iterator<Item = &'static str> {
         USED.iter().chain(self.own_keys).copied()
     }
@@ -138,8 +139,8 @@ impl Architecture {
 }
 
 impl GgufFile {
-    /// Looks at every key of the architecture: fails for one that says something which is not computed, and returns those that
-    /// are in no table.
+    /// Checks every key of the architecture. Fails on a key of an unsupported feature; returns the keys that are in
+    /// no table.
     pub(super) fn check_keys(&self, architecture: &Architecture) -> Result<Vec<String>, GgufError> {
         if let Some(kind) = self.optional("general.type", Value::as_text, "text")?.filter(|kind| *kind != "model") {
             return Err(self.wrong_key("general.type", format!("is {kind:?}: must be \"model\"")));
@@ -173,7 +174,7 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// Whether a value, or each of a list, is one of these numbers.
+/// Returns true if a value, or every value of a list, is one of the numbers `off`.
 fn is_off(value: &Value, off: &[f64]) -> bool {
     match value {
         Value::Bool(x) => off.contains(&f64::from(u8::from(*x))),
@@ -182,7 +183,7 @@ fn is_off(value: &Value, off: &[f64]) -> bool {
     }
 }
 
-/// The architectures of a family.
+/// Returns the names of a family's architectures.
 pub(crate) fn architectures_of(model_type: &str) -> Vec<&'static str> {
     let is_its = |known: &&Architecture| {
         let v3 = known.moe == Some("deepseek_v2") && model_type == "deepseek_v3";
@@ -191,7 +192,7 @@ pub(crate) fn architectures_of(model_type: &str) -> Vec<&'static str> {
     ARCHITECTURES.iter().filter(is_its).map(|known| known.name).collect()
 }
 
-/// The part of the page of families that is about GGUF files.
+/// Returns the part of the page of families about GGUF files.
 pub(crate) fn keys_page() -> String {
     let mut page = String::new();
     let _ = writeln!(page, "## GGUF files\n");

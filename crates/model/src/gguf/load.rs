@@ -1,4 +1,4 @@
-//! Weights from a GGUF file: our names to its names, blocks to numbers.
+//! Loading weights from a GGUF file: the mapping of tensor names, and the decoding of blocks.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -15,21 +15,22 @@ use crate::config::ModelConfig;
 use crate::hf::warn_of_keys;
 use crate::weights::{DecoderWeights, WeightRole, WeightTable};
 
-/// Where one of our tensors is: some tensors of the file.
+/// The tensors of the file that hold one of ours.
 enum Place {
-    /// One tensor of the same elements.
+    /// One tensor with the same elements.
     Whole(String),
     /// Gate and up, joined for each matrix of the stack.
     Joined([String; 2]),
     /// Biases of gate and up, joined for each expert.
     JoinedVectors([String; 2]),
-    /// A matrix for each expert of the stack, or a gate and an up for each.
+    /// One matrix for each expert of the stack, or a gate and an up for each.
     PerExpert(Vec<String>),
-    /// What widens keys, for each head transposed, and what widens values (latent attention).
+    /// The up-projections of latent attention, stored apart: that of keys, transposed for each head, and that of
+    /// values.
     Widening([String; 2]),
 }
 
-/// Our names inside a layer and theirs.
+/// Our names in a layer, with those of the file.
 const LAYER_NAMES: [(&str, &str); 29] = [
     ("input_layernorm.weight", "attn_norm.weight"),
     ("input_layernorm.bias", "attn_norm.bias"),
@@ -62,7 +63,7 @@ const LAYER_NAMES: [(&str, &str); 29] = [
     ("mlp.shared_experts.down_proj", "ffn_down_shexp.weight"),
 ];
 
-/// Tensors of ours that are a gate and an up there.
+/// Our tensors that the file has as gate and up.
 const JOINED: [(&str, [&str; 2]); 4] = [
     ("mlp.gate_up_proj", ["ffn_gate.weight", "ffn_up.weight"]),
     ("mlp.shared_experts.gate_up_proj", ["ffn_gate_shexp.weight", "ffn_up_shexp.weight"]),
@@ -71,15 +72,16 @@ const JOINED: [(&str, [&str; 2]); 4] = [
 ];
 
 impl GgufFile {
-    /// The configuration and the weights. Matrices of floats and in blocks stay what they are, and are lent from the mapped
-    /// file, whole or in pieces, where they need no reordering. Norm weights, biases and routers are f32.
+    /// Loads the configuration and the weights. Matrices keep their type, float or blocks, and are borrowed from the
+    /// mapped file wherever rows keep their order. Norm weights, biases and routers are f32.
     pub fn load_model(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), GgufError> {
         let (config, unknown) = self.read_config()?;
         warn_of_keys(self.path(), &unknown);
         let architecture = self.known_architecture()?;
         self.check_layers(&config)?;
         let (table, mut state_shapes) = (WeightTable::new(&config), Vec::new());
-        // First the structure and the shapes, then the tensors: nothing is allocated that the file does not hold.
+        // The structure and the shapes come first, then the tensors: nothing is allocated that the file does not
+        // hold.
         let empty = || ctx.empty(&[0], DType::F32);
         let mut weights = DecoderWeights::build(
             &config,
@@ -123,7 +125,8 @@ impl GgufFile {
         }
     }
 
-    /// Fails if there cannot be a tensor for each layer: then not even the list of their names is made.
+    /// Fails if the file has fewer tensors than the model has layers, before the list of the layers' names is
+    /// allocated.
     fn check_layers(&self, config: &ModelConfig) -> Result<(), GgufError> {
         let (layers, tensors) = (config.num_layers, self.tensors().len());
         if layers <= tensors {
@@ -133,7 +136,7 @@ impl GgufFile {
         Err(self.wrong_key(&key, format!("is {layers}: the file has {tensors} tensors in all")))
     }
 
-    /// Where our tensor `name` is.
+    /// Finds our tensor `name` in the file.
     fn place(&self, name: &str, shape: &[usize]) -> Place {
         let Some((layer, local)) = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) else {
             return Place::Whole(match name {
@@ -146,7 +149,7 @@ impl GgufFile {
             });
         };
         let there = |theirs: &str| format!("blk.{layer}.{theirs}");
-        // Files of Mixtral's first months have a tensor for each expert.
+        // Files of Mixtral's first months have one tensor per expert.
         let one_by_one = |names: &[&str]| {
             let name = |e: usize| names.iter().map(move |name| format!("blk.{layer}.{name}.{e}.weight"));
             Place::PerExpert((0..shape[0]).flat_map(name).collect())
@@ -176,7 +179,7 @@ impl GgufFile {
         Place::Whole(there(theirs))
     }
 
-    /// Reads a tensor of ours.
+    /// Reads one of our tensors.
     fn read(
         &self,
         ctx: &Context,
@@ -205,7 +208,7 @@ impl GgufFile {
             }
             return Ok(tensor);
         }
-        // One piece at a time, so that no second copy of a stack is made.
+        // One slice at a time, so that no second copy of a stack is made.
         let mut values = vec![0.0; tensor.len() / pieces.len()];
         for (i, part) in pieces.iter().enumerate() {
             part.ty.decode(part.bytes, &mut values);
@@ -220,7 +223,9 @@ impl GgufFile {
         Ok(tensor)
     }
 
-    /// The matrix `[H (N + w), L]` that widens keys and values of latent attention from `[H, L, N]` and `[H, w, L]`.
+    /// Builds the up-projection `[H (N + w), L]` of latent attention from that of keys `[H, L, N]` and that of values
+    /// `[H, w, L]`.
+    /// H heads, N width of a key without its rotated part, w width of a value, L latent width.
     fn widening(
         &self,
         ctx: &Context,
@@ -260,7 +265,7 @@ impl GgufFile {
         Ok(tensor)
     }
 
-    /// The parts of the file that make a tensor of ours of this shape, one behind the other.
+    /// Returns the consecutive slices that make one of our tensors of this shape.
     fn pieces(&self, place: &Place, shape: &[usize], used: &mut BTreeSet<String>) -> Result<Vec<Part<'_>>, GgufError> {
         let len: usize = shape.iter().product();
         match place {
@@ -284,7 +289,7 @@ impl GgufFile {
         }
     }
 
-    /// The tensor `name`, which must be there and have a shape; dims of one element at the front do not count.
+    /// Returns the tensor `name`. Fails if it is missing or of another shape, where leading dims of 1 do not count.
     fn part(&self, name: &str, shape: &[usize], used: &mut BTreeSet<String>) -> Result<Part<'_>, GgufError> {
         let info = self.tensor_info(name)?;
         let essential = |shape: &[usize]| shape.iter().copied().skip_while(|&dim| dim == 1).collect::<Vec<_>>();
@@ -296,7 +301,7 @@ impl GgufFile {
         Ok(Part { ty: info.ty, file: info.file, start: info.range.start, bytes: self.bytes(info) })
     }
 
-    /// The tensor as the file has it, if it is of the type that it is to have: whole or in pieces.
+    /// Borrows the tensor from the file, whole or in slices, if all of it is of type `dtype`.
     fn lent(&self, ctx: &Context, parts: &[Part<'_>], shape: &[usize], dtype: DType) -> Option<Tensor> {
         let lent = |part: &Part<'_>, shape: &[usize]| {
             let lent = || Tensor::from_foreign(self.files[part.file].1.clone(), part.range(), shape, dtype);
@@ -312,18 +317,19 @@ impl GgufFile {
     }
 }
 
-/// How a tensor of ours is to be read.
+/// The way to read one of our tensors.
 #[derive(Clone, Copy)]
 struct Read<'a> {
     shape: &'a [usize],
-    /// Rows of that many heads come as pairs that rotate together, and leave as halves; 0 for rows that stay.
+    /// The number of heads whose rows are stored as rotating pairs and have to become halves; 0 keeps the rows'
+    /// order.
     heads: usize,
-    /// Whether it may be in blocks.
+    /// True if the tensor may stay in blocks.
     may_be_blocks: bool,
 }
 
 impl Read<'_> {
-    /// The type that pieces become: that of all, if it is one, otherwise a float that holds them all.
+    /// Returns the common type of the slices, or else a float type that holds all of them.
     fn dtype(self, pieces: &[Part<'_>]) -> DType {
         let first = pieces.first().map_or(DType::F32, |part| part.ty.own());
         let is_same = pieces.iter().all(|part| part.ty.own() == first);
@@ -334,8 +340,8 @@ impl Read<'_> {
         }
     }
 
-    /// Undoes the reordering of llama.cpp's converter: of a head's rows the pairs `2 i` and `2 i + 1` become the rows `i` and
-    /// `i + h / 2`. A row is `row_len` of the values, whatever they are.
+    /// Undoes the reordering of llama.cpp's converter: of a head's h rows, `2 i` and `2 i + 1` become `i` and `i + h
+    /// / 2`. A row is `row_len` values, of any type.
     fn in_halves<'b, T: Copy>(&self, values: &'b [T], row_len: usize) -> Cow<'b, [T]> {
         if self.heads == 0 {
             return Cow::Borrowed(values);
@@ -350,29 +356,29 @@ impl Read<'_> {
     }
 }
 
-/// Some elements of the file.
+/// A range of elements of a file.
 #[derive(Clone, Copy)]
 struct Part<'a> {
     ty: GgmlType,
-    /// Which file it is in.
+    /// The index of the file.
     file: usize,
-    /// Where the bytes begin there.
+    /// The offset of the bytes in the file.
     start: usize,
     bytes: &'a [u8],
 }
 
 impl Part<'_> {
-    /// Where the bytes are in the file.
+    /// Returns the range of the bytes in the file.
     fn range(&self) -> Range<usize> {
         self.start..self.start + self.bytes.len()
     }
 
-    /// Whether its bytes are those of a tensor of `dtype` on this machine.
+    /// Returns true if its bytes are those of a tensor of `dtype` on this machine.
     fn is_stored_as(&self, dtype: DType) -> bool {
         self.ty.own() == dtype && (cfg!(target_endian = "little") || dtype.is_quantized())
     }
 
-    /// One of `count` equal parts.
+    /// Returns one of `count` equal parts.
     fn nth(self, index: usize, count: usize) -> Self {
         let len = self.bytes.len() / count;
         Self { start: self.start + index * len, bytes: &self.bytes[index * len..(index + 1) * len], ..self }

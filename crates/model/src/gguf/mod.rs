@@ -1,8 +1,8 @@
-//! GGUF, llama.cpp's format: one file, or several that are parts of one model, with configuration, tokenizer and weights.
+//! GGUF, llama.cpp's format: one file, or several parts of one model, with configuration, tokenizer and weights.
 //!
-//! The reader treats the file as hostile, like that of safetensors: every number is checked before it is used, and nothing
-//! is allocated beyond what the file's own size justifies. Tensors are lent from the mapped file and multiplied as they are:
-//! f32, bf16, f16, and blocks of small integers, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`, `Q2_K` to `Q6_K`, `IQ4_NL` and `MXFP4`.
+//! The reader treats the file as hostile: every number is checked before it is used, and no more is allocated than
+//! the file's size justifies. Products read tensors from the mapped file as they are: f32, bf16, f16, and blocks of
+//! small integers (`Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q8_0`, `Q2_K` to `Q6_K`, `IQ4_NL` and `MXFP4`).
 
 mod adjust;
 mod blocks;
@@ -32,30 +32,30 @@ pub use value::{Numbers, Value};
 
 use crate::scan::{Region, WeightCheck, scan, stored_as};
 
-/// What a header says about a tensor.
+/// A tensor's entry in a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufTensor {
-    /// How its elements are stored.
+    /// The storage type of its elements.
     pub ty: GgmlType,
     /// Sizes of the dims, outermost first.
     pub shape: Vec<usize>,
-    /// Which of the model's files it is in, from 0.
+    /// The index of its file among the model's.
     pub file: usize,
-    /// Where its bytes are, from the start of that file.
+    /// The range of its bytes in that file.
     pub range: Range<usize>,
 }
 
-/// A GGUF file, or all parts of a model in several, mapped, headers read and checked.
+/// A mapped GGUF file, or all parts of a model, with checked headers.
 pub struct GgufFile {
-    /// The file that was named.
+    /// The file that was opened.
     path: PathBuf,
-    /// Each file with its bytes.
+    /// The path and the bytes of each file.
     files: Vec<(PathBuf, Bytes)>,
     keys: BTreeMap<String, Value>,
     tensors: BTreeMap<String, GgufTensor>,
 }
 
-/// Whether the file at `path` begins as a GGUF file does.
+/// Returns true if the file at `path` begins like a GGUF file.
 #[must_use]
 pub fn is_gguf(path: &Path) -> bool {
     let mut magic = [0; 4];
@@ -63,50 +63,50 @@ pub fn is_gguf(path: &Path) -> bool {
 }
 
 impl GgufFile {
-    /// Opens the file at `path`, and the others of its model if it is one of several parts, and checks their whole headers: see
-    /// [`GgufError`] for what is refused.
+    /// Opens the file at `path`, and the other parts of its model if it is one of several, and checks their headers.
+    /// See [`GgufError`] for what is refused.
     pub fn open(path: &Path) -> Result<Self, GgufError> {
         let parts::Parts { files, header } = parts::Parts::open(path)?;
         let header::Header { keys, tensors } = header;
         Ok(Self { path: path.to_owned(), files, keys, tensors })
     }
 
-    /// A file that is in memory, checked as [`open`](Self::open) does; `path` is what errors call it.
+    /// Checks a file in memory like [`open`](Self::open); `path` is its name in errors.
     pub fn of_bytes(path: &Path, data: Bytes) -> Result<Self, GgufError> {
         let header::Header { keys, tensors } = header::read(path, (*data).as_ref())?;
         Ok(Self { path: path.to_owned(), files: vec![(path.to_owned(), data)], keys, tensors })
     }
 
-    /// The file that was named.
+    /// Returns the file that was opened.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Every key with its value.
+    /// Returns every key with its value.
     #[must_use]
     pub fn keys(&self) -> &BTreeMap<String, Value> {
         &self.keys
     }
 
-    /// Every tensor by name.
+    /// Returns every tensor by name.
     #[must_use]
     pub fn tensors(&self) -> &BTreeMap<String, GgufTensor> {
         &self.tensors
     }
 
-    /// `general.architecture`.
+    /// Returns the value of `general.architecture`.
     pub fn architecture(&self) -> Result<&str, GgufError> {
         self.key("general.architecture", Value::as_text, "text")
     }
 
-    /// The chat template, if the file has one.
+    /// Returns the chat template, if the file has one.
     #[must_use]
     pub fn chat_template(&self) -> Option<&str> {
         self.keys.get("tokenizer.chat_template").and_then(Value::as_text)
     }
 
-    /// Looks for numbers that are none in the tensors; if they have more than `most` bytes, not in routed experts.
+    /// Scans the tensors for NaN and infinity. If they have more than `most` bytes, routed experts are left out.
     #[must_use]
     pub fn check_weights(&self, ctx: &Context, most: u64) -> WeightCheck {
         let region = |(name, tensor): (&String, &GgufTensor)| {
@@ -118,18 +118,18 @@ impl GgufFile {
         scan(ctx, &self.tensors.iter().filter_map(region).collect::<Vec<_>>(), most)
     }
 
-    /// The bytes of a tensor of this file.
+    /// Returns the bytes of a tensor.
     fn bytes(&self, tensor: &GgufTensor) -> &[u8] {
-        // The header's check has seen to it that the range is inside the file.
+        // The header's check ensures that the range is in the file.
         &(*self.files[tensor.file].1).as_ref()[tensor.range.clone()]
     }
 
-    /// The value of a key that must be there and of a kind.
+    /// Returns the value of a required key, of the kind that `of` accepts.
     fn key<'a, T>(&'a self, key: &str, of: impl Fn(&'a Value) -> Option<T>, kind: &str) -> Result<T, GgufError> {
         self.optional(key, of, kind)?.ok_or_else(|| self.wrong_key(key, format!("is missing: must be {kind}")))
     }
 
-    /// Returns the value of a key that must be of a kind if it is there.
+    /// Returns the value of an optional key, which must be of the kind that `of` accepts.
     pub fn optional<'a, T>(
         &'a self,
         key: &str,
@@ -147,7 +147,8 @@ impl GgufFile {
     }
 }
 
-/// Whether a tensor is a matrix of one expert, as files of Mixtral's first months name it: `blk.0.ffn_up.3.weight`.
+/// Returns true if a tensor is the matrix of one expert, as files of Mixtral's first months have them:
+/// `blk.0.ffn_up.3.weight`.
 fn is_one_expert(name: &str) -> bool {
     name.contains("ffn_")
         && name.trim_end_matches(".weight").rsplit('.').next().is_some_and(|end| end.parse::<u32>().is_ok())

@@ -1,7 +1,7 @@
 //! Models in several GGUF files, as llama.cpp's `gguf-split` makes them: `NAME-00001-of-00003.gguf` and so on.
 //!
-//! Each part is a GGUF file of its own, with `split.no` (from 0), `split.count` and `split.tensors.count`; what the model is
-//! stands in the first. Any part may be named: the others are found by its name.
+//! Each part is a GGUF file with `split.no` (from 0), `split.count` and `split.tensors.count`. The first one has the
+//! model's keys. Any part may be opened: the others are found by its name.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,22 +13,22 @@ use moeworks_tensor::Bytes;
 use super::error::GgufError;
 use super::header::{self, Header};
 
-/// The most parts that a model may have.
+/// The largest number of parts.
 const MAX_PARTS: usize = 99_999;
 
-/// The name of a part, taken apart.
+/// The components of a part's file name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PartName {
-    /// What all parts begin with.
+    /// The common prefix of all parts.
     pub(crate) prefix: String,
     /// The part's number, from 1.
     pub(crate) number: usize,
-    /// How many parts there are.
+    /// The number of parts.
     pub(crate) count: usize,
 }
 
 impl PartName {
-    /// The parts of the file name `PREFIX-00001-of-00003.gguf`; none for other names.
+    /// Parses a file name `PREFIX-00001-of-00003.gguf`; none for other names.
     pub(crate) fn of(name: &str) -> Option<Self> {
         let (rest, count) = name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
@@ -46,22 +46,22 @@ impl PartName {
     }
 }
 
-/// The files of a model, with what all their headers say together.
+/// The files of a model, with their merged headers.
 pub(super) struct Parts {
-    /// Each file with its bytes, the first first.
+    /// The path and the bytes of each file, in order.
     pub(super) files: Vec<(PathBuf, Bytes)>,
     pub(super) header: Header,
 }
 
 impl Parts {
-    /// The file at `path`, and the others if it is one of several.
+    /// Opens the file at `path`, and the other parts if it is one of several.
     pub(super) fn open(path: &Path) -> Result<Self, GgufError> {
         let (data, header) = open_one(path)?;
         let name = path.file_name().and_then(|name| PartName::of(name.to_str()?)).filter(|name| name.count > 1);
         let given = Split::of(path, &header)?;
         if given.count.is_none_or(|count| count < 2) {
             return match name {
-                // A file that says nothing of parts is whole, whatever it is called, if it says what it is.
+                // A file without split keys is whole, whatever its name, if it has an architecture.
                 Some(name) if !header.keys.contains_key(ARCHITECTURE) => Self::open_all(path, &name),
                 _ => Ok(Self { files: vec![(path.to_owned(), data)], header }),
             };
@@ -99,7 +99,7 @@ impl Parts {
                 info.file = index;
                 if let Some(other) = parts.header.tensors.insert(tensor.clone(), info) {
                     let first = &parts.files[other.file].0;
-                    let reason = format!("tensor {tensor:?} is in {} as well", first.display());
+                    let reason = format!("tensor {tensor:?} is also in {}", first.display());
                     return Err(GgufError::Parts { path, reason });
                 }
             }
@@ -110,7 +110,7 @@ impl Parts {
             Some(announced) if announced != found => {
                 let path = parts.files.swap_remove(0).0;
                 let reason = format!(
-                    "split.tensors.count is {announced}, but the {} parts have {found} tensors: they are not of one model",
+                    "split.tensors.count is {announced}, but the {} parts have {found} tensors: the parts are of different models",
                     name.count
                 );
                 Err(GgufError::Parts { path, reason })
@@ -134,16 +134,16 @@ fn missing_part(missing: &Path, paths: &[PathBuf]) -> GgufError {
         (1..).zip(paths).filter(|(_, path)| !path.exists()).map(|(number, _)| number.to_string()).collect();
     let listed = if absent.len() > 5 { format!("{}, ...", absent[..5].join(", ")) } else { absent.join(", ") };
     let reason = format!(
-        "not there: of {} parts of this model {listed} {} missing; all must be in one folder",
+        "not found: of the model's {} parts {listed} {} missing; all must be in one folder",
         paths.len(),
         if absent.len() == 1 { "is" } else { "are" }
     );
     GgufError::Parts { path: missing.to_owned(), reason }
 }
 
-/// What a header says of the parts.
+/// The split keys of a header.
 struct Split {
-    /// From 0.
+    /// The number of the part, from 0.
     number: Option<usize>,
     count: Option<usize>,
     num_tensors: Option<usize>,
@@ -170,7 +170,7 @@ impl Split {
         Ok(split)
     }
 
-    /// Fails if the header is not that of the part at `index` of `count`.
+    /// Fails if the header is not that of part `index` of `count`.
     fn check(&self, path: &Path, index: usize, count: usize) -> Result<(), GgufError> {
         let found = (self.number.unwrap_or(index), self.count.unwrap_or(count));
         if found == (index, count) {

@@ -1,27 +1,27 @@
 //! The values of a GGUF header's keys.
 
-/// A value. Numbers keep the width of their kind, not of their type.
+/// A value. Numbers are widened to 64 bits.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
-    /// A whole number of an unsigned type.
+    /// An unsigned integer.
     Unsigned(u64),
-    /// A whole number of a signed type.
+    /// A signed integer.
     Signed(i64),
-    /// A number.
+    /// A floating-point number.
     Float(f64),
-    /// A truth value.
+    /// A boolean.
     Bool(bool),
-    /// Text.
+    /// A string.
     Text(String),
-    /// Many texts.
+    /// An array of strings.
     Texts(Vec<String>),
-    /// Many numbers or truth values.
+    /// An array of numbers or booleans.
     Numbers(Numbers),
-    /// Many arrays.
+    /// An array of arrays.
     Arrays(Vec<Value>),
 }
 
-/// An array of numbers, as the bytes that the file has, so that it takes no more memory than there.
+/// An array of numbers in the file's own encoding, which takes no more memory than the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Numbers {
     ty: u32,
@@ -33,7 +33,7 @@ impl Numbers {
         Self { ty, bytes: bytes.to_vec() }
     }
 
-    /// The bytes of a number or truth value of the type with this number; none for other types.
+    /// Returns the size in bytes of a number or boolean of this type; none for other types.
     pub(super) fn size_of(ty: u32) -> Option<usize> {
         match ty {
             0 | 1 | 7 => Some(1),
@@ -44,19 +44,19 @@ impl Numbers {
         }
     }
 
-    /// How many there are.
+    /// Returns the number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes.len() / Self::size_of(self.ty).unwrap_or(1)
     }
 
-    /// Whether there is none.
+    /// Returns true if there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// One of them; none beyond the last, and for a truth value that is neither 0 nor 1.
+    /// Returns one element; none beyond the end, and for a boolean that is neither 0 nor 1.
     #[must_use]
     pub fn get(&self, index: usize) -> Option<Value> {
         let size = Self::size_of(self.ty)?;
@@ -80,7 +80,7 @@ impl Numbers {
 }
 
 impl Value {
-    /// The value as a size or a count.
+    /// Returns the value as a size or a count.
     #[must_use]
     pub fn as_usize(&self) -> Option<usize> {
         match *self {
@@ -90,7 +90,7 @@ impl Value {
         }
     }
 
-    /// The value as a size or a count that is the same for all layers: one number, or as many equal ones.
+    /// Returns the value as a size or a count that all layers share: one number, or an array of equal ones.
     #[must_use]
     pub fn as_one_usize(&self) -> Option<usize> {
         let Self::Numbers(numbers) = self else { return self.as_usize() };
@@ -98,7 +98,7 @@ impl Value {
         (1..numbers.len()).all(|i| numbers.get(i).and_then(|x| x.as_usize()) == Some(first)).then_some(first)
     }
 
-    /// The value as a number.
+    /// Returns the value as a number.
     #[must_use]
     pub fn as_f64(&self) -> Option<f64> {
         match *self {
@@ -109,7 +109,7 @@ impl Value {
         }
     }
 
-    /// The value as a truth value.
+    /// Returns the value as a boolean.
     #[must_use]
     pub fn as_bool(&self) -> Option<bool> {
         match *self {
@@ -118,7 +118,7 @@ impl Value {
         }
     }
 
-    /// The value as text.
+    /// Returns the value as text.
     #[must_use]
     pub fn as_text(&self) -> Option<&str> {
         match self {

@@ -1,14 +1,15 @@
-//! Matrices in blocks of small integers with a scale: a form of model folder that is ours alone.
+//! Matrices in blocks of small integers with a scale: a form of model folder that is Moeworks' own.
 //!
-//! A folder of any family can have some of its matrices in blocks. Such a matrix is a tensor of type U8 named as ours is
-//! (experts stacked, gate and up joined: `model.layers.N.mlp.experts.gate_up_proj`) with the name of the layout behind,
-//! `.q8_0` or `.q4_0`: a row is its blocks one behind the other, so the last dim is `in / 32 * 34` or `in / 32 * 18` bytes
-//! instead of `in` elements. The layouts are those of GGUF of the same names ([`Q8Block`](moeworks_tensor::Q8Block),
-//! [`Q4Block`](moeworks_tensor::Q4Block)), and the file is used as it lies. Matrices that come from a GGUF file in another of
-//! its layouts keep that, `.q4_k` for instance. All other tensors are as the family has them.
-//! `config.json` says so under `quantization_config`:
-//! `{"quant_method": "moeworks", "bits": 8, "block_size": 32, "only": "experts"}`, where `only` is null if all matrices are
-//! in blocks. Programs that do not know the method refuse the folder; ours goes by the names of the tensors.
+//! A folder of any family can have some of its matrices in blocks. Such a matrix is a U8 tensor under our own name
+//! (experts stacked, gate and up joined: `model.layers.N.mlp.experts.gate_up_proj`) followed by the layout, `.q8_0`
+//! or `.q4_0`. A row is its consecutive blocks, so the last dim is `in / 32 * 34` or `in / 32 * 18` bytes instead of
+//! `in` elements. The layouts are those of the same names in GGUF ([`Q8Block`](moeworks_tensor::Q8Block),
+//! [`Q4Block`](moeworks_tensor::Q4Block)), and products read the mapped file directly. Matrices that come from a GGUF
+//! file in another layout keep it, `.q4_k` for instance. All other tensors are stored as the family stores them.
+//!
+//! `config.json` records this under `quantization_config`: `{"quant_method": "moeworks", "bits": 8, "block_size": 32,
+//! "only": "experts"}`, where `only` is null if all matrices are in blocks. Programs that do not know the method
+//! refuse the folder. Our reader goes by the names of the tensors alone.
 
 use moeworks_ops::{Context, quantized};
 use moeworks_tensor::{BLOCK_LEN, DType, Tensor};
@@ -24,11 +25,11 @@ use crate::weights::{WeightGroup, WeightRole};
 /// `quant_method` in `config.json`.
 pub(crate) const METHOD: &str = "moeworks";
 
-/// Which matrices are written in blocks. Embeddings, norms, biases and routers never are, and neither are matrices whose
-/// rows are no whole blocks.
+/// The matrices to write in blocks. Embeddings, norms, biases and routers are never quantized, nor are matrices whose
+/// row length is not a multiple of the block length.
 #[derive(Clone, Copy)]
 pub struct Quantize<'a> {
-    /// Where the blocks are computed.
+    /// The context that computes the blocks.
     pub ctx: &'a Context,
     /// [`DType::Q8`] or [`DType::Q4`].
     pub dtype: DType,
@@ -37,14 +38,14 @@ pub struct Quantize<'a> {
 }
 
 impl Quantize<'_> {
-    /// Whether a tensor is one of those that are to be in blocks if its rows allow it.
+    /// Returns true for a tensor that is to be quantized if its row length allows it.
     fn is_meant(&self, role: WeightRole) -> bool {
         let is_expert = matches!(role.group(), WeightGroup::Experts | WeightGroup::SharedExperts);
         role.is_product() && role != WeightRole::Embedding && (!self.only_experts || is_expert)
     }
 
-    /// Fails if a number of a matrix does not fit blocks: it is NaN or infinite, or so large that even the largest scale cuts
-    /// it, which `clamp` allows.
+    /// Fails on the first number that blocks cannot hold: NaN, infinity, or (without `clamp`) a magnitude beyond the
+    /// largest scale.
     pub(super) fn check_fits(&self, name: &str, tensor: &Tensor, clamp: bool) -> Result<(), DoesNotFit> {
         let most = if clamp { f32::MAX } else { fit::largest_in_blocks(self.dtype) };
         let mut before = 0;
@@ -68,7 +69,7 @@ impl Quantize<'_> {
         Ok(())
     }
 
-    /// What `config.json` says about the folder.
+    /// Returns the value of `quantization_config`.
     pub(super) fn json(&self) -> Value {
         let bits = if self.dtype == DType::Q8 { 8 } else { 4 };
         let only = self.only_experts.then_some("experts");
@@ -76,7 +77,8 @@ impl Quantize<'_> {
     }
 }
 
-/// The type of blocks that a tensor is to be written in, and whether it was meant to be in blocks but cannot.
+/// Returns the block type to write a tensor in, and true if it was to be quantized but its row length does not allow
+/// it.
 pub(super) fn target(
     quantize: Option<Quantize<'_>>,
     role: Option<WeightRole>,
@@ -89,20 +91,21 @@ pub(super) fn target(
     (meant.filter(|_| fits).or(stored), meant.is_some() && !fits)
 }
 
-/// A tensor's name on disk.
+/// Returns a tensor's name on disk: our name, then its block layout.
 pub(super) fn name_on_disk(name: &str, dtype: DType) -> String {
     let layout = block_types().find(|(known, _)| *known == dtype).map_or("", |(_, layout)| layout);
     format!("{name}.{}", layout.to_ascii_lowercase())
 }
 
-/// The shape on disk, whose last dim is bytes; none if rows are no whole blocks.
+/// Returns the shape on disk, whose last dim is in bytes; none if a row is not a whole number of blocks.
 pub(super) fn shape_on_disk(shape: &[usize], dtype: DType) -> Option<Vec<usize>> {
     let (&cols, outer) = shape.split_last()?;
     let blocks = cols.is_multiple_of(dtype.block_len()).then_some(cols / dtype.block_len())?;
     Some(outer.iter().copied().chain([blocks * dtype.size()]).collect())
 }
 
-/// The tensor as it stands on disk, in blocks of `dtype`: lent if it is in such already, made while it is written otherwise.
+/// Returns the tensor in blocks of `dtype`: borrowed if it is in them already, otherwise quantized while it is
+/// written.
 pub(super) fn on_disk<'a>(
     quantize: Option<Quantize<'a>>,
     name: &str,

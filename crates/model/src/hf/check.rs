@@ -1,4 +1,4 @@
-//! Looking for NaN and infinity in the weights of a folder.
+//! A scan of a folder's weights for NaN and infinity.
 
 use std::path::Path;
 
@@ -10,7 +10,8 @@ use crate::gguf::block_types;
 use crate::safetensors::{FileDType, ModelFiles, SafetensorsFile, TensorInfo};
 use crate::scan::{Region, Stored, WeightCheck, scan};
 
-/// Looks for numbers that are none in the files of the model folder `dir`; if they have more than `most` bytes, not in routed experts.
+/// Scans the model folder `dir` for NaN and infinity. If its files have more than `most` bytes, routed experts are
+/// left out.
 pub fn check_weights(ctx: &Context, dir: &Path, most: u64) -> Result<WeightCheck, LoadError> {
     let files = ModelFiles::open(dir)?;
     let mut regions = Vec::new();
@@ -50,7 +51,8 @@ fn region<'a>(
         }
         _ => return Ok(None),
     };
-    // Qwen's and DeepSeek's shared experts have other names, Granite's stacks one of their own.
+    // The names under which families store stacks of routed experts; shared experts of Qwen and DeepSeek have other
+    // names.
     let is_of_experts = [".experts.", ".input_linear.", ".output_linear."].iter().any(|part| name.contains(part));
     Ok(Some(Region { name: name.to_owned(), shape, stored, bytes: file.bytes(name)?, is_of_experts }))
 }

@@ -1,5 +1,5 @@
-//! Weights that are written while they come, one after another, such as from other ranks: in memory are those that a tensor on disk is
-//! made of, not the model.
+//! A streaming checkpoint writer: weights arrive one after another, such as from other ranks, and only those that the
+//! current tensor on disk is made of are in memory.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -9,18 +9,18 @@ use std::rc::Rc;
 
 use moeworks_tensor::Tensor;
 
-/// The weights of a model that are not there yet.
+/// The weights of a model that arrive while they are written.
 pub struct ComingWeights<'a> {
-    /// Name and shape of each, in the order of [`DecoderWeights::tensors`](crate::DecoderWeights::tensors).
+    /// Name and shape of each weight, in the order of [`DecoderWeights::tensors`](crate::DecoderWeights::tensors).
     pub shapes: Vec<(String, Vec<usize>)>,
-    /// What the model keeps beside its weights, which is there:
+    /// The model's other state, such as router biases, which is in memory already:
     /// [`DecoderWeights::states`](crate::DecoderWeights::states).
     pub states: Vec<(String, &'a Tensor)>,
-    /// Gives the next of them, in f32.
+    /// Returns the next weight, in f32.
     pub next: &'a dyn Fn() -> io::Result<Tensor>,
 }
 
-/// Those that have come and are still needed.
+/// The weights that have arrived and are still needed.
 pub(super) struct Arrivals<'a> {
     weights: &'a ComingWeights<'a>,
     there: RefCell<There>,
@@ -30,7 +30,7 @@ pub(super) struct Arrivals<'a> {
 struct There {
     num_come: usize,
     tensors: BTreeMap<usize, Rc<Tensor>>,
-    /// Of each how many of its parts have yet to be written.
+    /// The number of parts of each weight that have yet to be written.
     num_parts: Vec<usize>,
 }
 
@@ -39,7 +39,7 @@ impl<'a> Arrivals<'a> {
         Self { weights, there: RefCell::default() }
     }
 
-    /// Says into how many parts each is divided.
+    /// Sets the number of parts that each weight is written in.
     pub(super) fn expect(&self, num_parts: Vec<usize>) {
         self.there.borrow_mut().num_parts = num_parts;
     }
@@ -48,16 +48,15 @@ impl<'a> Arrivals<'a> {
         size_of::<f32>() * self.weights.shapes[index].1.iter().product::<usize>()
     }
 
-    /// The tensor of which one more part is written, which goes with its last. Those before it come first.
+    /// Returns weight `index`, receiving weights until it is there, and counts one part as written. The last part
+    /// frees it.
     fn take_part(&self, index: usize) -> io::Result<Rc<Tensor>> {
         let there = &mut *self.there.borrow_mut();
         while there.num_come <= index {
             let tensor = (self.weights.next)()?;
             let (name, shape) = &self.weights.shapes[there.num_come];
             if tensor.shape() != shape || tensor.num_bytes() != self.num_bytes(there.num_come) {
-                return Err(io::Error::other(format!(
-                    "{name} came as {tensor:?}, but f32 of shape {shape:?} is needed"
-                )));
+                return Err(io::Error::other(format!("{name} arrived as {tensor:?}, expected f32 of shape {shape:?}")));
             }
             there.tensors.insert(there.num_come, Rc::new(tensor));
             there.num_come += 1;
@@ -72,16 +71,16 @@ impl<'a> Arrivals<'a> {
     }
 }
 
-/// Where the bytes of a part of one of ours are.
+/// The source of the bytes of one part of a weight.
 pub(super) enum PartBytes<'a> {
-    /// At hand.
+    /// Bytes that are in memory.
     Lent(&'a [u8]),
-    /// In a tensor that is yet to come.
+    /// Bytes of a weight that has yet to arrive.
     Coming {
         from: &'a Arrivals<'a>,
-        /// Which one.
+        /// The index of the weight.
         index: usize,
-        /// Of its bytes.
+        /// The bytes of it.
         range: Range<usize>,
     },
 }

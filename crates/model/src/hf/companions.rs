@@ -1,4 +1,5 @@
-//! The files beside a model's weights and configuration that a copy of the folder keeps: tokenizer, templates, defaults.
+//! The files of a model folder other than weights and configuration, which a copy of the folder keeps: tokenizer,
+//! templates, defaults of generation.
 
 use std::fs;
 use std::io;
@@ -6,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::error::SaveError;
 
-/// The names of the files that are kept.
+/// The names of the files that are copied.
 pub(super) const COMPANIONS: [&str; 12] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -22,8 +23,8 @@ pub(super) const COMPANIONS: [&str; 12] = [
     "preprocessor_config.json",
 ];
 
-/// Copies the files of `from` that are neither weights nor configuration to `to`: those that `transformers` writes for a
-/// language model. Returns which.
+/// Copies the files of `from` that are neither weights nor configuration to `to`, by the names that `transformers`
+/// writes for a language model. Returns the paths of the copies.
 pub fn copy_companions(from: &Path, to: &Path) -> Result<Vec<PathBuf>, SaveError> {
     let mut copied = Vec::new();
     for name in COMPANIONS {

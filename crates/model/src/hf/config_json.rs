@@ -1,8 +1,8 @@
-//! `config.json`: writing ours in the words of a family, and reading one.
+//! Reading and writing `config.json` in the keys of a family.
 //!
-//! Keys were renamed between versions 4 and 5 of `transformers`; both spellings are written, so that older readers and
-//! other programs find theirs, and both are read. Keys that we do not know are none of our business here: they are kept
-//! when a folder is saved from another (see `Origin`).
+//! Keys were renamed between versions 4 and 5 of `transformers`. Both spellings are read, and both are written so
+//! that older readers find theirs. Unknown keys are not handled here: [`save_model`](super::save_model) copies them
+//! from the folder that the model came from.
 
 use moeworks_moe::ScoreOrder;
 use serde::Deserialize;
@@ -17,7 +17,7 @@ use crate::config::{ActivationKind, ModelConfig};
 /// The key of our own configuration.
 pub(super) const OUR_KEY: &str = "moeworks";
 
-/// The `config.json` of a model of `config`, with weights of `dtype` (`float32` or `bfloat16`).
+/// Returns the `config.json` of a model of `config` whose weights are of `dtype` (`float32` or `bfloat16`).
 pub(super) fn write(family: &Family, config: &ModelConfig, dtype: &str, eos_id: Option<u32>) -> Value {
     let mut json = json!({
         "architectures": [family.architecture],
@@ -70,7 +70,7 @@ fn write_experts(config: &ModelConfig, map: &mut Map<String, Value>) {
     map.insert("router_aux_loss_coef".into(), 0.001.into());
 }
 
-/// An f32 with the digits that it needs, where `Value::from` would give those of the f64 nearest to it.
+/// Returns `x` with the fewest digits that give the same f32; `Value::from` would give those of the nearest f64.
 pub(super) fn shortest(x: f32) -> Value {
     x.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }
@@ -79,26 +79,26 @@ fn our_json(config: &ModelConfig) -> Value {
     serde_json::to_string(config).ok().and_then(|text| serde_json::from_str(&text).ok()).unwrap_or(Value::Null)
 }
 
-/// A `config.json` that cannot be used: its family is not known, or something else, which the text says.
+/// A `config.json` that cannot be used.
 pub(super) enum Fault {
     UnknownFamily(String),
     Other(String),
 }
 
-/// What the keys of a `config.json` say.
+/// Reads the configuration from the keys of a `config.json`.
 pub(crate) fn config_of_keys(json: &Value) -> Result<ModelConfig, String> {
     read(json).map(|read| read.config).map_err(|fault| match fault {
-        Fault::UnknownFamily(model_type) => format!("no family {model_type:?}"),
+        Fault::UnknownFamily(model_type) => format!("unsupported model_type {model_type:?}"),
         Fault::Other(reason) => reason,
     })
 }
 
-/// What a `config.json` describes.
+/// The content of a `config.json`.
 pub(super) struct ConfigFile {
     pub(super) family: &'static Family,
     /// Not validated yet.
     pub(super) config: ModelConfig,
-    /// Keys that nothing is known of.
+    /// Keys that are in no table.
     pub(super) unknown_keys: Vec<String>,
 }
 
@@ -113,7 +113,8 @@ pub(super) fn read(json: &Value) -> Result<ConfigFile, Fault> {
     }
     let theirs = (family.read)(&keys).map_err(Fault::Other)?;
     let unknown_keys = keys.check(&family.keys).map_err(Fault::Other)?;
-    // Ours has settings that the family's keys cannot say. It counts if it says the same where both speak.
+    // Our own configuration has settings that the family's keys lack. It is used if it agrees with them on the
+    // others.
     let agrees = |ours: &ModelConfig| {
         let written = write(family, ours, "", None);
         let said = written.as_object().map(Keys::new).and_then(|keys| (family.read)(&keys).ok());
@@ -122,7 +123,7 @@ pub(super) fn read(json: &Value) -> Result<ConfigFile, Fault> {
     Ok(ConfigFile { family, config: ours.filter(agrees).unwrap_or(theirs), unknown_keys })
 }
 
-/// Our own configuration, if the file has it.
+/// Returns our own configuration, if the file has it.
 fn ours(json: &Value) -> Result<Option<ModelConfig>, String> {
     let value = json.get(OUR_KEY).filter(|value| !value.is_null());
     value.map(|value| ModelConfig::deserialize(value).map_err(|error| format!("{OUR_KEY}: {error}"))).transpose()

@@ -1,4 +1,4 @@
-//! What can go wrong with a model folder.
+//! Errors of reading and writing model folders.
 
 use std::fmt;
 use std::io;
@@ -28,7 +28,7 @@ pub enum LoadError {
     Config {
         /// The file.
         path: PathBuf,
-        /// What is wrong and what would be right.
+        /// The fault, and what would be right.
         reason: String,
     },
     /// A setting is out of range.
@@ -36,22 +36,22 @@ pub enum LoadError {
     Setting {
         /// The file.
         path: PathBuf,
-        /// Which, and what would be right.
+        /// The setting, and what would be right.
         source: ConfigError,
     },
-    /// A model family that is not known.
-    #[error("{}: model_type {model_type:?} is not supported; these are: {}", path.display(), supported())]
+    /// An unsupported model family.
+    #[error("{}: model_type {model_type:?} is not supported; supported are: {}", path.display(), supported())]
     UnknownFamily {
         /// The file.
         path: PathBuf,
-        /// The family.
+        /// The `model_type` of the file.
         model_type: String,
     },
-    /// The weights' files are damaged, or a tensor is missing or of a type that cannot be used.
+    /// The weights' files are damaged, or a tensor is missing or of an unsupported type.
     #[error(transparent)]
     Safetensors(#[from] SafetensorsError),
     /// A tensor has another shape than the configuration gives.
-    #[error("{}: tensor {tensor:?} has shape {found:?}, but config.json makes it {expected:?}", path.display())]
+    #[error("{}: tensor {tensor:?} has shape {found:?}, but config.json implies {expected:?}", path.display())]
     WrongShape {
         /// The file.
         path: PathBuf,
@@ -62,8 +62,8 @@ pub enum LoadError {
         /// The shape it should have.
         expected: Vec<usize>,
     },
-    /// Blocks that hold more than a row, or not all of it.
-    #[error("{}: tensor {tensor:?} has rows of {cols} values, but blocks of {BLOCK_LEN} make only multiples of that", path.display())]
+    /// The length of rows is not a multiple of the block length.
+    #[error("{}: tensor {tensor:?} has rows of {cols} values, not a multiple of the block length {BLOCK_LEN}", path.display())]
     PartOfBlock {
         /// The file.
         path: PathBuf,
@@ -72,8 +72,8 @@ pub enum LoadError {
         /// The length of its rows by the configuration.
         cols: usize,
     },
-    /// A tensor that the configured model does not have, so that ignoring it would change the results.
-    #[error("{}: tensor {tensor:?} has no place in a {model_type} model", path.display())]
+    /// A tensor that the configured model does not have; to ignore it would change the results.
+    #[error("{}: unexpected tensor {tensor:?} for model_type {model_type}", path.display())]
     UnexpectedTensor {
         /// The folder.
         path: PathBuf,
@@ -95,7 +95,7 @@ pub enum SaveError {
         /// Why.
         source: io::Error,
     },
-    /// Matrices were to be written in blocks, but none can be.
+    /// No matrix can be written in the blocks that were asked for.
     #[error(
         "{}: no matrix can be quantized: rows must be whole blocks of {BLOCK_LEN} weights, and experts are meant only where \
          there are some",
@@ -105,12 +105,12 @@ pub enum SaveError {
         /// The folder.
         path: PathBuf,
     },
-    /// A number that is too large for the type that it was to be written in. Nothing was written.
+    /// A number is too large for the type to write. Nothing was written.
     #[error("{}: {misfit}", path.display())]
     DoesNotFit {
         /// The folder.
         path: PathBuf,
-        /// Which number.
+        /// The number.
         misfit: DoesNotFit,
     },
     /// The folder that the model came from cannot be read again.
@@ -121,16 +121,16 @@ pub enum SaveError {
     Tokenizer(#[from] TokenizerError),
 }
 
-/// A number that is too large for the type that it was to be written in.
+/// A number that is too large for the type to write.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DoesNotFit {
-    /// The tensor's name, on disk or, of matrices in blocks, ours.
+    /// The tensor's name on disk; of matrices in blocks, our name.
     pub tensor: String,
     /// The first such number.
     pub value: f32,
-    /// Where it is, outermost dim first.
+    /// Its index, outermost dim first.
     pub place: Vec<usize>,
-    /// The type.
+    /// The type to write.
     pub dtype: String,
 }
 
@@ -141,6 +141,6 @@ impl fmt::Display for DoesNotFit {
             let advice = "nothing was written; choose a wider type, or --clamp to write the nearest number that fits";
             return write!(f, "tensor {tensor:?}: {value:e} at {place:?} does not fit {dtype}: {advice}");
         }
-        write!(f, "tensor {tensor:?}: {value} at {place:?} cannot be in blocks of {dtype}; nothing was written")
+        write!(f, "tensor {tensor:?}: {value} at {place:?} cannot be quantized to {dtype}; nothing was written")
     }
 }

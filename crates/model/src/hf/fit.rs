@@ -1,4 +1,4 @@
-//! Whether the numbers of a tensor fit the type that they are to be written in.
+//! Checks that the numbers of a tensor fit the type to write.
 
 use moeworks_tensor::{DType, bf16, f16};
 
@@ -14,12 +14,12 @@ const MAX_SCALE: f32 = 65_504.0;
 /// A number that does not fit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Misfit {
-    /// Which one of those that were looked at.
+    /// The index among the numbers that were checked.
     pub(super) index: usize,
     pub(super) value: f32,
 }
 
-/// Little-endian numbers of a type, as f32.
+/// Iterates over the little-endian numbers of type `from` in `bytes`, as f32.
 pub(super) fn values(bytes: &[u8], from: FileDType) -> Box<dyn Iterator<Item = f32> + '_> {
     match from {
         FileDType::F16 => Box::new(bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b).to_f32())),
@@ -28,7 +28,7 @@ pub(super) fn values(bytes: &[u8], from: FileDType) -> Box<dyn Iterator<Item = f
     }
 }
 
-/// The first number that becomes infinity on the way from one type of floats to another though it is none.
+/// Returns the first finite number that becomes infinite on conversion from type `from` to type `to`.
 pub(super) fn overflow(bytes: &[u8], from: FileDType, to: FileDType) -> Option<Misfit> {
     let limit = match to {
         FileDType::F16 if from != FileDType::F16 => F16_OVERFLOW,
@@ -39,7 +39,7 @@ pub(super) fn overflow(bytes: &[u8], from: FileDType, to: FileDType) -> Option<M
     values(bytes, from).enumerate().find(|(_, x)| is_misfit(*x)).map(|(index, value)| Misfit { index, value })
 }
 
-/// The largest finite number of a type, for numbers that are cut.
+/// Returns `x` clamped to the largest finite magnitude of type `to`; NaN and infinity stay.
 pub(super) fn clamped(x: f32, to: FileDType) -> f32 {
     let most = match to {
         FileDType::F16 => f16::MAX.to_f32(),
@@ -49,7 +49,7 @@ pub(super) fn clamped(x: f32, to: FileDType) -> f32 {
     if x.is_finite() { x.clamp(-most, most) } else { x }
 }
 
-/// The largest magnitude of which blocks of `dtype` hold a number near it.
+/// Returns the largest magnitude that blocks of `dtype` can represent.
 pub(super) fn largest_in_blocks(dtype: DType) -> f32 {
     MAX_SCALE * if dtype == DType::Q8 { 127.0 } else { 8.0 }
 }

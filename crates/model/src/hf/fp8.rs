@@ -1,5 +1,6 @@
-//! Matrices in eight-bit floats with a scale for each 128 x 128 of them, as DeepSeek-V3 was published: `NAME` F8_E4M3 `[rows, cols]`
-//! and `NAME_scale_inv` `[rows / 128, cols / 128]`, both rounded up. (Scales are what weights are multiplied by.)
+//! FP8 matrices with one scale per 128 x 128 block, as DeepSeek-V3 was published: `NAME` is F8_E4M3 `[rows, cols]`,
+//! and `NAME_scale_inv` is `[rows / 128, cols / 128]`, both rounded up. Despite its name, the scale is a factor of
+//! the values.
 
 use std::iter::StepBy;
 use std::ops::Range;
@@ -17,13 +18,13 @@ use crate::safetensors::{FileDType, Payload, TensorBytes};
 /// `quant_method` in `config.json`.
 pub(crate) const METHOD: &str = "fp8";
 
-/// The tensor of the scales of a matrix.
+/// Returns the name of the tensor with a matrix's scales.
 pub(super) fn scales_name(name: &str) -> String {
     format!("{name}_scale_inv")
 }
 
-/// What `config.json` says about a folder of such matrices, of which those of these names are not: what it said before, if it was
-/// such a folder.
+/// Returns the value of `quantization_config` of an FP8 folder: the one before, if it was of FP8, with the modules in
+/// `floats`, which are not quantized.
 pub(super) fn json(before: Option<&Value>, floats: &[String]) -> Value {
     let known = before.filter(|before| before["quant_method"] == METHOD);
     let mut json = known.cloned().unwrap_or_else(|| {
@@ -36,7 +37,7 @@ pub(super) fn json(before: Option<&Value>, floats: &[String]) -> Value {
     json
 }
 
-/// Fails if the scales of a piece are not there or of another shape or type.
+/// Fails if the scales of a slice are missing or have another shape or type.
 pub(super) fn check_scales(reader: &PieceReader<'_>, piece: &Piece) -> Result<(), LoadError> {
     let known = [FileDType::F32, FileDType::BF16];
     reader.check_one(&scales_name(&piece.name), &scales_shape(&piece.shape), &known)?;
@@ -47,7 +48,7 @@ fn scales_shape(shape: &[usize]) -> Vec<usize> {
     shape.iter().map(|dim| dim.div_ceil(F8_BLOCK_LEN)).collect()
 }
 
-/// The scales of a checked piece.
+/// Reads the scales of a checked slice.
 fn scales(reader: &PieceReader<'_>, piece: &Piece) -> Result<Vec<f32>, LoadError> {
     let name = scales_name(&piece.name);
     let (file, info) = reader.files.get(&name)?;
@@ -56,7 +57,8 @@ fn scales(reader: &PieceReader<'_>, piece: &Piece) -> Result<Vec<f32>, LoadError
     Ok(scales)
 }
 
-/// A checked piece as the file has it, with its scales in memory; none if its rows are no whole blocks.
+/// Returns a checked slice with its values mapped from the file and its scales in memory; none if its row length is
+/// not a multiple of 128.
 pub(super) fn lent(ctx: &Context, reader: &PieceReader<'_>, piece: &Piece) -> Result<Option<Tensor>, LoadError> {
     let [_, cols] = *piece.shape else { return Ok(None) };
     if !cols.is_multiple_of(F8_BLOCK_LEN) {
@@ -69,7 +71,7 @@ pub(super) fn lent(ctx: &Context, reader: &PieceReader<'_>, piece: &Piece) -> Re
     Ok(Tensor::apart(ctx.pool(), &piece.shape, DType::F8, [numbers, scales]))
 }
 
-/// Writes the numbers of a checked piece to `out`.
+/// Dequantizes a checked slice into `out`.
 pub(super) fn read<T: ReadElement>(reader: &PieceReader<'_>, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
     let bytes = reader.files.get(&piece.name)?.0.bytes(&piece.name)?;
     let scales = scales(reader, piece)?;
@@ -84,8 +86,15 @@ pub(super) fn read<T: ReadElement>(reader: &PieceReader<'_>, piece: &Piece, out:
     Ok(())
 }
 
-/// Some rows of a matrix of ours as the two tensors that they are on disk.
-pub(super) fn on_disk<'a>((matrix, rows): (&'a Tensor, Range<usize>), piece: &Piece) -> [TensorBytes<'a>; 2] {
+/// Some rows of a matrix.
+pub(super) struct MatrixRows<'a> {
+    pub(super) matrix: &'a Tensor,
+    pub(super) rows: Range<usize>,
+}
+
+/// Returns some rows of one of our matrices as the two tensors that they are on disk: values and scales.
+pub(super) fn on_disk<'a>(part: MatrixRows<'a>, piece: &Piece) -> [TensorBytes<'a>; 2] {
+    let MatrixRows { matrix, rows } = part;
     let scales = scales_shape(&piece.shape);
     let made = |len: usize, rows: StepBy<Range<usize>>, which: usize| Payload::Made {
         len,
@@ -107,7 +116,7 @@ pub(super) fn on_disk<'a>((matrix, rows): (&'a Tensor, Range<usize>), piece: &Pi
     ]
 }
 
-/// The numbers, or the scales, of some rows one behind the other.
+/// Returns the values (`which` is 0) or the scales (`which` is 1) of some rows, concatenated.
 fn row_bytes(matrix: &Tensor, rows: impl Iterator<Item = usize>, which: usize) -> Vec<u8> {
     let blocks = |row: usize| {
         let blocks_per_row = matrix.cols() / F8_BLOCK_LEN;

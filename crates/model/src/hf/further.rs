@@ -1,5 +1,5 @@
-//! Layers behind the last, which predict further tokens (DeepSeek-V3's MTP modules): no part of what we compute, but kept
-//! when the model is saved again.
+//! Multi-token-prediction layers after the last one (DeepSeek-V3's MTP modules). They are not computed, but kept when
+//! the model is saved again.
 
 use std::cell::RefCell;
 
@@ -13,10 +13,10 @@ use super::pieces::PieceReader;
 use crate::config::ModelConfig;
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes};
 
-/// The key that says how many they are.
+/// The key with the number of these layers.
 pub(super) const COUNT_KEY: &str = "num_nextn_predict_layers";
 
-/// The tensors of a folder's further layers.
+/// The tensors of a folder's multi-token-prediction layers.
 #[derive(Default)]
 pub(super) struct FurtherLayers<'a> {
     files: Option<&'a ModelFiles>,
@@ -24,13 +24,13 @@ pub(super) struct FurtherLayers<'a> {
 }
 
 impl<'a> FurtherLayers<'a> {
-    /// Those of the folder that a model of `config` came from, and whose files these are; none where it has none, or other
-    /// layers.
-    pub(super) fn of(origin: Option<(&ModelFolder, &'a ModelFiles)>, config: &ModelConfig) -> Self {
+    /// Lists the layers of the folder that a model of `config` came from, with its files. Empty if it has none, or if
+    /// the number of layers has changed.
+    pub(super) fn of(origin: Option<&ModelFolder>, files: Option<&'a ModelFiles>, config: &ModelConfig) -> Self {
         let num_layers = config.num_layers;
         let may_have =
             |origin: &ModelFolder| origin.family.has_further_layers && origin.config().num_layers == num_layers;
-        let Some((origin, files)) = origin.filter(|(origin, _)| may_have(origin)) else { return Self::default() };
+        let Some((origin, files)) = origin.filter(|origin| may_have(origin)).zip(files) else { return Self::default() };
         let is_further = |name: &&str| origin.family.is_further_layer(name, num_layers);
         Self { files: Some(files), names: files.names().filter(is_further).map(str::to_owned).collect() }
     }
@@ -39,7 +39,8 @@ impl<'a> FurtherLayers<'a> {
         self.names.is_empty()
     }
 
-    /// The tensors as they are; eight-bit floats with their scales as bf16 if the rest of the model has become that.
+    /// Returns the tensors as they are on disk. Without `keeps_fp8`, FP8 matrices are dequantized to bf16, like the
+    /// rest of the model.
     pub(super) fn tensors(&self, keeps_fp8: bool) -> Result<Vec<TensorBytes<'a>>, LoadError> {
         let Some(files) = self.files else { return Ok(Vec::new()) };
         let reader = PieceReader { files, used: RefCell::default() };

@@ -1,44 +1,44 @@
-//! What is made of each key of a `config.json`: tables, from which the check of a file and the page of all families are made.
+//! Tables of the keys of a `config.json`. They drive the check of a file and the page of all families.
 //!
-//! A key is used, or has no influence on what a model computes, or is refused unless its value says that it is off. One that is
-//! in no table is told of in a warning, unless its name says that it is bookkeeping.
+//! A key is used, harmless (without influence on what a model computes), or refused unless its value switches its
+//! feature off. A key in no table is warned of, unless its name shows that it is bookkeeping.
 
 use serde_json::{Map, Value};
 
 use super::blocks::METHOD;
 use super::keys::abridged;
 
-/// A key that says something which is not computed, unless its value is null or one of some others.
+/// A key of an unsupported feature: refused unless its value is null or one of those that switch it off.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Refused {
     pub(crate) key: &'static str,
-    /// The values that say nothing, as JSON.
+    /// The values that switch the feature off, as JSON.
     pub(crate) off: &'static [&'static str],
 }
 
-/// A key that is refused unless it is null or one of these.
+/// Returns the entry of a key that is refused unless it is null or one of the values `off`.
 pub(crate) const fn refused(key: &'static str, off: &'static [&'static str]) -> Refused {
     Refused { key, off }
 }
 
-/// What is made of the keys of a family.
+/// The keys of a family.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeyTable {
-    /// Used, in groups of which families share some.
+    /// Keys that are used, in groups that families share.
     pub(crate) used: &'static [&'static [&'static str]],
-    /// Without influence on what a model computes, besides [`HARMLESS`].
+    /// Keys without influence on what a model computes, in addition to [`HARMLESS`].
     pub(crate) harmless: &'static [&'static str],
-    /// Refused, before [`REFUSED`] and before what is used.
+    /// Refused keys, checked before [`REFUSED`] and before used keys.
     pub(crate) refused: &'static [Refused],
 }
 
 /// Keys of every file.
 pub(crate) const OF_ALL: &[&str] = &["model_type", "moeworks"];
 
-/// Of families whose matrices may be in a form of others; the rest has ours alone.
+/// The key of a quantized folder's form, for families that read forms other than ours.
 pub(crate) const QUANTIZED: &str = "quantization_config";
 
-/// What [`Keys::decoder`](super::keys::Keys::decoder) reads: all families with rotary positions.
+/// The keys that [`Keys::decoder`](super::keys::Keys::decoder) reads, for all families with rotary positions.
 pub(crate) const DECODER: &[&str] = &[
     "hidden_size",
     "num_hidden_layers",
@@ -60,7 +60,7 @@ pub(crate) const DECODER: &[&str] = &[
     "layer_types",
 ];
 
-/// What [`Keys::experts`](super::keys::Keys::experts) reads: routed experts.
+/// The keys of routed experts, which [`Keys::experts`](super::keys::Keys::experts) reads.
 pub(crate) const EXPERTS: &[&str] =
     &["num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "experts_per_token"];
 
@@ -69,7 +69,7 @@ const FALSE: &[&str] = &["false"];
 const ONE: &[&str] = &["1", "false", "0"];
 const NULL: &[&str] = &[];
 
-/// Keys under which models compute something that a family does not, if it does not read them.
+/// Keys of features that a family does not compute, unless it reads them itself.
 pub(crate) const REFUSED: &[Refused] = &[
     // Biases.
     refused("attention_bias", NOTHING),
@@ -184,7 +184,8 @@ pub(crate) const REFUSED: &[Refused] = &[
 
 const ONE_OF_ONE: &[&str] = &["1"];
 
-/// Keys without influence on what a model computes, besides those that [`is_bookkeeping`] tells by their form.
+/// Keys without influence on what a model computes, in addition to those that [`is_bookkeeping`] recognizes by their
+/// form.
 pub(crate) const HARMLESS: &[&str] = &[
     "architectures",
     "dtype",
@@ -267,7 +268,7 @@ pub(crate) const HARMLESS: &[&str] = &[
     "sep_token",
 ];
 
-/// Whether a key is bookkeeping by its form: of a tool, or an id of a token.
+/// Returns true if a key is bookkeeping by its form: a tool's own, a version or a token's id.
 pub(crate) fn is_bookkeeping(key: &str) -> bool {
     key.starts_with('_')
         || key.starts_with("unsloth")
@@ -277,7 +278,7 @@ pub(crate) fn is_bookkeeping(key: &str) -> bool {
 }
 
 impl Refused {
-    /// Whether a value says nothing.
+    /// Returns true if a value switches the feature off.
     fn is_off(&self, value: &Value) -> bool {
         let text = value.to_string();
         let is = |off: &str| match (value.as_f64(), off.parse::<f64>()) {
@@ -287,7 +288,7 @@ impl Refused {
         value.is_null() || self.off.iter().any(|off| is(off))
     }
 
-    /// The values that say nothing, for a line.
+    /// Returns the values that are accepted, for a message.
     pub(crate) fn expected(&self) -> String {
         let listed = [self.off, &["absent"]].concat();
         match &*listed {
@@ -299,12 +300,12 @@ impl Refused {
 }
 
 impl KeyTable {
-    /// The groups of used keys as one list.
+    /// Returns the used keys of all groups as one list.
     pub(crate) fn used(&self) -> impl Iterator<Item = &'static str> {
         self.used.iter().flat_map(|group| group.iter().copied())
     }
 
-    /// Those of [`REFUSED`] that the family does not read, after its own.
+    /// Returns the family's refused keys, then those of [`REFUSED`] that the family neither reads nor ignores.
     pub(crate) fn refused(&self) -> impl Iterator<Item = &'static Refused> {
         let is_free =
             |key: &str| !self.used().any(|used| used == key) && !self.refused.iter().any(|own| own.key == key);
@@ -312,8 +313,7 @@ impl KeyTable {
         self.refused.iter().chain(REFUSED.iter().filter(move |known| is_free(known.key) && !harmless(known.key)))
     }
 
-    /// Looks at every key of a file: fails for one that says something which is not computed, and returns those that are in no
-    /// table.
+    /// Checks every key of a file. Fails on a key of an unsupported feature; returns the keys that are in no table.
     pub(crate) fn check(&self, map: &Map<String, Value>) -> Result<Vec<String>, String> {
         for entry in self.refused() {
             if let Some(value) = map.get(entry.key).filter(|value| !entry.is_off(value)) {

@@ -15,7 +15,7 @@ fn fixture(family: &Family) -> Map<String, Value> {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// What the family's reader asks a file for.
+/// Returns the keys that the family's reader asks a file for.
 fn asked(family: &Family, map: &Map<String, Value>) -> BTreeSet<String> {
     let keys = Keys::new(map);
     (family.read)(&keys).unwrap();
@@ -56,7 +56,7 @@ fn no_key_is_in_two_tables() {
     }
 }
 
-/// Every key that is refused, with a value that says something and with those that say nothing.
+/// Lists every refused key, with a value that is refused and those that are accepted.
 #[test]
 fn refused_keys_are_refused_unless_they_are_off() {
     for family in FAMILIES {

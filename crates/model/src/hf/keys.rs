@@ -1,4 +1,4 @@
-//! The keys of a `config.json`, read with their types and their older names.
+//! Typed access to the keys of a `config.json`, under their current and older names.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -10,15 +10,15 @@ use super::key_table::KeyTable;
 use super::rope_json;
 use crate::config::{ActivationKind, ModelConfig};
 
-/// The keys of a `config.json`. It remembers which were asked for.
+/// The keys of a `config.json`, with a record of which were asked for.
 pub(crate) struct Keys<'a> {
     map: &'a Map<String, Value>,
     asked: RefCell<BTreeSet<String>>,
-    /// Keys inside of others that were not asked for.
+    /// Nested keys that were not asked for.
     unused: RefCell<Vec<String>>,
 }
 
-/// What a family assumes where the file says nothing.
+/// The values that a family assumes for absent keys.
 pub(crate) struct Defaults {
     pub(crate) norm_eps: f32,
     pub(crate) rope_theta: f64,
@@ -26,7 +26,7 @@ pub(crate) struct Defaults {
     pub(crate) head_dim: Option<usize>,
 }
 
-/// Those of most families.
+/// The defaults of most families.
 pub(crate) const USUAL: Defaults = Defaults { norm_eps: 1e-6, rope_theta: 10_000.0, head_dim: None };
 
 impl<'a> Keys<'a> {
@@ -34,17 +34,17 @@ impl<'a> Keys<'a> {
         Self { map, asked: RefCell::default(), unused: RefCell::default() }
     }
 
-    /// The keys that were asked for.
+    /// Returns the keys that were asked for.
     pub(crate) fn asked(&self) -> BTreeSet<String> {
         self.asked.borrow().clone()
     }
 
-    /// Notes that a key inside of another is not used.
+    /// Records a nested key that is not used.
     pub(super) fn note_unused(&self, key: String) {
         self.unused.borrow_mut().push(key);
     }
 
-    /// The first of the keys that is there and not null.
+    /// Returns the first of the keys that is present and not null.
     fn find(&self, names: &[&str]) -> Option<(String, &'a Value)> {
         self.asked.borrow_mut().extend(names.iter().map(|name| (*name).to_owned()));
         names.iter().find_map(|name| Some(((*name).to_owned(), self.map.get(*name).filter(|value| !value.is_null())?)))
@@ -61,22 +61,23 @@ impl<'a> Keys<'a> {
         self.optional(names)?.ok_or_else(|| format!("key {:?} is missing", names[0]))
     }
 
-    /// A key whose null means none and whose absence means `default`.
+    /// Returns a key's value; null gives none, and an absent key gives `default`.
     pub(crate) fn optional_or_null(&self, name: &str, default: usize) -> Result<Option<usize>, String> {
         if self.map.contains_key(name) { self.optional(&[name]) } else { Ok(Some(default)) }
     }
 
-    /// A key that is false where it is not there.
+    /// Returns a boolean key; false if absent.
     pub(crate) fn flag(&self, name: &str) -> Result<bool, String> {
         Ok(self.optional(&[name])?.unwrap_or(false))
     }
 
-    /// A key that is 1 where it is not there.
+    /// Returns a numeric key; 1 if absent.
     pub(crate) fn multiplier(&self, name: &str) -> Result<f32, String> {
         Ok(self.optional(&[name])?.unwrap_or(1.0))
     }
 
-    /// What all families with rotary positions share; no experts, `intermediate_size` as the dense width.
+    /// Reads the keys that all families with rotary positions share: a model without experts whose dense width is
+    /// `intermediate_size`.
     pub(crate) fn decoder(&self, defaults: &Defaults) -> Result<ModelConfig, String> {
         let act: Option<String> = self.optional(&["hidden_act"])?;
         if let Some(act) = act.filter(|act| act != "silu") {
@@ -106,7 +107,7 @@ impl<'a> Keys<'a> {
         Ok(config)
     }
 
-    /// The routed experts, whose width is under `width_key`.
+    /// Reads the routed experts, whose width is under `width_key`.
     pub(crate) fn experts(&self, config: &mut ModelConfig, width_key: &str) -> Result<(), String> {
         config.num_experts = self.required(&["num_experts", "num_local_experts", "n_routed_experts"])?;
         config.top_k = self.required(&["num_experts_per_tok", "experts_per_token"])?;
@@ -114,7 +115,7 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    /// Which layers have experts: `decoder_sparse_step` and `mlp_only_layers` (Qwen).
+    /// Reads which layers have experts: `decoder_sparse_step` and `mlp_only_layers` (Qwen).
     pub(crate) fn sparse_layers(&self, config: &mut ModelConfig) -> Result<(), String> {
         config.moe_every = self.optional(&["decoder_sparse_step"])?.unwrap_or(1);
         let dense: Vec<usize> = self.optional(&["mlp_only_layers"])?.unwrap_or_default();
@@ -122,8 +123,8 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    /// The sliding window: `window` keys, in the layers that `layer_types` names, or that `is_sliding` says where it is not
-    /// there.
+    /// Reads the sliding window of `window` keys. It applies in the layers that `layer_types` names, or if that key
+    /// is absent, in those for which `is_sliding` is true.
     pub(crate) fn window(
         &self,
         config: &mut ModelConfig,
@@ -156,12 +157,12 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    /// Whether anything but the base is said about the rotary embedding.
+    /// Returns true if the file says anything about the rotary embedding except its base.
     pub(crate) fn has_rope(&self) -> bool {
         self.find(&["rope_parameters", "rope_scaling"]).is_some()
     }
 
-    /// Fails if the weights are quantized in another way than `known` and ours.
+    /// Fails if the weights are quantized by a method other than `known` and ours.
     pub(crate) fn quantized(&self, known: &str) -> Result<(), String> {
         let Some((key, value)) = self.find(&["quantization_config"]) else { return Ok(()) };
         match value.get("quant_method").and_then(Value::as_str) {
@@ -173,7 +174,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Fails if the file says something that the family does not compute, and returns the keys that nothing is known of.
+    /// Fails if the file asks for something that the family does not compute. Returns the keys that are in no table.
     pub(crate) fn check(&self, table: &KeyTable) -> Result<Vec<String>, String> {
         let has_kinds = table.used().any(|key| key == LAYER_TYPES);
         if has_kinds && !self.asked.borrow().contains(LAYER_TYPES) {
@@ -190,7 +191,7 @@ impl<'a> Keys<'a> {
 
 const LAYER_TYPES: &str = "layer_types";
 
-/// A type of value in words.
+/// Names a type of value for a message.
 fn expected<T>() -> &'static str {
     match std::any::type_name::<T>() {
         "usize" | "u32" | "u64" => "a whole number of at least 0",
@@ -205,7 +206,7 @@ fn expected<T>() -> &'static str {
     }
 }
 
-/// A value for a message, not longer than a line.
+/// Returns a value as text for a message, cut after 60 characters.
 pub(super) fn abridged(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {
@@ -214,7 +215,7 @@ pub(super) fn abridged(value: &Value) -> String {
     }
 }
 
-/// `layer_types`, for writing.
+/// Returns the value of `layer_types` of a model of `config`.
 pub(crate) fn layer_types(config: &ModelConfig) -> Value {
     let kind = |i| if config.window(i).is_some() { "sliding_attention" } else { "full_attention" };
     (0..config.num_layers).map(kind).collect()

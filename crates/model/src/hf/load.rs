@@ -1,7 +1,7 @@
 //! Reading a model folder.
 //!
-//! Every tensor's presence and shape is checked against the configuration before memory is taken for it, so that what is
-//! allocated is never more than the files hold.
+//! The presence and shape of every tensor are checked against the configuration before its memory is allocated, so
+//! that no more is allocated than the files hold.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -29,7 +29,7 @@ use crate::weights::{DecoderWeights, WeightTable};
 /// The largest `config.json` that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// A model folder, its `config.json` read.
+/// A model folder whose `config.json` has been read.
 pub struct ModelFolder {
     pub(super) dir: PathBuf,
     pub(super) family: &'static Family,
@@ -56,14 +56,13 @@ impl ModelFolder {
         Ok(Self { dir: dir.to_owned(), family, keys, config, unknown_keys })
     }
 
-    /// What the folder's model is.
+    /// Returns the model's configuration.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Keys of `config.json` that nothing is known of and that are no bookkeeping by their form: they may change what the
-    /// model's makers compute.
+    /// Returns the keys of `config.json` that are in no table: they may change what the model's makers compute.
     #[must_use]
     pub fn unknown_keys(&self) -> &[String] {
         &self.unknown_keys
@@ -76,12 +75,14 @@ impl ModelFolder {
     }
 }
 
-/// The configuration and the weights of the model folder `dir`. Matrices keep their type, f32, bf16 or f16 (eight-bit floats
-/// whose rows are no whole blocks become bf16) or stay in blocks, [ours](super::Quantize), MXFP4's or those of eight-bit floats; norm
-/// weights, biases and routers become f32. Matrices
-/// that need no joining are lent from the mapped file and cannot be written to: for training make a
-/// [`DecoderWeights::compute_copy`]. So are experts, stacked or stored one by one: these make a tensor [of
-/// pieces](Tensor::pieces). Of matrices in MXFP4 and in eight-bit floats numbers and scales stay [where they are](Tensor::apart), and
+/// Loads the configuration and the weights of the model folder `dir`.
+///
+/// Matrices keep their type: f32, bf16, f16, or blocks ([ours](super::Quantize), MXFP4 or FP8). FP8 matrices whose
+/// row length is not a multiple of 128 become bf16. Norm weights, biases and routers become f32.
+///
+/// Matrices are borrowed from the mapped files wherever no tensors have to be joined, and are then read-only: for
+/// training make a [`DecoderWeights::compute_copy`]. Experts stored one by one make a tensor [of
+/// pieces](Tensor::pieces). The values and scales of MXFP4 and FP8 matrices [stay where they are](Tensor::apart), and
 /// stacks that are transposed on disk [stay so](Tensor::turned).
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
     let ModelFolder { family, config, unknown_keys, .. } = ModelFolder::open(dir)?;
@@ -93,15 +94,15 @@ pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeig
     Ok((config, weights))
 }
 
-/// Warnings that were given.
+/// Warnings that were logged.
 static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
-/// Forgets which warnings were given, so that the next load of a model gives them again.
+/// Forgets which warnings were logged, so that the next load of a model logs them again.
 pub fn warn_again() {
     SAID.lock().unwrap_or_else(PoisonError::into_inner).clear();
 }
 
-/// Warns on one line of the keys of a file that are not used, once for each file.
+/// Logs a file's unused keys as one warning, once per file.
 pub(crate) fn warn_of_keys(path: &Path, unknown_keys: &[String]) {
     if unknown_keys.is_empty() {
         return;
@@ -116,7 +117,7 @@ pub(crate) fn warn_of_keys(path: &Path, unknown_keys: &[String]) {
     }
 }
 
-/// Reads a JSON file of a model folder, of a few megabytes at most.
+/// Reads a JSON file of a model folder, of at most 16 MiB.
 pub fn read_json(path: &Path) -> Result<Value, LoadError> {
     let io = |source| LoadError::Io { path: path.to_owned(), source };
     let bad = |reason: String| LoadError::Config { path: path.to_owned(), reason };
@@ -139,7 +140,7 @@ impl Loader<'_> {
     fn decoder(&self, config: &ModelConfig) -> Result<DecoderWeights, LoadError> {
         let is_gated = config.moe().activation.num_inputs() == 2;
         self.check_layers(config)?;
-        // First the structure and the shapes, then the tensors: nothing is allocated that the files do not hold.
+        // The structure and the shapes come first, then the tensors: nothing is allocated that the files do not hold.
         let (table, mut state_shapes) = (WeightTable::new(config), Vec::new());
         let empty = || self.ctx.empty(&[0], DType::F32);
         let mut weights = DecoderWeights::build(
@@ -161,7 +162,8 @@ impl Loader<'_> {
         Ok(weights)
     }
 
-    /// Fails if there cannot be a tensor for each layer: then not even the list of their names is made.
+    /// Fails if the files have fewer tensors than the model has layers, before the list of the layers' names is
+    /// allocated.
     fn check_layers(&self, config: &ModelConfig) -> Result<(), LoadError> {
         let (layers, tensors) = (config.num_layers, self.reader.files.names().count());
         if layers <= tensors {
@@ -171,7 +173,8 @@ impl Loader<'_> {
         Err(LoadError::Config { path: self.dir.join("config.json"), reason })
     }
 
-    /// The tensor `name` of ours, in the first form of which a piece is there; what is no operand of products becomes f32.
+    /// Loads our tensor `name`, in the first form whose first slice is present. A tensor that is no operand of
+    /// products becomes f32.
     fn tensor(&self, name: &str, is_product: bool, shape: &[usize], is_gated: bool) -> Result<Tensor, LoadError> {
         if is_product && let Some(tensor) = self.blocks(name, shape)? {
             return Ok(tensor);
@@ -183,7 +186,7 @@ impl Loader<'_> {
         Ok(if is_product { tensor } else { elementwise::cast(self.ctx, &tensor, DType::F32) })
     }
 
-    /// The tensor `name` of ours in blocks, lent from the file, if it is there in such.
+    /// Returns our tensor `name` in blocks, borrowed from the file, if it is stored in blocks.
     fn blocks(&self, name: &str, shape: &[usize]) -> Result<Option<Tensor>, LoadError> {
         for (dtype, _) in block_types() {
             if let Some(on_disk) = blocks::shape_on_disk(shape, dtype)
@@ -196,8 +199,8 @@ impl Loader<'_> {
     }
 
     fn read(&self, pieces: &[Piece], shape: &[usize], is_product: bool) -> Result<Tensor, LoadError> {
-        if let Some(piece) = pieces.first().and_then(Piece::as_mxfp4) {
-            return mxfp4::read(self.ctx, &self.reader, piece);
+        if let Some((piece, view)) = pieces.first().and_then(Piece::as_mxfp4) {
+            return mxfp4::read(self.ctx, &self.reader, piece, view);
         }
         let dtypes = pieces.iter().map(|piece| self.reader.check(piece)).collect::<Result<Vec<_>, _>>()?;
         if let [Piece { name, view: None, .. }] = pieces
@@ -219,7 +222,7 @@ impl Loader<'_> {
         }
     }
 
-    /// A tensor into which its pieces, which have been checked, are read.
+    /// Allocates a tensor and reads its checked slices into it.
     fn joined<T: ReadElement>(&self, pieces: &[Piece], shape: &[usize]) -> Result<Tensor, LoadError> {
         let mut tensor = self.ctx.empty(shape, T::DTYPE);
         let len = tensor.len() / pieces.len().max(1);
@@ -229,8 +232,9 @@ impl Loader<'_> {
         Ok(tensor)
     }
 
-    /// A tensor whose pieces, which have been checked, stay where the files have them, if they can. Gate and up of an expert that
-    /// are in different files are brought together, since products read them as one matrix, but of blocks.
+    /// Borrows the checked slices of a tensor from the files; none if one has to be converted. Products read an
+    /// expert's gate and up as one matrix, so two that are in different files are copied together, unless they are
+    /// quantized.
     fn in_pieces(&self, pieces: &[Piece], shape: &[usize], is_product: bool) -> Result<Option<Tensor>, LoadError> {
         let lent = self.reader.all_lent(self.ctx, pieces, is_product)?;
         let Some(mut tensors) = lent else { return Ok(None) };
@@ -246,7 +250,7 @@ impl Loader<'_> {
         Ok(Tensor::of_pieces(self.ctx.pool(), tensors, shape))
     }
 
-    /// A stack that is transposed on disk, lent from there.
+    /// Borrows a stack of matrices that is transposed on disk.
     fn turned(&self, pieces: &[Piece]) -> Result<Option<Tensor>, LoadError> {
         let [Piece { name, view: Some(view), shape, .. }] = pieces else { return Ok(None) };
         if shape.len() != 3 || !view.is_transposed() {
@@ -270,7 +274,7 @@ impl Loader<'_> {
         }
     }
 
-    /// Fails if a tensor has not found its place: to ignore it would change the results.
+    /// Fails if a tensor of the files was not used: to ignore it would change the results.
     fn check_all_used(&self, config: &ModelConfig) -> Result<(), LoadError> {
         let used = self.reader.used.borrow();
         for name in self.reader.files.names() {
@@ -278,7 +282,7 @@ impl Loader<'_> {
                 || self.family.ignored.iter().any(|ending| name.ends_with(ending));
             let is_further = self.family.is_further_layer(name, config.num_layers);
             let is_tied = config.tie_embeddings && name == "lm_head.weight";
-            // DeepSeek's shared experts, where there are none.
+            // DeepSeek writes empty shared experts where there are none.
             let is_empty = self.reader.files.find(name).is_some_and(|(_, info)| info.shape.contains(&0));
             if !(used.contains(name) || is_buffer || is_further || is_tied || is_empty) {
                 let (path, tensor) = (self.dir.to_owned(), name.to_owned());

@@ -1,11 +1,13 @@
-//! Models as Hugging Face folders: `config.json`, `model.safetensors` or shards with an index, `generation_config.json`,
-//! `tokenizer.json`, `tokenizer_config.json`.
+//! Models as Hugging Face folders: `config.json`, `model.safetensors` or shards with an index,
+//! `generation_config.json`, `tokenizer.json`, `tokenizer_config.json`.
 //!
-//! A model is saved as the family of `transformers` that computes the same thing: see `families`, one
-//! file a family. A model that no family expresses (two-matrix experts, shared experts, and so on) is saved with
-//! `model_type` `moeworks` and the same naming of tensors; `transformers` does not load it, and [`Saved`] says so. In
-//! every case `config.json` also has our own configuration under the key `moeworks`, so that settings of training
-//! (capacity, jitter, ...) survive; it counts only while it agrees with the other keys.
+//! A model is saved as the `transformers` family that computes the same function: see `families`, one file per
+//! family. A model that no family expresses (two-matrix experts with shared ones, and so on) is saved with
+//! `model_type` `moeworks` and the usual tensor names. `transformers` does not load such a folder, and [`Saved`] says
+//! so.
+//!
+//! `config.json` always also has our own configuration under the key `moeworks`, so that training settings (capacity,
+//! jitter, ...) survive. It is used only while it agrees with the other keys.
 
 mod blocks;
 mod check;

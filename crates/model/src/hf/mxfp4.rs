@@ -1,7 +1,9 @@
-//! Matrices in blocks of 32 four-bit floats (OCP Microscaling Formats 1.0), as GPT-OSS was published: `NAME_blocks` U8
-//! `[E, rows, blocks, 16]` with two neighbours a byte, the first in its low half, and `NAME_scales` U8 `[E, rows, blocks]`.
+//! MXFP4 matrices (OCP Microscaling Formats 1.0), as GPT-OSS was published: `NAME_blocks` is U8 `[E, rows, blocks,
+//! 16]` with two neighbouring values a byte, the first in its low half, and `NAME_scales` is U8 `[E, rows, blocks]`.
+//! A block has 32 values.
 //!
-//! Products take both [where they are](Tensor::apart), and rows of gate and up in turn as two matrices of every other row.
+//! Products read values and scales [from the mapped file](Tensor::apart). A matrix whose gate and up rows alternate
+//! is read as two matrices with twice the row stride.
 
 use moeworks_ops::Context;
 use moeworks_tensor::{BLOCK_LEN, DType, Mxfp4Block, Place, Tensor};
@@ -15,34 +17,30 @@ use crate::safetensors::{FileDType, Payload, TensorBytes};
 /// `quant_method` in `config.json`.
 pub(crate) const METHOD: &str = "mxfp4";
 
-/// The bytes of a block's values.
+/// The size of a block's values in bytes.
 const BYTES: usize = BLOCK_LEN / 2;
 
-/// The two tensors of a matrix.
+/// Returns the names of a matrix's two tensors, values and scales.
 pub(super) fn names(name: &str) -> [String; 2] {
     [format!("{name}_blocks"), format!("{name}_scales")]
 }
 
-/// What `config.json` says about a folder of such matrices; what it said before, if it was one.
+/// Returns the value of `quantization_config` of an MXFP4 folder: the one before, if it was of MXFP4.
 pub(super) fn json(before: Option<&Value>) -> Value {
     let floats = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"];
     let known = before.filter(|before| before["quant_method"] == METHOD);
     known.cloned().unwrap_or_else(|| json!({ "quant_method": METHOD, "modules_to_not_convert": floats }))
 }
 
-/// The shapes of the two tensors.
+/// Returns the shapes of a matrix's two tensors, values and scales.
 fn shapes(shape: &[usize]) -> [Vec<usize>; 2] {
     let (cols, outer) = shape.split_last().unwrap_or((&0, &[]));
     let scales = [outer, &[cols / BLOCK_LEN]].concat();
     [[&*scales, &[BYTES]].concat(), scales]
 }
 
-/// Reads the stack of matrices of a piece in this form.
-pub(super) fn read(
-    ctx: &Context,
-    reader: &PieceReader<'_>,
-    (piece, view): (&Piece, View),
-) -> Result<Tensor, LoadError> {
+/// Borrows a stack of MXFP4 matrices from the files, seen through `view`.
+pub(super) fn read(ctx: &Context, reader: &PieceReader<'_>, piece: &Piece, view: View) -> Result<Tensor, LoadError> {
     let names = names(&piece.name);
     for (name, shape) in names.iter().zip(shapes(&piece.shape)) {
         reader.check_one(name, &shape, &[FileDType::U8])?;
@@ -64,7 +62,7 @@ pub(super) fn read(
     Ok(tensor.expect("tensors whose shapes have been checked"))
 }
 
-/// A stack of matrices whose rows take turns, as two matrices each.
+/// Borrows a stack of matrices whose gate and up rows alternate, as two matrices each.
 fn in_turn(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2]) -> Option<Tensor> {
     let half = |first_row: usize| {
         let every_other = |place: &Place| {
@@ -78,7 +76,7 @@ fn in_turn(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2]) -> O
     Tensor::of_pieces(ctx.pool(), halves?, shape)
 }
 
-/// A stack of matrices as the two tensors that they are on disk.
+/// Returns a stack of matrices as the two tensors that they are on disk, values and scales.
 pub(super) fn on_disk<'a>(tensor: &'a Tensor, piece: &Piece, view: View) -> [TensorBytes<'a>; 2] {
     let [blocks, scales] = names(&piece.name);
     let [blocks_shape, scales_shape] = shapes(&piece.shape);
@@ -93,7 +91,7 @@ fn tensor_bytes<'a>(name: String, shape: Vec<usize>, make: impl Fn() -> Vec<u8> 
     TensorBytes { name, dtype: FileDType::U8, shape, bytes }
 }
 
-/// The values, or the scales, in the order of the file.
+/// Returns the values (`which` is 0) or the scales (`which` is 1) in the file's order.
 fn laid_out(tensor: &Tensor, view: View, which: usize) -> Vec<u8> {
     let blocks_per_row = view.cols / BLOCK_LEN;
     let row_bytes = blocks_per_row * [BYTES, 1][which];
@@ -138,7 +136,7 @@ mod tests {
         let reader = PieceReader { files, used: RefCell::default() };
         let view = View { matrices: 1, rows: 2, cols: 33, start: 0, strides: [66, 33, 1], is_interleaved: false };
         let piece = Piece { name: "a".to_owned(), shape: shape.to_vec(), view: Some(view), is_mxfp4: true };
-        let error = read(&Context::cpu(1), &reader, (&piece, view)).unwrap_err();
+        let error = read(&Context::cpu(1), &reader, &piece, view).unwrap_err();
         assert!(matches!(error, LoadError::PartOfBlock { cols: 33, .. }), "{error}");
     }
 }

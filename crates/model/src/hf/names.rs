@@ -1,52 +1,53 @@
-//! From the name of one of our tensors to the tensors on disk that hold it.
+//! The mapping from the name of one of our tensors to the tensors on disk that hold it.
 //!
-//! Ours are named as `DecoderWeights::tensors` does: experts stacked, gate and up joined. A tensor of ours is some pieces,
-//! one behind the other; a piece is a tensor on disk, whole or seen through strides (transposed, interleaved, or a part).
-//! The same description serves reading and writing.
+//! Our names are those of `DecoderWeights::tensors`: experts stacked, gate and up joined. A tensor of ours is one or
+//! more consecutive slices. A slice is a tensor on disk, whole or seen through strides (transposed, interleaved, or a
+//! part of it). Reading and writing use the same description.
 
 use super::family::Family;
 
-/// Where a tensor of ours is on disk.
+/// The form of one of our tensors on disk.
 pub(crate) struct Rule {
-    /// Our name; a layer's without `model.layers.N.`. With `encoder.` before it the rule is for an encoder's layers and comes
-    /// before the others there.
+    /// Our name; in a layer, without `model.layers.N.`. A rule whose name begins with `encoder.` is for an encoder's
+    /// layers, and takes precedence there.
     pub(crate) ours: &'static str,
-    /// Its form on disk.
+    /// The form on disk.
     pub(crate) form: Form,
 }
 
-/// The form of a tensor on disk. Names of a layer's tensors are without the part that all names of the layer share.
+/// The form of a tensor on disk. In a layer, names are without the layer's prefix.
 #[derive(Clone, Copy)]
 pub(crate) enum Form {
     /// One tensor of the same elements.
     Whole(&'static str),
     /// One matrix, or stack of matrices, each transposed.
     Transposed(&'static str),
-    /// As `Transposed`, and the columns of gate and up alternate (GPT-OSS).
+    /// A transposed stack in which the columns of gate and up alternate (GPT-OSS).
     Interleaved(&'static str),
-    /// As `Interleaved` without a transposition: a stack of vectors of gate and up.
+    /// A stack of vectors in which the elements of gate and up alternate.
     InterleavedVectors(&'static str),
-    /// As `Transposed`, in blocks of 32 four-bit floats with a scale each: `NAME_blocks` and `NAME_scales`.
+    /// A transposed stack in MXFP4: `NAME_blocks` and `NAME_scales`.
     Mxfp4 {
-        /// The name before `_blocks`.
+        /// The name without `_blocks`.
         name: &'static str,
-        /// Whether gate and up alternate.
+        /// True if gate and up alternate.
         is_interleaved: bool,
     },
-    /// The rows, or elements, of several tensors, one behind the other: gate and up. Without a gate the last alone.
+    /// Several tensors whose rows, or elements, are concatenated: gate and up. Without a gate, the last one alone.
     Joined(&'static [&'static str]),
-    /// As `Joined` for each expert, whose number stands for `{e}`.
+    /// Tensors joined for each expert, with the expert's number in place of `{e}`.
     PerExpert(&'static [&'static str]),
-    /// One of three equal parts of a transposed matrix's rows, or of a vector (GPT-2's queries, keys and values).
+    /// One of three equal parts of the rows of a transposed matrix, or of a vector (GPT-2's queries, keys and
+    /// values).
     Third {
         /// The name.
         name: &'static str,
-        /// Which part.
+        /// The part: 0, 1 or 2.
         index: usize,
     },
 }
 
-/// How most families store what they store differently from us.
+/// The form of tensors in most families, where it differs from ours.
 const USUAL: &[Rule] = &[
     Rule { ours: "mlp.gate_up_proj", form: Form::Joined(&["mlp.gate_proj.weight", "mlp.up_proj.weight"]) },
     Rule { ours: "mlp.down_proj", form: Form::Whole("mlp.down_proj.weight") },
@@ -55,7 +56,7 @@ const USUAL: &[Rule] = &[
         form: Form::PerExpert(&["mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"]),
     },
     Rule { ours: "mlp.experts.down_proj", form: Form::PerExpert(&["mlp.experts.{e}.down_proj.weight"]) },
-    // As in memory: `save_original_format=False`.
+    // Experts stacked, as `transformers` writes them with `save_original_format=False`.
     Rule { ours: "mlp.experts.gate_up_proj", form: Form::Whole("mlp.experts.gate_up_proj") },
     Rule { ours: "mlp.experts.down_proj", form: Form::Whole("mlp.experts.down_proj") },
     Rule {
@@ -74,20 +75,20 @@ pub(crate) struct Piece {
     pub(crate) name: String,
     /// The shape of the tensor on disk.
     pub(crate) shape: Vec<usize>,
-    /// Which of its elements they are; none: all, in order.
+    /// The elements that belong to the part; none if all do, in order.
     pub(crate) view: Option<View>,
-    /// Whether the values are four-bit floats in blocks, under two names.
+    /// True if the values are MXFP4, in two tensors.
     pub(crate) is_mxfp4: bool,
 }
 
 impl Piece {
-    /// The piece and its view, if it is in blocks of four-bit floats.
+    /// Returns the slice and its view, if it is in MXFP4.
     pub(crate) fn as_mxfp4(&self) -> Option<(&Self, View)> {
         self.view.filter(|_| self.is_mxfp4).map(|view| (self, view))
     }
 }
 
-/// Elements of a tensor on disk: those of `matrices` matrices of `rows` rows of `cols` elements.
+/// A strided view of a tensor on disk: `matrices` matrices of `rows` rows of `cols` elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View {
     pub(crate) matrices: usize,
@@ -97,23 +98,24 @@ pub(crate) struct View {
     pub(crate) start: usize,
     /// Elements from one matrix, row and column to the next.
     pub(crate) strides: [usize; 3],
-    /// Whether row r of ours is row 2 r there if it is in the first half, and an odd one otherwise.
+    /// True if gate and up rows alternate on disk: our row r of the first half is row 2 r, and row `rows / 2` + r is
+    /// row 2 r + 1.
     pub(crate) is_interleaved: bool,
 }
 
 impl View {
-    /// Which row of a matrix there is row `row` of ours.
+    /// Returns the row on disk that is row `row` of ours.
     pub(crate) fn row_there(&self, row: usize) -> usize {
         let half = self.rows / 2;
         if self.is_interleaved { 2 * (row % half) + row / half } else { row }
     }
 
-    /// Whether it is all of a stack, each matrix transposed.
+    /// Returns true if the view covers a whole stack, each matrix transposed.
     pub(crate) fn is_transposed(&self) -> bool {
         self.start == 0 && self.strides == [self.rows * self.cols, 1, self.rows]
     }
 
-    /// Calls `f` with the positions of our elements, in order, and theirs.
+    /// Calls `f` with the index of each of our elements, in order, and its index on disk.
     pub(crate) fn for_each(&self, mut f: impl FnMut(usize, usize)) {
         let mut ours = 0;
         for matrix in 0..self.matrices {
@@ -128,7 +130,7 @@ impl View {
     }
 }
 
-/// Every form in which a family may store the tensor `name` of shape `shape`, the one that we write first.
+/// Lists every form in which a family may store the tensor `name` of shape `shape`; the first is the one to write.
 pub(crate) fn forms(family: &Family, name: &str, shape: &[usize], is_gated: bool) -> Vec<Vec<Piece>> {
     let Name { layer, is_encoder, local } = Name::of(name);
     let prefixes: Vec<String> = match layer {
@@ -136,7 +138,7 @@ pub(crate) fn forms(family: &Family, name: &str, shape: &[usize], is_gated: bool
         Some(layer) => family.layers.iter().map(|layers| format!("{layers}{layer}.")).collect(),
         None => vec![String::new()],
     };
-    // A dense feed-forward is a stack of one with us.
+    // A dense feed-forward is a stack of one matrix in memory, and a plain matrix on disk.
     let shape = if DENSE.contains(&local) { &shape[1..] } else { shape };
     let rules = || family.rules.iter().chain(USUAL);
     let is_own = |rule: &&Rule| is_encoder && rule.ours.strip_prefix("encoder.") == Some(local);
@@ -156,13 +158,13 @@ fn name_on_disk(prefix: &str, local: &str) -> String {
     format!("{prefix}{local}")
 }
 
-/// The parts of one of our names.
+/// The parsed name of one of our tensors.
 struct Name<'a> {
     /// The number of the tensor's layer, if it is in one.
     layer: Option<&'a str>,
-    /// Whether that is an encoder's.
+    /// True if the layer is an encoder's.
     is_encoder: bool,
-    /// The name in the layer.
+    /// The name within the layer.
     local: &'a str,
 }
 
@@ -203,14 +205,14 @@ fn pieces(form: Form, prefix: &str, shape: &[usize], is_gated: bool) -> Vec<Piec
         Form::Transposed(name) => vec![seen(name, stack([cols, rows]), transposed(false))],
         Form::Interleaved(name) => vec![seen(name, stack([cols, rows]), transposed(true))],
         Form::InterleavedVectors(name) => {
-            // A vector of ours is a row there: its elements are rows of one column each.
+            // Each vector is a row on disk; its elements are seen as rows of one column each.
             let [vectors, len] = [rows, cols];
             let view =
                 View { matrices: vectors, rows: len, cols: 1, start: 0, strides: [len, 1, 1], is_interleaved: true };
             vec![seen(name, vec![vectors, len], view)]
         }
         Form::Mxfp4 { name, is_interleaved } => {
-            // The values of a row of the transposed matrix, that is of one of ours, are in blocks of neighbours.
+            // Blocks hold neighbours of a row of ours, which is a row of the transposed matrix.
             let view = View { strides: [rows * cols, cols, 1], ..transposed(is_interleaved) };
             let shape = vec![matrices, rows, cols];
             vec![Piece { name: on_disk(name), shape, view: Some(view), is_mxfp4: true }]
@@ -241,7 +243,7 @@ fn pieces(form: Form, prefix: &str, shape: &[usize], is_gated: bool) -> Vec<Piec
     }
 }
 
-/// The names of gate and up; of up alone without a gate.
+/// Returns the names of gate and up; without a gate, of up alone.
 fn joined(names: &'static [&'static str], is_gated: bool) -> &'static [&'static str] {
     if is_gated || names.len() < 2 { names } else { &names[1..] }
 }

@@ -1,4 +1,4 @@
-//! A model folder that appears whole or not at all.
+//! Atomic creation of a model folder: it appears whole or not at all.
 
 use std::fs;
 use std::io;
@@ -8,13 +8,13 @@ use std::time::{Duration, SystemTime};
 use super::companions::COMPANIONS;
 use crate::files::{FileError, Unfinished};
 
-/// The file by which a folder is a model: it comes last and goes first.
+/// The file that makes a folder a model: it is moved last and removed first.
 const CONFIG: &str = "config.json";
-/// The age at which nobody writes to a temporary folder any more.
+/// The age from which a temporary folder is abandoned.
 const STALE: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// A model folder in the making. Files are written into a folder with a temporary name, beside the one that is asked for or in it
-/// where that is there already; [`finish`](Self::finish) moves them to their place. Dropped before that, it leaves nothing.
+/// A model folder that is being written. Files go to a folder with a temporary name, beside the target or, if the
+/// target exists, in it; [`finish`](Self::finish) moves them to their place. Dropping it before that leaves nothing.
 #[derive(Debug)]
 pub struct NewFolder {
     work: Unfinished,
@@ -23,10 +23,11 @@ pub struct NewFolder {
 }
 
 impl NewFolder {
-    /// Begins the folder `target`. Files of a model that are in it already stay until [`finish`](Self::finish) replaces them.
+    /// Begins to write the folder `target`. Files of a model that is there already stay until
+    /// [`finish`](Self::finish) replaces them.
     ///
     /// # Errors
-    /// If no folder can be made there.
+    /// If the temporary folder cannot be made.
     pub fn begin(target: &Path) -> Result<Self, FileError> {
         let is_beside = !target.exists();
         let parent = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -39,7 +40,7 @@ impl NewFolder {
         let mut name = prefix;
         name.push(std::process::id().to_string());
         let work = Unfinished::note(place.join(name));
-        // What a process of the same number left.
+        // A killed process with the same id may have left a folder.
         let _ = fs::remove_dir_all(work.path());
         fs::create_dir(work.path()).map_err(FileError::at(work.path()))?;
         Ok(Self { work, target: target.to_owned(), is_beside })
@@ -51,16 +52,16 @@ impl NewFolder {
         self.work.path()
     }
 
-    /// Moves what was written to its place. Files of a model that were there are removed; others stay.
+    /// Moves the written files to their place. Files of a model that was there are removed; other files stay.
     ///
     /// # Errors
-    /// What the system says. The folder is then no model.
+    /// If a file cannot be moved or removed. The folder is then no model.
     pub fn finish(self) -> Result<(), FileError> {
         sync_dir(self.path()).map_err(FileError::at(self.path()))?;
         if self.is_beside && fs::rename(self.path(), &self.target).is_ok() {
             return Ok(());
         }
-        // The folder is there, perhaps only since a moment ago.
+        // The folder exists, possibly only since a moment ago.
         let (work, target) = (self.path(), &*self.target);
         fs::create_dir_all(target).map_err(FileError::at(target))?;
         for name in in_order(names(target).map_err(FileError::at(target))?, Order::ConfigFirst) {
@@ -77,12 +78,12 @@ impl NewFolder {
 
 impl Drop for NewFolder {
     fn drop(&mut self) {
-        // Of a finished folder nothing is left here.
+        // A finished folder has left nothing here.
         let _ = fs::remove_dir_all(self.work.path());
     }
 }
 
-/// Where the configuration comes in a list of files.
+/// The position of the configuration in a list of files.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     ConfigFirst,
@@ -94,7 +95,7 @@ fn in_order(mut names: Vec<String>, order: Order) -> Vec<String> {
     names
 }
 
-/// The names of the files in a folder that are UTF-8, as all of a model are.
+/// Returns the names of a folder's files that are valid UTF-8, as all of a model's are.
 fn names(folder: &Path) -> io::Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(folder)? {
@@ -106,7 +107,7 @@ fn names(folder: &Path) -> io::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Whether a file of this name belongs to a model folder, so that it would contradict the model that replaces it.
+/// Returns true if a file of this name belongs to a model folder: left in place, it would contradict the new model.
 fn is_of_model(name: &str) -> bool {
     name == CONFIG
         || COMPANIONS.contains(&name)
@@ -114,7 +115,7 @@ fn is_of_model(name: &str) -> bool {
         || name == "model.safetensors.index.json"
 }
 
-/// Removes what killed programs left in `place`.
+/// Removes abandoned temporary folders of killed processes from `place`.
 fn remove_stale(place: &Path, prefix: &std::ffi::OsStr) {
     for entry in fs::read_dir(place).into_iter().flatten().flatten() {
         let is_ours = entry.file_name().as_encoded_bytes().starts_with(prefix.as_encoded_bytes());
@@ -125,7 +126,7 @@ fn remove_stale(place: &Path, prefix: &std::ffi::OsStr) {
     }
 }
 
-/// Waits until a folder's entries are on the disk. Windows has no such thing and needs none.
+/// Flushes a folder's entries to disk. Windows has no such call and needs none.
 fn sync_dir(path: &Path) -> io::Result<()> {
     if cfg!(unix) { fs::File::open(path)?.sync_all() } else { Ok(()) }
 }

@@ -1,4 +1,5 @@
-//! The page that says for each family what of its files is read, used and refused, made from the tables that the readers go by.
+//! The page that lists for each family what is read, used and refused, generated from the tables that the readers
+//! use.
 
 use std::fmt::Write;
 
@@ -8,7 +9,7 @@ use super::key_table::{HARMLESS, KeyTable, REFUSED, Refused};
 use super::names::Form;
 use crate::gguf::{architectures_of, keys_page};
 
-/// The part of the page in `docs/model-families.md` behind its introduction.
+/// Returns the generated part of `docs/model-families.md`, after its introduction.
 #[must_use]
 pub fn families_page() -> String {
     let mut page = String::new();
@@ -71,7 +72,7 @@ fn refused_elsewhere(keys: &KeyTable) -> Vec<&'static str> {
     REFUSED.iter().map(|known| known.key).filter(|key| keys.used().any(|used| used == *key)).collect()
 }
 
-/// The names on disk of the tensors that are not named as usual.
+/// Lists the names on disk of tensors that are not named as usual.
 fn tensors(family: &Family) -> String {
     let mut names: Vec<String> = Vec::new();
     for rule in family.rules {
@@ -104,7 +105,7 @@ fn tensors(family: &Family) -> String {
     format!("behind {layers} the usual names and {}", list(&names))
 }
 
-/// Names in a line.
+/// Joins names in backquotes with commas.
 pub(crate) fn list<T: AsRef<str>>(names: &[T]) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("`{}`", name.as_ref())).collect();
     quoted.join(", ")

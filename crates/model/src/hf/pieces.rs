@@ -1,4 +1,4 @@
-//! Reading and writing pieces of tensors: as they are, seen through strides, or from eight-bit floats.
+//! Reading slices of tensors: as they are, through strides, or dequantized from FP8.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -13,7 +13,7 @@ use super::mxfp4;
 use super::names::Piece;
 use crate::safetensors::{FileDType, ModelFiles, SafetensorsError, SafetensorsFile};
 
-/// An element that pieces are read into.
+/// An element type that slices are read into.
 pub(super) trait ReadElement: Element {
     fn read(file: &SafetensorsFile, name: &str, out: &mut [Self]) -> Result<(), SafetensorsError>;
     fn of(x: f32) -> Self;
@@ -49,20 +49,21 @@ impl ReadElement for f16 {
     }
 }
 
-/// Reads pieces from a folder's files and remembers which tensors were used.
+/// Reads slices from a folder's files, and records which tensors were used.
 pub(super) struct PieceReader<'a> {
     pub(super) files: &'a ModelFiles,
     pub(super) used: RefCell<BTreeSet<String>>,
 }
 
 impl PieceReader<'_> {
-    /// Whether the piece's tensor is there.
+    /// Returns true if the slice's tensor is in the files.
     pub(super) fn has(&self, piece: &Piece) -> bool {
         let [blocks, _] = mxfp4::names(&piece.name);
         self.files.find(if piece.is_mxfp4 { &blocks } else { &piece.name }).is_some()
     }
 
-    /// The type that a piece is read as, which must be there, of its shape and of a type that weights can have.
+    /// Returns the type that a slice is read as. Fails if it is missing, or has another shape or a type that weights
+    /// cannot have.
     pub(super) fn check(&self, piece: &Piece) -> Result<DType, LoadError> {
         let known = [FileDType::F32, FileDType::BF16, FileDType::F16, FileDType::F8E4M3];
         match self.check_one(&piece.name, &piece.shape, &known)? {
@@ -76,7 +77,8 @@ impl PieceReader<'_> {
         }
     }
 
-    /// The type of the tensor `name`, which must be there, of this shape and of one of the `known` types.
+    /// Returns the type of the tensor `name`. Fails if it is missing, or has another shape or a type that is not in
+    /// `known`.
     pub(super) fn check_one(&self, name: &str, shape: &[usize], known: &[FileDType]) -> Result<FileDType, LoadError> {
         let (file, info) = self.files.get(name)?;
         let (path, tensor): (PathBuf, String) = (file.path().to_owned(), name.to_owned());
@@ -91,15 +93,15 @@ impl PieceReader<'_> {
         Ok(info.dtype)
     }
 
-    /// The tensor as the file has it, if its type is one that we compute with.
+    /// Borrows the tensor from the file, if its type is one that products compute with.
     pub(super) fn lent(&self, ctx: &Context, name: &str) -> Result<Option<Tensor>, LoadError> {
         let (file, info) = self.files.get(name)?;
         let is_ours = matches!(info.dtype, FileDType::F32 | FileDType::BF16 | FileDType::F16);
         Ok(if is_ours { Some(file.tensor(ctx, name)?) } else { None })
     }
 
-    /// The tensors of these pieces, which have been checked, as the files have them, without a copy; none if one of them has to be
-    /// converted or moved. Those in eight-bit floats are if `may_be_blocks`.
+    /// Borrows the tensors of checked slices from the files, without a copy; none if one of them has to be converted
+    /// or rearranged. FP8 is borrowed only if `may_be_blocks`.
     pub(super) fn all_lent(
         &self,
         ctx: &Context,
@@ -124,7 +126,8 @@ impl PieceReader<'_> {
         Ok(Some(tensors))
     }
 
-    /// The tensor `name` in blocks of `dtype`, whose shape on disk is `on_disk`, lent from the file; none if it is not there.
+    /// Borrows the tensor `name` in blocks of `dtype`, whose shape on disk is `on_disk`; none if it is not in the
+    /// files.
     pub(super) fn blocks(
         &self,
         name: &str,
@@ -139,7 +142,7 @@ impl PieceReader<'_> {
         Ok(self.files.get(name)?.0.blocks(name, shape, dtype)?)
     }
 
-    /// Writes the elements of a checked piece to `out`.
+    /// Reads the elements of a checked slice into `out`.
     pub(super) fn read<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
         let Some(view) = &piece.view else { return self.read_whole(piece, out) };
         let mut values = vec![T::of(0.0); out.len().max(piece.shape.iter().product())];

@@ -1,12 +1,13 @@
-//! The rotary embedding in `config.json`: `rope_parameters` of version 5, `rope_theta` and `rope_scaling` of version 4.
+//! The rotary embedding in `config.json`: `rope_parameters` of `transformers` 5, `rope_theta` and `rope_scaling` of
+//! version 4.
 
 use serde_json::{Map, Value, json};
 
 use super::keys::{Keys, abridged};
 use crate::config::{ModelConfig, RopeScaling};
 
-/// Reads base and scaling. No family rotates a part of a head: `transformers` does not look at `partial_rotary_factor` in these
-/// families, others do, so that it must be 1.
+/// Reads base and scaling. `partial_rotary_factor` must be 1 in these families: `transformers` ignores it there,
+/// other programs do not.
 pub(super) fn read(keys: &Keys<'_>, default_theta: f64, config: &mut ModelConfig) -> Result<(), String> {
     let new: Map<String, Value> = keys.optional(&[NEW])?.unwrap_or_default();
     let old: Map<String, Value> = keys.optional(&[OLD])?.unwrap_or_default();
@@ -27,7 +28,7 @@ pub(super) fn read(keys: &Keys<'_>, default_theta: f64, config: &mut ModelConfig
     };
     let (of_new, of_old) = (of(NEW, &new)?, of(OLD, &old)?);
     if !new.is_empty() && !old.is_empty() && of_new != of_old {
-        return Err(format!("{NEW} and {OLD} say different things; leave one of them out"));
+        return Err(format!("{NEW} and {OLD} differ; leave one of them out"));
     }
     if let Some(part) = keys.optional::<f64>(&[PART])?.filter(|&part| part != 1.0) {
         return Err(format!("{PART} = {part}: must be 1 in this family"));
@@ -36,14 +37,14 @@ pub(super) fn read(keys: &Keys<'_>, default_theta: f64, config: &mut ModelConfig
     Ok(())
 }
 
-/// The key of version 5.
+/// The key of `transformers` 5.
 const NEW: &str = "rope_parameters";
-/// The key of version 4.
+/// The key of `transformers` 4.
 const OLD: &str = "rope_scaling";
-/// What part of a head is rotated.
+/// The part of a head that is rotated.
 const PART: &str = "partial_rotary_factor";
 
-/// The parameters that all layers have, where those of each kind of layer stand apart.
+/// Returns the parameters that all layers share, where they are given for each kind of layer.
 fn flat(
     keys: &Keys<'_>,
     name: &str,
@@ -76,13 +77,14 @@ fn flat(
             None => all = Some((kind, parameters)),
         }
     }
-    all.map(|(_, parameters)| parameters).ok_or_else(|| format!("{name}: nothing for the layer_types of this model"))
+    all.map(|(_, parameters)| parameters)
+        .ok_or_else(|| format!("{name}: has no parameters for the layer_types of this model"))
 }
 
-/// Looks at the keys that the kind of scaling does not use.
+/// Checks the keys that the kind of scaling does not use.
 fn check_rest(name: &str, map: &Map<String, Value>, inner: &Keys<'_>, keys: &Keys<'_>) -> Result<(), String> {
     let asked = inner.asked();
-    // Of YaRN's first programs, and of others that go beyond what is computed here.
+    // Keys of early YaRN programs and of others that go beyond what is computed here.
     for (key, off) in [(PART, 1.0), ("attn_factor", 1.0), ("extrapolation_factor", 1.0), ("mscale_all_dim", 0.0)] {
         let value = map.get(key).filter(|value| !value.is_null() && !asked.contains(key));
         if let Some(value) = value.filter(|value| value.as_f64() != Some(off)) {
@@ -100,7 +102,7 @@ fn check_rest(name: &str, map: &Map<String, Value>, inner: &Keys<'_>, keys: &Key
     Ok(())
 }
 
-/// The context that a model was first trained for.
+/// The context length of the original training.
 const ORIGINAL: &str = "original_max_position_embeddings";
 
 fn scaling(keys: &Keys<'_>, inner: &Keys<'_>, config: &ModelConfig) -> Result<RopeScaling, String> {
@@ -139,7 +141,7 @@ fn scaling(keys: &Keys<'_>, inner: &Keys<'_>, config: &ModelConfig) -> Result<Ro
             let ratio = config.max_seq_len as f64 / original_len.max(1) as f64;
             let stretch: f64 = inner.optional(&["factor"])?.unwrap_or(ratio);
             let root = (1.0 + stretch.ln() / (original_len as f64).ln()).sqrt();
-            // Of so many digits that it comes back from a file as it was.
+            // Twelve digits survive writing and reading a file.
             let root = (root * 1e12).round() / 1e12;
             let amplitude = inner.optional(&["attention_factor"])?.unwrap_or(if stretch <= 1.0 { 1.0 } else { root });
             RopeScaling::LongRope {
@@ -157,7 +159,7 @@ fn scaling(keys: &Keys<'_>, inner: &Keys<'_>, config: &ModelConfig) -> Result<Ro
     })
 }
 
-/// Writes base, scaling and the part of a head that is rotated, in the keys of both versions.
+/// Writes base, scaling and the rotated part of a head, in the keys of both versions.
 pub(super) fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
     let theta = config.rope_theta;
     let mut parameters = match &config.variant.rotary.scaling {
@@ -196,7 +198,7 @@ pub(super) fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
                 "short_mscale": short_amplitude, "long_mscale": long_amplitude,
                 "original_max_position_embeddings": original_len,
             });
-            // What families with one amplitude call it.
+            // The key of families with a single amplitude.
             if short_amplitude == long_amplitude {
                 json["attention_factor"] = (*short_amplitude).into();
             }

@@ -4,7 +4,6 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, btree_map::Entry};
 use std::fs;
 use std::io;
-use std::ops::Range;
 use std::path::Path;
 
 use moeworks_tensor::{DType, Tensor, bf16, f16};
@@ -16,7 +15,7 @@ use super::config_json;
 use super::error::{DoesNotFit, LoadError, SaveError};
 use super::family::Family;
 use super::fit::{self, Misfit};
-use super::fp8;
+use super::fp8::{self, MatrixRows};
 use super::further::{COUNT_KEY, FurtherLayers};
 use super::load::ModelFolder;
 use super::mxfp4;
@@ -28,22 +27,23 @@ use crate::scan::place;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{DecoderWeights, WeightRole};
 
-/// What is written besides configuration and weights.
+/// Options of saving, besides configuration and weights.
 #[derive(Clone, Copy)]
 pub struct SaveOptions<'a> {
-    /// Written too, and asked for the id that ends a text.
+    /// The tokenizer to write, which also gives the id that ends a text.
     pub tokenizer: Option<&'a Tokenizer>,
-    /// Weights of more bytes than this are written as several files with an index.
+    /// The largest size of a weights file in bytes; a larger model is written as several files with an index.
     pub max_shard_bytes: usize,
-    /// The folder that the model came from: its family is kept if it still computes the same, and those of its
-    /// configuration's keys that we do not write ourselves.
+    /// The folder that the model came from. Its family is kept if it still computes the same function, and so are the
+    /// keys of its configuration that we do not write.
     pub origin: Option<&'a ModelFolder>,
-    /// The type of matrices in the file, F32, BF16 or F16; none: the one they have. Norms, biases and routers stay f32.
+    /// The type of matrices in the file, F32, BF16 or F16; none keeps the type they have. Norms, biases and routers
+    /// stay f32.
     pub dtype: Option<FileDType>,
-    /// Which matrices are written in blocks of small integers. Those that are in blocks already stay so in any case; in MXFP4 as
-    /// the family has it, if it does, and eight-bit floats as they are.
+    /// The matrices to write in blocks of small integers. Matrices in blocks stay in blocks in any case: MXFP4 in the
+    /// family's own form, if it has one, and FP8 as it is.
     pub quantize: Option<Quantize<'a>>,
-    /// Write the nearest number that fits where one does not fit the type on disk, instead of refusing.
+    /// Writes the nearest number that fits the type on disk, instead of refusing one that does not.
     pub clamp: bool,
 }
 
@@ -60,24 +60,24 @@ impl Default for SaveOptions<'_> {
     }
 }
 
-/// What a folder was saved as.
+/// The form in which a folder was saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Saved {
     /// `model_type` in `config.json`.
     pub model_type: &'static str,
-    /// Whether `transformers` loads it. If not, no family there computes what this model does.
+    /// True if `transformers` loads the folder. Otherwise no family there computes what this model does.
     pub loads_in_transformers: bool,
-    /// Matrices that are in blocks of small integers.
+    /// The number of matrices in blocks of small integers.
     pub num_in_blocks: usize,
-    /// Matrices that were meant to be, but have rows of a length that no whole blocks make.
+    /// The number of matrices that were to be quantized but whose row length is not a multiple of the block length.
     pub num_not_in_blocks: usize,
 }
 
-/// Keys of another folder that say something about its files, not about the model.
+/// Keys of the original folder that describe its files, not the model.
 const NOT_KEPT: [&str; 2] = ["quantization_config", "transformers_version"];
 
-/// Writes a model of `config` to the folder `dir`, which is made if need be. Each file is written beside its place, synced
-/// and renamed. Tensors are written in the type they have.
+/// Saves a model of `config` in the folder `dir`, which is created if need be. Each file is written under a temporary
+/// name, synced and renamed. Tensors are written in the type they have, unless `options` gives another.
 pub fn save_model(
     dir: &Path,
     config: &ModelConfig,
@@ -87,7 +87,7 @@ pub fn save_model(
     let origin = options.origin.filter(|origin| origin.family.can_say(config));
     let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
     let files = origin.map(|origin| ModelFiles::open(&origin.dir)).transpose().map_err(LoadError::from)?;
-    let further = FurtherLayers::of(origin.zip(files.as_ref()), config);
+    let further = FurtherLayers::of(origin, files.as_ref(), config);
     let (mut tensors, counts) = tensors(family, weights, is_gated(config), options)
         .map_err(|misfit| SaveError::DoesNotFit { path: dir.to_owned(), misfit })?;
     if options.quantize.is_some() && counts.in_blocks == 0 {
@@ -99,8 +99,8 @@ pub fn save_model(
     Folder { config, family, origin, stored, num_further, options }.write(dir, &tensors, &counts)
 }
 
-/// [`save_model`] of f32 weights that come one after another while they are written. The files are the same; in memory are the tensors of
-/// ours that one on disk is made of.
+/// Saves f32 weights that arrive one after another while they are written. The files are those of [`save_model`];
+/// only the tensors that the current one on disk is made of are in memory.
 pub fn save_coming(
     dir: &Path,
     config: &ModelConfig,
@@ -116,8 +116,9 @@ pub fn save_coming(
         let pieces = forms(family, name, shape, is_gated(config)).swap_remove(0);
         num_parts.push(pieces.len());
         let len = arrivals.num_bytes(index) / pieces.len();
-        list.add((FileDType::F32, None), pieces, |part, _| {
-            (PartBytes::Coming { from: &arrivals, index, range: part * len..(part + 1) * len }, Seen::AsThePiece)
+        list.add(DTypes { ours: FileDType::F32, on_disk: None }, pieces, |part, piece| Part {
+            bytes: PartBytes::Coming { from: &arrivals, index, range: part * len..(part + 1) * len },
+            view: piece.view,
         });
     }
     arrivals.expect(num_parts);
@@ -129,19 +130,19 @@ pub fn save_coming(
     folder.write(dir, &list.into_bytes(), &Counts::default())
 }
 
-/// Whether gate and up are joined.
+/// Returns true if gate and up are joined.
 fn is_gated(config: &ModelConfig) -> bool {
     config.moe().activation.num_inputs() == 2
 }
 
-/// What a folder says besides its tensors.
+/// The content of a folder besides its tensors.
 struct Folder<'a> {
     config: &'a ModelConfig,
     family: &'static Family,
     origin: Option<&'a ModelFolder>,
     /// The type of most matrices.
     stored: FileDType,
-    /// How many layers behind the last are kept.
+    /// The number of multi-token-prediction layers that are kept, as JSON.
     num_further: Option<&'a Value>,
     options: &'a SaveOptions<'a>,
 }
@@ -190,7 +191,8 @@ impl Folder<'_> {
     }
 }
 
-/// `generation_config.json`: where texts begin and end. An answer to what an encoder read begins with an id of its own.
+/// Returns the `generation_config.json`: the ids that begin and end a text. A decoder that answers an encoder begins
+/// with an id of its own.
 fn generation_json(config: &ModelConfig, eos_id: Option<u32>) -> Value {
     match &config.variant.encoder {
         None => json!({"bos_token_id": eos_id, "eos_token_id": eos_id, "do_sample": true}),
@@ -200,7 +202,7 @@ fn generation_json(config: &ModelConfig, eos_id: Option<u32>) -> Value {
     }
 }
 
-/// What `config.json` calls a type.
+/// Returns a type's name in `config.json`.
 fn dtype_name(dtype: FileDType) -> &'static str {
     match dtype {
         FileDType::BF16 => "bfloat16",
@@ -209,7 +211,7 @@ fn dtype_name(dtype: FileDType) -> &'static str {
     }
 }
 
-/// `quantization_config` of a folder with floats of few bits.
+/// Returns the `quantization_config` of a folder with MXFP4 or FP8 matrices.
 fn floats_json(tensors: &[TensorBytes<'_>], counts: &Counts, origin: Option<&ModelFolder>) -> Option<Value> {
     let before = origin.and_then(|origin| origin.keys.get("quantization_config"));
     if counts.four_bit_floats > 0 {
@@ -221,13 +223,13 @@ fn floats_json(tensors: &[TensorBytes<'_>], counts: &Counts, origin: Option<&Mod
     (counts.eight_bit_floats > 0).then(|| fp8::json(before, &floats))
 }
 
-/// `quantization_config`: what was asked for, or what the folder that was read says.
+/// Returns the `quantization_config` of blocks: the one that was asked for, or that of the original folder.
 fn blocks_json(options: &SaveOptions<'_>) -> Value {
     let stored = || options.origin.and_then(|origin| origin.keys.get("quantization_config").cloned());
     options.quantize.map(|quantize| quantize.json()).or_else(stored).unwrap_or_else(|| json!({"quant_method": METHOD}))
 }
 
-/// `json` with the keys of `origin` that it does not have. Without a tokenizer the ids of special tokens are kept too.
+/// Adds the keys of `origin` that `json` lacks. Without a tokenizer, the ids of special tokens are kept too.
 fn with_kept(mut json: Value, origin: Option<&ModelFolder>, has_tokenizer: bool) -> Value {
     if let (Some(map), Some(origin)) = (json.as_object_mut(), origin) {
         for (key, value) in &origin.keys {
@@ -244,7 +246,7 @@ fn pretty(json: &Value) -> String {
     format!("{json:#}\n")
 }
 
-/// Matrices in blocks of our own form, those that were meant to be but are not, and tensors of matrices in forms of others.
+/// The number of matrices in our own blocks, of those that were to be but cannot, and of tensors in MXFP4 and FP8.
 #[derive(Default)]
 struct Counts {
     in_blocks: usize,
@@ -253,7 +255,8 @@ struct Counts {
     eight_bit_floats: usize,
 }
 
-/// Every tensor as it stands on disk; those that are parts of ours are borrowed. Fails if a number does not fit its type there.
+/// Lists every tensor as it is written on disk, borrowed where it is a slice of one of ours. Fails if a number does
+/// not fit its type there.
 fn tensors<'a>(
     family: &Family,
     weights: &'a DecoderWeights,
@@ -292,52 +295,47 @@ fn tensors<'a>(
     Ok((list.into_bytes().into_iter().chain(others).collect(), counts))
 }
 
-/// Tensors on disk and where they are in the list.
+/// Tensors on disk, with their index by name.
 #[derive(Default)]
 struct OnDiskList<'a> {
-    /// Whether numbers that do not fit are cut.
+    /// Clamps numbers that do not fit, instead of failing.
     clamp: bool,
     tensors: Vec<OnDisk<'a>>,
     places: BTreeMap<String, usize>,
 }
 
 impl<'a> OnDiskList<'a> {
-    /// Adds one of ours, in its pieces, to be written as `dtype` if that is given.
+    /// Adds one of our tensors in its slices, to be written as `dtype` if that is given.
     fn add_lent(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, pieces: Vec<Piece>) {
         let count = pieces.len();
-        self.add((tensor.dtype().into(), dtype), pieces, |part, piece| match (tensor.as_turned(), piece.view) {
+        let dtypes = DTypes { ours: tensor.dtype().into(), on_disk: dtype };
+        self.add(dtypes, pieces, |part, piece| match (tensor.as_turned(), piece.view) {
+            // A stack that is transposed in memory as on disk is written as it is.
             (Some((base, is_in_turn)), Some(view))
                 if view.is_transposed() && view.is_interleaved == is_in_turn && base.shape() == piece.shape =>
             {
-                (PartBytes::Lent(base.bytes()), Seen::AsItLies)
+                Part { bytes: PartBytes::Lent(base.bytes()), view: None }
             }
-            _ => (PartBytes::Lent(part_bytes(tensor, part, count)), Seen::AsThePiece),
+            _ => Part { bytes: PartBytes::Lent(part_bytes(tensor, part, count)), view: piece.view },
         });
     }
 
-    /// Adds one of ours of the type `from`, in its pieces, to be written as `dtype` if that is given. `bytes` says of each part where
-    /// its bytes are.
-    fn add(
-        &mut self,
-        (from, dtype): (FileDType, Option<FileDType>),
-        pieces: Vec<Piece>,
-        bytes: impl Fn(usize, &Piece) -> (PartBytes<'a>, Seen),
-    ) {
-        for (i, piece) in pieces.into_iter().enumerate() {
-            let (bytes, seen) = bytes(i, &piece);
-            let Piece { name, shape, view, .. } = piece;
-            let part = (bytes, view.filter(|_| seen == Seen::AsThePiece));
+    /// Adds one of our tensors in its slices. `part` returns the content of each, given its index.
+    fn add(&mut self, dtypes: DTypes, pieces: Vec<Piece>, part: impl Fn(usize, &Piece) -> Part<'a>) {
+        for (index, piece) in pieces.into_iter().enumerate() {
+            let part = part(index, &piece);
+            let Piece { name, shape, .. } = piece;
             match self.places.entry(name.clone()) {
                 Entry::Occupied(entry) => self.tensors[*entry.get()].parts.push(part),
                 Entry::Vacant(entry) => {
                     entry.insert(self.tensors.len());
-                    self.tensors.push(OnDisk { name, shape, from, dtype, parts: vec![part] });
+                    self.tensors.push(OnDisk { name, shape, dtypes, parts: vec![part] });
                 }
             }
         }
     }
 
-    /// Fails if a number does not fit the type that it is to be written in.
+    /// Fails if a number does not fit the type to write.
     fn check_fits(&self) -> Result<(), DoesNotFit> {
         if self.clamp { Ok(()) } else { self.tensors.iter().try_for_each(OnDisk::check_fits) }
     }
@@ -347,25 +345,32 @@ impl<'a> OnDiskList<'a> {
     }
 }
 
-/// How the bytes of a part are to be looked at.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Seen {
-    /// In the order in which they lie.
-    AsItLies,
-    /// By the view of the piece.
-    AsThePiece,
+/// The types of a tensor.
+#[derive(Clone, Copy)]
+struct DTypes {
+    /// The type of our tensor.
+    ours: FileDType,
+    /// The type on disk, if it differs.
+    on_disk: Option<FileDType>,
 }
 
-/// The rows of one of `count` equal parts of a tensor.
-fn part_rows(tensor: &Tensor, index: usize, count: usize) -> (&Tensor, Range<usize>) {
+/// A part of one of our tensors.
+struct Part<'a> {
+    bytes: PartBytes<'a>,
+    /// The elements on disk that the bytes are; none: all, in order.
+    view: Option<View>,
+}
+
+/// Returns the rows of one of `count` equal parts of a tensor.
+fn part_rows(tensor: &Tensor, index: usize, count: usize) -> MatrixRows<'_> {
     if let Some(pieces) = tensor.pieces().filter(|pieces| pieces.len() == count) {
-        return (&pieces[index], 0..pieces[index].rows());
+        return MatrixRows { matrix: &pieces[index], rows: 0..pieces[index].rows() };
     }
     let rows = tensor.rows() / count;
-    (tensor, index * rows..(index + 1) * rows)
+    MatrixRows { matrix: tensor, rows: index * rows..(index + 1) * rows }
 }
 
-/// The bytes of one of `count` equal parts of a tensor.
+/// Returns the bytes of one of `count` equal parts of a tensor.
 fn part_bytes(tensor: &Tensor, index: usize, count: usize) -> &[u8] {
     if let Some(pieces) = tensor.pieces().filter(|pieces| pieces.len() == count) {
         return pieces[index].bytes();
@@ -374,24 +379,21 @@ fn part_bytes(tensor: &Tensor, index: usize, count: usize) -> &[u8] {
     &tensor.bytes()[index * len..(index + 1) * len]
 }
 
-/// A tensor on disk and the parts of ours that it is made of.
+/// A tensor on disk, and the parts of ours that it is made of.
 struct OnDisk<'a> {
     name: String,
     shape: Vec<usize>,
-    /// The type of ours.
-    from: FileDType,
-    /// The type on disk, if another.
-    dtype: Option<FileDType>,
-    parts: Vec<(PartBytes<'a>, Option<View>)>,
+    dtypes: DTypes,
+    parts: Vec<Part<'a>>,
 }
 
 impl<'a> OnDisk<'a> {
     fn check_fits(&self) -> Result<(), DoesNotFit> {
-        let Some(to) = self.dtype else { return Ok(()) };
-        for (bytes, view) in &self.parts {
-            // Those that are yet to come keep their type.
+        let DTypes { ours, on_disk: Some(to) } = self.dtypes else { return Ok(()) };
+        for Part { bytes, view } in &self.parts {
+            // Weights that have yet to arrive keep their type.
             let PartBytes::Lent(bytes) = bytes else { continue };
-            if let Some(Misfit { index, value }) = fit::overflow(bytes, self.from, to) {
+            if let Some(Misfit { index, value }) = fit::overflow(bytes, ours, to) {
                 let mut there = index;
                 if let Some(view) = view {
                     view.for_each(|ours, theirs| there = if ours == index { theirs } else { there });
@@ -404,10 +406,10 @@ impl<'a> OnDisk<'a> {
     }
 
     fn into_bytes(self, clamp: bool) -> TensorBytes<'a> {
-        let Self { name, shape, from, dtype, parts } = self;
-        let to = dtype.unwrap_or(from);
+        let Self { name, shape, dtypes: DTypes { ours: from, on_disk }, parts } = self;
+        let to = on_disk.unwrap_or(from);
         let bytes = match parts[..] {
-            [(PartBytes::Lent(bytes), None)] if to == from => Payload::Lent(bytes),
+            [Part { bytes: PartBytes::Lent(bytes), view: None }] if to == from => Payload::Lent(bytes),
             _ => {
                 let num_elements = shape.iter().product::<usize>();
                 let make = move || made(&parts, Change { from, to, clamp }, num_elements);
@@ -418,33 +420,40 @@ impl<'a> OnDisk<'a> {
     }
 }
 
-/// Bytes of an element.
+/// Returns the bytes of an element.
 fn size(dtype: FileDType) -> usize {
     dtype.bits() as usize / 8
 }
 
-/// How the type of numbers changes.
+/// A conversion of numbers.
 #[derive(Clone, Copy)]
 struct Change {
     from: FileDType,
     to: FileDType,
-    /// Whether those that do not fit are cut.
+    /// Clamps numbers that do not fit.
     clamp: bool,
 }
 
-/// The bytes of a tensor on disk that is made of parts.
-fn made(parts: &[(PartBytes<'_>, Option<View>)], change: Change, num_elements: usize) -> io::Result<Vec<u8>> {
+/// Returns the bytes of a tensor on disk that is made of parts.
+fn made(parts: &[Part<'_>], change: Change, num_elements: usize) -> io::Result<Vec<u8>> {
     let Change { from, to, .. } = change;
-    let parts = parts.iter().map(|(part, view)| Ok((part.arrived()?, *view))).collect::<io::Result<Vec<_>>>()?;
-    let parts: Vec<(&[u8], Option<View>)> = parts.iter().map(|(bytes, view)| (bytes.bytes(), *view)).collect();
-    let bytes = match parts[..] {
-        [(bytes, None)] => Cow::Borrowed(bytes),
-        _ => Cow::Owned(woven(&parts, size(from), num_elements * size(from))),
+    let arrived = parts.iter().map(|part| part.bytes.arrived()).collect::<io::Result<Vec<_>>>()?;
+    let bytes = match (parts, &*arrived) {
+        ([Part { view: None, .. }], [bytes]) => Cow::Borrowed(bytes.bytes()),
+        _ => {
+            let mut all = vec![0; num_elements * size(from)];
+            for (part, bytes) in parts.iter().zip(&arrived) {
+                if let Some(view) = part.view {
+                    scatter(bytes.bytes(), view, size(from), &mut all);
+                }
+            }
+            Cow::Owned(all)
+        }
     };
     Ok(if to == from { bytes.into_owned() } else { converted(&bytes, change) })
 }
 
-/// Little-endian elements of one type, f32, bf16 or f16, as those of another, rounded to the nearest.
+/// Converts little-endian elements (f32, bf16 or f16) to another of these types, rounded to nearest.
 fn converted(bytes: &[u8], Change { from, to, clamp }: Change) -> Vec<u8> {
     let values = fit::values(bytes, from).map(|x| if clamp { fit::clamped(x, to) } else { x });
     match to {
@@ -454,15 +463,9 @@ fn converted(bytes: &[u8], Change { from, to, clamp }: Change) -> Vec<u8> {
     }
 }
 
-/// The bytes of a tensor whose parts are seen through strides. `size` is that of an element.
-fn woven(parts: &[(&[u8], Option<View>)], size: usize, len: usize) -> Vec<u8> {
-    let mut bytes = vec![0; len];
-    for (ours, view) in parts {
-        if let Some(view) = view {
-            view.for_each(|from, to| {
-                bytes[to * size..(to + 1) * size].copy_from_slice(&ours[from * size..(from + 1) * size]);
-            });
-        }
-    }
-    bytes
+/// Copies the elements of a part, of `size` bytes each, to their places on disk.
+fn scatter(ours: &[u8], view: View, size: usize, on_disk: &mut [u8]) {
+    view.for_each(|from, to| {
+        on_disk[to * size..(to + 1) * size].copy_from_slice(&ours[from * size..(from + 1) * size]);
+    });
 }

@@ -1,4 +1,4 @@
-//! The ids at which a model of a folder ends what it says.
+//! The token ids at which a folder's model stops.
 
 use std::path::Path;
 
@@ -8,8 +8,8 @@ use super::error::LoadError;
 use super::load::read_json;
 use crate::tokenizer::Tokenizer;
 
-/// The ids that `eos_token_id` in `generation_config.json` and `config.json` gives, one or many (a model made for conversations
-/// ends an answer with another token than a text), and those that the tokenizer knows.
+/// Returns the ids that end a text: `eos_token_id` of `generation_config.json` and `config.json`, one or several, and
+/// those that the tokenizer knows. A chat model ends an answer with another token than a text.
 pub fn stop_ids(dir: &Path, tokenizer: &Tokenizer) -> Result<Vec<u32>, LoadError> {
     let mut ids: Vec<u32> = Vec::new();
     for name in ["generation_config.json", "config.json"] {

@@ -1,4 +1,5 @@
-//! The attention block: norm, queries, keys and values, causal attention with whatever window and sinks, projection.
+//! The attention block: norm, queries, keys and values, causal attention (optionally with a window and sinks), output
+//! projection.
 //!
 //! T tokens, D width, H query heads, G key and value heads, h head width, w width of a head's values.
 
@@ -24,7 +25,7 @@ use crate::split::TensorSplit;
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::{AttentionInputs, AttentionWeights, LayerWeights};
 
-/// Epsilon of the norms inside latent attention, whatever the others have (DeepSeek's code).
+/// The epsilon of the norms in latent attention, independent of the configured one (DeepSeek's code).
 const LATENT_EPS: f32 = 1e-6;
 
 /// An attention block.
@@ -39,11 +40,11 @@ pub(crate) struct AttentionBlock {
     norm: Norm,
     inputs: Inputs,
     residual_multiplier: f32,
-    /// Whether ranks that make the same pass have some heads each.
+    /// True if heads are sharded over tensor-parallel ranks.
     is_cut: bool,
 }
 
-/// The maker of queries, keys and values.
+/// The projections to queries, keys and values.
 #[derive(Clone, Copy, Debug)]
 enum Inputs {
     Heads(Heads),
@@ -61,7 +62,7 @@ enum InputsGradTask {
     Latent(LatentGradTask),
 }
 
-/// The values that backward needs of forward.
+/// The activations that backward needs.
 pub(crate) struct AttentionSaved {
     /// `[T, D]`: the block's input.
     x: Tensor,
@@ -69,8 +70,7 @@ pub(crate) struct AttentionSaved {
     normed: Tensor,
     inputs: InputsSaved,
     qkv: [Tensor; 3],
-    o: Tensor,
-    lse: Tensor,
+    output: AttentionOutput,
 }
 
 /// The gradients of the block's matrices, still to be computed.
@@ -82,14 +82,14 @@ pub(crate) struct AttentionGradTask {
     bias: Option<Vec<f32>>,
 }
 
-/// Sinks, and the tensor that their gradients are written to.
+/// The sinks, with the tensor that their gradients are written to.
 struct SinkGrads<'a> {
     sinks: &'a Tensor,
     d_sinks: &'a mut Tensor,
 }
 
 impl AttentionBlock {
-    /// The block of layer `i`, or its part for a rank that has some heads alone.
+    /// Makes the block of layer `i`, or the part of it with this rank's heads.
     pub(crate) fn new(config: &ModelConfig, i: usize, split: Option<&TensorSplit>) -> Self {
         let ModelConfig { head_dim, norm_eps: eps, .. } = *config;
         let (num_heads, num_kv_heads) = split.map_or((config.num_heads, config.num_kv_heads), TensorSplit::num_heads);
@@ -112,7 +112,7 @@ impl AttentionBlock {
         }
     }
 
-    /// The ranks that have the other heads, if there are any.
+    /// Returns the ranks that shard the heads, if any.
     fn ranks<'a>(&self, pass: &Pass<'a>) -> Option<&'a TensorRanks> {
         pass.tensor.filter(|_| self.is_cut)
     }
@@ -132,8 +132,8 @@ impl AttentionBlock {
         }
     }
 
-    /// `x [T, D]` f32 to `y [T, D]` f32, and what backward needs if one follows. With `cache` the tokens are the next ones of the
-    /// sequences there and are added to it; no backward pass follows then.
+    /// Maps `x [T, D]` f32 to `y [T, D]` f32, and returns the activations that backward needs, if a backward pass
+    /// follows. With `cache` the tokens continue the sequences there, and are appended; no backward pass can follow.
     pub(crate) fn forward(
         &self,
         pass: &Pass<'_>,
@@ -151,41 +151,42 @@ impl AttentionBlock {
             return (self.output(pass, w, &o, x), None);
         }
         let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
-        let (o, lse) = self.attend_own(pass, &qkv, w.sinks.as_ref());
-        let y = self.output(pass, w, &o, x);
-        let saved = AttentionSaved { x: x.clone(), norm, normed, inputs, qkv, o, lse };
+        let output = self.attend_own(pass, &qkv, w.sinks.as_ref());
+        let y = self.output(pass, w, &output.o, x);
+        let saved = AttentionSaved { x: x.clone(), norm, normed, inputs, qkv, output };
         (y, pass.mode.keeps_for_backward().then_some(saved))
     }
 
-    /// The heads' results for `normed [T, D]`, the next tokens of the sequences in `cache`, which they are added to.
+    /// Appends the next tokens `normed [T, D]` of the sequences in `cache`, and returns the heads' outputs.
     fn attend_cached(&self, pass: &Pass<'_>, w: &AttentionWeights, normed: &Tensor, cache: &mut LayerCache) -> Tensor {
         match (&self.inputs, &w.inputs) {
             (Inputs::Heads(heads), AttentionInputs::Heads(inputs)) => {
                 let q = heads.forward_cached(pass, inputs, normed, cache);
                 let [keys, values] = cache.kept() else { unreachable!("keys and values were appended") };
-                attend(pass, (&q, keys, values), w.sinks.as_ref(), &self.shape(pass, cache.held(), cache.capacity())).0
+                let inputs = RaggedInputs { q: &q, k: keys, v: values, sinks: w.sinks.as_ref() };
+                attend(pass, inputs, &self.shape(pass, cache.held(), cache.capacity())).o
             }
             (Inputs::Latent(latent), AttentionInputs::Latent(inputs)) => {
                 let shape = |kv_len, kv_capacity| self.shape(pass, kv_len, kv_capacity);
-                latent.forward_cached(pass, inputs, normed, cache, (&shape, w.sinks.as_ref()))
+                latent.forward_cached(pass, inputs, normed, cache, &shape, w.sinks.as_ref())
             }
             _ => panic!("{WRONG_KIND}"),
         }
     }
 
-    /// Attention among the tokens of the pass, each sequence or piece for itself.
-    fn attend_own(&self, pass: &Pass<'_>, [q, k, v]: &[Tensor; 3], sinks: Option<&Tensor>) -> (Tensor, Tensor) {
+    /// Attends among the tokens of the pass, separately in each sequence or segment.
+    fn attend_own(&self, pass: &Pass<'_>, [q, k, v]: &[Tensor; 3], sinks: Option<&Tensor>) -> AttentionOutput {
+        let inputs = RaggedInputs { q, k, v, sinks };
         let Some(pieces) = &pass.pieces else {
             let len = pass.sequences.len;
-            return attend(pass, (q, k, v), sinks, &self.shape(pass, len, len));
+            return attend(pass, inputs, &self.shape(pass, len, len));
         };
         let sequences = pieces.own_sequences();
         let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
-        let AttentionOutput { o, lse } = attention_ragged(pass.ctx, RaggedInputs { q, k, v, sinks }, &shape);
-        (o, lse)
+        attention_ragged(pass.ctx, inputs, &shape)
     }
 
-    /// The heads' results for `normed [T, D]`, the next tokens of sequences in blocks, which they are written to.
+    /// Writes the next tokens `normed [T, D]` of paged sequences to their blocks, and returns the heads' outputs.
     fn attend_paged(&self, pass: &Pass<'_>, w: &AttentionWeights, normed: &Tensor, layer: &mut PagedLayer) -> Tensor {
         let pieces = pass.pieces.as_ref().expect("a paged pass has pieces");
         match (&self.inputs, &w.inputs) {
@@ -205,7 +206,7 @@ impl AttentionBlock {
         }
     }
 
-    /// The sizes that sequences of all lengths share.
+    /// Returns the sizes that sequences of all lengths share.
     fn heads(&self) -> AttentionHeads {
         let Self { num_heads, num_kv_heads, head_dim, value_dim, window, scale, .. } = *self;
         AttentionHeads { num_heads, num_kv_heads, head_dim, value_dim, window, scale }
@@ -216,8 +217,8 @@ impl AttentionBlock {
         self.norm.forward(pass.ctx, &weights.attention_norm, x, dtype)
     }
 
-    /// The gradients of queries, keys and values by [`attend_own`](Self::attend_own), and of what relative positions add to scores. Those
-    /// of sinks, given with where they go, are written.
+    /// Backward of [`attend_own`](Self::attend_own): returns the gradients of queries, keys and values, and of the
+    /// relative position bias. Those of sinks are written.
     fn attend_own_backward(
         &self,
         pass: &Pass<'_>,
@@ -227,17 +228,17 @@ impl AttentionBlock {
         sinks: Option<SinkGrads<'_>>,
         write: Write,
     ) -> ([Tensor; 3], Option<Vec<f32>>) {
-        let (ctx, AttentionOutput { o, lse }) = (pass.ctx, output);
+        let ctx = pass.ctx;
+        let inputs = RaggedInputs { q, k, v, sinks: sinks.as_ref().map(|grads| grads.sinks) };
         let Some(pieces) = &pass.pieces else {
             let shape = self.shape(pass, pass.sequences.len, pass.sequences.len);
             if let Some(SinkGrads { sinks, d_sinks }) = sinks {
-                sinks_backward(ctx, d_o, (o, lse), sinks, (&shape, write), d_sinks);
+                sinks_backward(ctx, d_o, (&output.o, &output.lse), sinks, (&shape, write), d_sinks);
             }
-            return attend_backward(pass, d_o, (q, k, v), (o, lse), &shape);
+            return attend_backward(pass, d_o, inputs, output, &shape);
         };
         let sequences = pieces.own_sequences();
         let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
-        let inputs = RaggedInputs { q, k, v, sinks: sinks.as_ref().map(|grads| grads.sinks) };
         let grads = attention_ragged_backward(ctx, d_o, inputs, output, &shape);
         if let Some(SinkGrads { sinks, d_sinks }) = sinks {
             sinks_ragged_backward(ctx, d_o, output, sinks, &shape, write, d_sinks);
@@ -245,7 +246,7 @@ impl AttentionBlock {
         ([grads.dq, grads.dk, grads.dv], None)
     }
 
-    /// What heads found, brought back to the residual stream.
+    /// Projects the heads' outputs and adds them to the residual stream.
     fn output(&self, pass: &Pass<'_>, w: &AttentionWeights, o: &Tensor, x: &Tensor) -> Tensor {
         let ranks = self.ranks(pass);
         if ranks.is_none() && self.residual_multiplier == 1.0 && w.o.bias.is_none() {
@@ -256,8 +257,8 @@ impl AttentionBlock {
         y
     }
 
-    /// The gradient of `x` from that of `y`, and the task that finds the matrices' gradients. The gradients of norm weights
-    /// and sinks are written to `grads` as `write` says.
+    /// Returns the gradient of `x` from that of `y`, and the task that computes the matrices' gradients. The
+    /// gradients of norm weights and sinks are written to `grads` as `write` says.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -268,18 +269,17 @@ impl AttentionBlock {
         grads: &mut LayerWeights,
     ) -> (Tensor, AttentionGradTask) {
         let (ctx, w) = (pass.ctx, &weights.attention);
-        let AttentionSaved { x, norm, normed, inputs, qkv, o, lse } = saved;
-        // Products with it round it; rounded once it is half as much to read.
+        let AttentionSaved { x, norm, normed, inputs, qkv, output } = saved;
+        // Products would round it anyway; rounded once, it is half as much to read.
         let d_block = into_type(ctx, scaled(ctx, dy, self.residual_multiplier), w.o.weight.dtype());
         let d_o = linear_backward_input(ctx, &d_block, &w.o.weight, w.o.weight.dtype());
         let sinks = w.sinks.as_ref().zip(grads.attention.sinks.as_mut());
         let sinks = sinks.map(|(sinks, d_sinks)| SinkGrads { sinks, d_sinks });
-        let output = AttentionOutput { o, lse };
         let (d_qkv, bias) = self.attend_own_backward(pass, &d_o, &qkv, &output, sinks, write);
         let AttentionOutput { o, .. } = output;
         drop(d_o);
         let inputs_grads = &mut grads.attention.inputs;
-        let (mut d_normed, inputs) = self.inputs.backward(pass, w, (normed, inputs), d_qkv, write, inputs_grads);
+        let (mut d_normed, inputs) = self.inputs.backward(pass, w, normed, inputs, d_qkv, write, inputs_grads);
         if let Some(ranks) = self.ranks(pass) {
             ranks.sum(&mut d_normed);
         }
@@ -290,30 +290,28 @@ impl AttentionBlock {
     }
 }
 
-/// Attention by the rules of the pass, and the log-sums that backward needs; none with relative positions.
-pub(super) fn attend(
-    pass: &Pass<'_>,
-    qkv: (&Tensor, &Tensor, &Tensor),
-    sinks: Option<&Tensor>,
-    shape: &AttentionShape,
-) -> (Tensor, Tensor) {
-    match &pass.relative {
-        None => attention_with_sinks(pass.ctx, qkv, sinks, shape),
+/// Attends by the rules of the pass; also returns the log-sum-exps that backward needs, empty with relative
+/// positions.
+pub(super) fn attend(pass: &Pass<'_>, inputs: RaggedInputs<'_>, shape: &AttentionShape) -> AttentionOutput {
+    let RaggedInputs { q, k, v, sinks } = inputs;
+    let (o, lse) = match &pass.relative {
+        None => attention_with_sinks(pass.ctx, (q, k, v), sinks, shape),
         Some(relative) => {
-            let (q, k, v) = qkv;
             (attention_biased(pass.ctx, q, k, v, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32))
         }
-    }
+    };
+    AttentionOutput { o, lse }
 }
 
-/// The gradients of queries, keys and values by [`attend`], and of what relative positions add to scores.
+/// Backward of [`attend`]: returns the gradients of queries, keys and values, and of the relative position bias.
 fn attend_backward(
     pass: &Pass<'_>,
     d_o: &Tensor,
-    qkv: (&Tensor, &Tensor, &Tensor),
-    (o, lse): (&Tensor, &Tensor),
+    RaggedInputs { q, k, v, .. }: RaggedInputs<'_>,
+    AttentionOutput { o, lse }: &AttentionOutput,
     shape: &AttentionShape,
 ) -> ([Tensor; 3], Option<Vec<f32>>) {
+    let qkv = (q, k, v);
     match &pass.relative {
         None => (attention_backward(pass.ctx, d_o, qkv, (o, lse), shape).into(), None),
         Some(relative) => {
@@ -324,7 +322,7 @@ fn attend_backward(
     }
 }
 
-/// `y = multiplier y + x`.
+/// Computes `y = multiplier y + x`.
 pub(super) fn add_residual(ctx: &Context, y: &mut Tensor, multiplier: f32, x: &Tensor) {
     if multiplier != 1.0 {
         elementwise::scale_assign(ctx, y, multiplier);
@@ -332,7 +330,7 @@ pub(super) fn add_residual(ctx: &Context, y: &mut Tensor, multiplier: f32, x: &T
     elementwise::add_assign(ctx, y, x);
 }
 
-/// `multiplier x`, the same memory where that is `x`.
+/// Returns `multiplier x`, sharing the memory if the multiplier is 1.
 pub(super) fn scaled(ctx: &Context, x: &Tensor, multiplier: f32) -> Tensor {
     if multiplier == 1.0 {
         return x.clone();
@@ -342,7 +340,7 @@ pub(super) fn scaled(ctx: &Context, x: &Tensor, multiplier: f32) -> Tensor {
     y
 }
 
-/// What a part of a model says to weights of another kind than its configuration has.
+/// The panic message for weights that do not match the model's configuration.
 pub(crate) const WRONG_KIND: &str = "the weights are of another configuration than the model";
 
 impl Inputs {
@@ -364,14 +362,15 @@ impl Inputs {
         &self,
         pass: &Pass<'_>,
         w: &AttentionWeights,
-        (normed, saved): (Tensor, InputsSaved),
+        normed: Tensor,
+        saved: InputsSaved,
         grads_qkv: [Tensor; 3],
         write: Write,
         grads: &mut AttentionInputs,
     ) -> (Tensor, InputsGradTask) {
         match (self, &w.inputs, saved, grads) {
             (Self::Heads(heads), AttentionInputs::Heads(w), InputsSaved::Heads(saved), AttentionInputs::Heads(g)) => {
-                let (dx, task) = heads.backward(pass, w, (normed, saved), grads_qkv, write, g);
+                let (dx, task) = heads.backward(pass, w, normed, saved, grads_qkv, write, g);
                 (dx, InputsGradTask::Heads(task))
             }
             (
@@ -380,7 +379,7 @@ impl Inputs {
                 InputsSaved::Latent(saved),
                 AttentionInputs::Latent(g),
             ) => {
-                let (dx, task) = latent.backward(pass, w, (normed, saved), grads_qkv, write, g);
+                let (dx, task) = latent.backward(pass, w, normed, saved, grads_qkv, write, g);
                 (dx, InputsGradTask::Latent(task))
             }
             _ => panic!("{WRONG_KIND}"),
@@ -389,7 +388,7 @@ impl Inputs {
 }
 
 impl AttentionGradTask {
-    /// The gradient of what relative positions add to scores, `[H, 2 seq_len - 1]`.
+    /// Returns the gradient of the relative position bias, `[H, 2 seq_len - 1]`.
     pub(crate) fn take_bias(&mut self) -> Option<Vec<f32>> {
         self.bias.take()
     }
@@ -397,7 +396,7 @@ impl AttentionGradTask {
     /// Writes the gradients of the matrices and their biases.
     pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut AttentionWeights) {
         let Self { inputs, o, dy, compute, .. } = self;
-        project_grads(ctx, (&dy, &o), compute, write, &mut grads.o);
+        project_grads(ctx, &dy, &o, compute, write, &mut grads.o);
         match (inputs, &mut grads.inputs) {
             (InputsGradTask::Heads(task), AttentionInputs::Heads(grads)) => task.run(ctx, write, grads),
             (InputsGradTask::Latent(task), AttentionInputs::Latent(grads)) => task.run(ctx, write, grads),

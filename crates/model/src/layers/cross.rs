@@ -1,4 +1,4 @@
-//! The block with which a decoder attends to what an encoder made of a source: all of it, without positions.
+//! Cross-attention: a decoder attends to all of an encoder's output, without positions.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use super::{Pass, Sequences};
 use crate::config::ModelConfig;
 use crate::weights::{CrossWeights, LayerWeights};
 
-/// The result of a model's encoder for some sources of equal length, as the decoder's layers need it. Cloning shares it.
+/// The encoder's output for sources of equal length, as keys and values of each decoder layer. Clones share it.
 #[derive(Clone)]
 pub struct EncoderOutput {
     layers: Arc<[KeysAndValues]>,
@@ -43,10 +43,10 @@ pub(crate) struct CrossBlock {
     norm: Norm,
 }
 
-/// All keys, wherever they stand.
+/// Every query attends to all keys.
 const RULE: ScoreRule<'static> = ScoreRule { bias: None, is_causal: false };
 
-/// The values that backward needs of forward.
+/// The activations that backward needs.
 pub(crate) struct CrossSaved {
     /// `[T, D]`: the block's input.
     x: Tensor,
@@ -58,7 +58,7 @@ pub(crate) struct CrossSaved {
 
 /// The gradients of the block's matrices, still to be computed.
 pub(crate) struct CrossGradTask {
-    /// The encoder's result.
+    /// The encoder's output.
     encoded: Tensor,
     normed: Tensor,
     o: Tensor,
@@ -67,19 +67,19 @@ pub(crate) struct CrossGradTask {
 }
 
 impl EncoderOutput {
-    /// Sources.
+    /// Returns the number of sources.
     #[must_use]
     pub fn num_sequences(&self) -> usize {
         self.num_sequences
     }
 
-    /// Tokens of each.
+    /// Returns the number of tokens of each source.
     #[must_use]
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
 
-    /// The keys and values of each of `layers` for the encoder's result `encoded [T, D]`.
+    /// Computes the keys and values of each of `layers` from the encoder's output `encoded [T, D]`.
     pub(crate) fn new(
         ctx: &Context,
         layers: &[LayerWeights],
@@ -95,23 +95,23 @@ impl EncoderOutput {
     }
 }
 
-/// The encoder's result on the way back.
+/// The encoder's output and its gradient, in a backward pass.
 pub(crate) struct EncodedGrad {
     /// `[S, D]`
     pub(crate) encoded: Tensor,
-    /// `[S, D]` f32: its gradient, the sum of the layers'.
+    /// `[S, D]` f32: the gradient, summed over layers.
     pub(crate) d_encoded: Tensor,
 }
 
 impl CrossBlock {
-    /// The block of layer `layer`.
+    /// Makes the block of layer `layer`.
     pub(crate) fn new(config: &ModelConfig, layer: usize) -> Self {
         let ModelConfig { num_heads, num_kv_heads, head_dim, norm_eps: eps, .. } = *config;
         let (value_dim, scale) = (config.value_dim(), config.attention_scale());
         Self { layer, num_heads, num_kv_heads, head_dim, value_dim, scale, norm: Norm { eps } }
     }
 
-    /// `x [T, D]` f32 to `y [T, D]` f32.
+    /// Maps `x [T, D]` f32 to `y [T, D]` f32.
     pub(crate) fn forward(&self, pass: &Pass<'_>, weights: &LayerWeights, x: Tensor) -> (Tensor, CrossSaved) {
         let (w, sources) = Self::parts(pass, weights);
         let ctx = pass.ctx;
@@ -121,7 +121,7 @@ impl CrossBlock {
         let KeysAndValues { k, v } = &sources.layers[self.layer];
         let shape = self.shape(pass, sources);
         let o = if pass.sequences.len == 1 && !ctx.is_batch_invariant() {
-            // The last query of a causal attention sees everything, and one alone has code of its own.
+            // The last query of causal attention sees all keys, and a single query has a faster kernel.
             attention(ctx, &q, k, v, &shape).0
         } else {
             attention_biased(ctx, &q, k, v, &RULE, &shape)
@@ -131,14 +131,14 @@ impl CrossBlock {
         (y, CrossSaved { x, norm, normed, q, o })
     }
 
-    /// The block's weights, and what it attends to.
+    /// Returns the block's weights, and the encoder's output.
     fn parts<'a>(pass: &'a Pass<'_>, weights: &'a LayerWeights) -> (&'a CrossWeights, &'a EncoderOutput) {
         let parts = weights.cross.as_ref().zip(pass.encoder_output.as_ref());
         parts.expect(WRONG_KIND)
     }
 
-    /// Takes `flow` back through the block, and returns the task that finds the matrices' gradients. That of the norm's weight is written
-    /// to `grads`; that of the encoder's result, through this layer's keys and values, is added to the flow's.
+    /// Takes `flow` backward through the block, and returns the task that computes the matrices' gradients. The
+    /// gradient of the norm's weight is written to `grads`; that of the encoder's output is added to the flow's.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -188,9 +188,9 @@ impl CrossGradTask {
     pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut CrossWeights) {
         let Self { encoded, normed, o, dy, dqkv: [dq, dk, dv] } = self;
         let compute = dy.dtype();
-        project_grads(ctx, (&dy, &o), compute, write, &mut grads.o);
-        project_grads(ctx, (&dq, &normed), compute, write, &mut grads.q);
-        project_grads(ctx, (&dk, &encoded), compute, write, &mut grads.k);
-        project_grads(ctx, (&dv, &encoded), compute, write, &mut grads.v);
+        project_grads(ctx, &dy, &o, compute, write, &mut grads.o);
+        project_grads(ctx, &dq, &normed, compute, write, &mut grads.q);
+        project_grads(ctx, &dk, &encoded, compute, write, &mut grads.k);
+        project_grads(ctx, &dv, &encoded, compute, write, &mut grads.v);
     }
 }

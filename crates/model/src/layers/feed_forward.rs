@@ -1,4 +1,5 @@
-//! The feed-forward block: an MoE layer, or a dense network, which is one expert that takes every row with weight 1.
+//! The feed-forward block: an MoE layer, or a dense network, which is a single expert that takes every row with
+//! weight 1.
 
 use std::sync::Arc;
 
@@ -23,17 +24,17 @@ use crate::weights::{DenseWeights, FeedForwardWeights, LayerWeights};
 /// A feed-forward block.
 #[derive(Clone, Debug)]
 pub(crate) struct FeedForwardBlock {
-    /// The routed layer; none if this layer is dense.
+    /// The MoE layer; none in a dense block.
     pub(crate) moe: Option<MoeLayer>,
     pub(crate) activation: Activation,
     pub(crate) norm: Norm,
-    /// Multiplies what the block adds to the residual stream.
+    /// The factor of the block's output before it is added to the residual stream.
     pub(crate) residual_multiplier: f32,
-    /// Whether ranks that make the same pass have some hidden numbers each, in a dense layer.
+    /// True if a dense block is sharded over tensor-parallel ranks.
     pub(crate) is_cut: bool,
 }
 
-/// The values that backward needs of forward.
+/// The activations that backward needs.
 pub(crate) struct FeedForwardSaved {
     /// `[T, D]`: the block's input.
     x: Tensor,
@@ -43,16 +44,16 @@ pub(crate) struct FeedForwardSaved {
 }
 
 enum InnerSaved {
-    /// Nothing where no backward pass was to follow.
+    /// None if no backward pass follows.
     Dense(Option<ExpertsSaved>),
     Moe(MoeSaved, IsWhole),
 }
 
-/// Whether the ranks of a tensor-parallel group took whole sequences through a layer with experts.
+/// True if the ranks of a tensor-parallel group took whole sequences through an MoE layer.
 type IsWhole = bool;
 
 impl FeedForwardSaved {
-    /// The router's decision; none in a dense layer.
+    /// Returns the routing; none in a dense block.
     pub(crate) fn moe(&self) -> Option<&MoeSaved> {
         match &self.inner {
             InnerSaved::Dense(_) => None,
@@ -61,12 +62,12 @@ impl FeedForwardSaved {
     }
 }
 
-/// The gradients that the block's backward begins with.
+/// The gradients that the block's backward starts from.
 #[derive(Clone, Copy)]
 pub(crate) struct FeedForwardOutputGrads<'a> {
-    /// `[T, D]`: that of the block's output.
+    /// `[T, D]`: the gradient of the block's output.
     pub(crate) dy: &'a Tensor,
-    /// `[T, E]`: that of the router's logits, by the next MoE layer.
+    /// `[T, E]`: the gradient of the router's logits from the next MoE layer.
     pub(crate) d_router_logits: Option<&'a Tensor>,
     /// The gradients of the losses on the router.
     pub(crate) loss_grad: Option<&'a LossGrad>,
@@ -91,12 +92,12 @@ pub(crate) struct DenseGradTask {
 }
 
 impl FeedForwardBlock {
-    /// The ranks that make the same pass and have a part in it: in a dense layer only where it is cut.
+    /// Returns the ranks that share the block's work: in a dense block only if it is sharded.
     fn ranks<'a>(&self, pass: &Pass<'a>) -> Option<&'a TensorRanks> {
         pass.tensor.filter(|_| self.moe.is_some() || self.is_cut)
     }
 
-    /// `x [T, D]` f32 to `y [T, D]` f32.
+    /// Maps `x [T, D]` f32 to `y [T, D]` f32.
     pub(crate) fn forward(
         &self,
         pass: &Pass<'_>,
@@ -110,7 +111,7 @@ impl FeedForwardBlock {
             FeedForwardWeights::Moe(w) => w.gate_up.dtype().of_activations(),
         };
         let (normed, norm) = self.norm.forward(ctx, &weights.feed_forward_norm, &x, dtype);
-        // What the block adds to, where nothing has to be done to the sum first.
+        // The residual stream, if it can be added as part of the products.
         let base = (self.residual_multiplier == 1.0 && self.ranks(pass).is_none()).then_some(&x);
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
@@ -118,7 +119,9 @@ impl FeedForwardBlock {
                 let (y, saved) = match Run::of(pass, is_whole) {
                     None => moe.forward(ctx, w, &normed, ForwardInput { router: *input, base }),
                     Some(run) => {
-                        let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &run.of_input(input));
+                        let expert_ids = input.expert_ids.map(|ids| run.of_expert_ids(ctx, ids));
+                        let input = RouterInput { expert_ids: expert_ids.as_ref(), ..run.of_input(input) };
+                        let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &input);
                         (run.whole(ctx, &y), saved)
                     }
                 };
@@ -133,7 +136,7 @@ impl FeedForwardBlock {
         (y, FeedForwardSaved { x, norm, normed, inner })
     }
 
-    /// The output of a dense network, and `base` where it is there.
+    /// Computes the output of a dense network, plus `base` if given.
     fn dense_forward(
         &self,
         pass: &Pass<'_>,
@@ -142,7 +145,7 @@ impl FeedForwardBlock {
         base: Option<&Tensor>,
     ) -> (Tensor, InnerSaved) {
         let (ctx, ranks) = (pass.ctx, self.ranks(pass));
-        // The bias behind a sum over ranks is added once.
+        // A bias after a sum over ranks is added once.
         let zeros = ranks.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
         let biases = w.biases.as_ref();
         let of_part = biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
@@ -156,7 +159,8 @@ impl FeedForwardBlock {
         (y, InnerSaved::Dense(saved))
     }
 
-    /// The experts `[T, K]` that a residual stream `x [T, D]` would go to here, if this layer has any and its router tells.
+    /// Returns the experts `[T, K]` that a residual stream `x [T, D]` would be routed to in this layer; none in a
+    /// dense layer, or if the router cannot tell.
     pub(crate) fn predict_next_experts(
         &self,
         pass: &Pass<'_>,
@@ -170,15 +174,16 @@ impl FeedForwardBlock {
         moe.predict_experts(pass.ctx, w, &normed, input)
     }
 
-    /// Sends experts that were predicted to a GPU before they are wanted.
+    /// Copies predicted experts to the GPU ahead of their use.
     pub(crate) fn prefetch_experts(&self, ctx: &Context, weights: &LayerWeights, ids: &Tensor) {
         if let (FeedForwardWeights::Moe(w), Some(moe)) = (&weights.feed_forward, &self.moe) {
             moe.prefetch_experts(ctx, w, ids);
         }
     }
 
-    /// The gradient of the block's input, and the task that finds the matrices' gradients but for those that are better found at once,
-    /// which are written to `grads` unless all are to be found later. The norm weight's gradient is written.
+    /// Returns the gradient of the block's input, and the task that computes the matrices' gradients. Gradients that
+    /// are cheaper to compute together with the input's are written to `grads` at once, unless `how` leaves all to
+    /// the task. The norm weight's gradient is written.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -243,8 +248,8 @@ fn dense(weights: &DenseWeights, activation: Activation) -> ExpertWeights<'_> {
 }
 
 impl FeedForwardGradTask {
-    /// Makes of the gradient of this router's logits by the next one's that of the logits of the MoE layer before; a dense layer
-    /// hands it on.
+    /// Replaces the gradient of this router's logits by that of the previous MoE layer's logits; a dense layer passes
+    /// it on.
     pub(crate) fn replace_d_router_logits(&self, d_router_logits: &mut Option<Tensor>) {
         if let Self::Moe(task) = self {
             *d_router_logits = task.d_previous_logits().cloned();

@@ -1,4 +1,4 @@
-//! Queries, keys and values by a matrix each, with an optional norm of queries and keys, then the rotary embedding.
+//! Queries, keys and values with a matrix each, an optional norm of queries and keys, then the rotary embedding.
 
 use moeworks_ops::linear::{Write, linear_backward_input, linear_backward_input_onto};
 use moeworks_ops::qkv_norm_rope_append::{Kept, Placing, qkv_norm_rope_append};
@@ -9,34 +9,34 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::Pass;
 use super::projection::{attended_type, project_each, project_grads};
-use crate::kv_cache::LayerCache;
-use crate::tensor_ranks::TensorRanks;
+use crate::kv_cache::{LayerCache, RowType};
+use crate::tensor_ranks::{NormedPart, ShardedWidth, TensorRanks};
 use crate::weights::HeadWeights;
 
-/// Makes queries, keys and values.
+/// The projections to queries, keys and values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Heads {
     pub(crate) eps: f32,
-    /// The bound that projections are clipped to, both ways; 0: none.
+    /// The limit that projections are clamped to on both sides; 0: none.
     pub(crate) clip: f32,
-    /// Whether ranks that make the same pass have some heads each.
+    /// True if heads are sharded over tensor-parallel ranks.
     pub(crate) is_cut: bool,
 }
 
-/// The values that backward needs of forward.
+/// The activations that backward needs.
 pub(crate) struct HeadsSaved {
     q: Saved,
     k: Saved,
-    /// The values, where they were cut.
+    /// The clamped values, if there is a limit.
     clipped_v: Option<Tensor>,
 }
 
-/// What backward needs of queries or keys.
+/// The activations of queries or keys that backward needs.
 #[derive(Default)]
 struct Saved {
-    /// The projection before the norm, and the norm's 1/rms.
+    /// The projection before the norm, and 1/rms.
     before_norm: Option<(Tensor, Tensor)>,
-    /// The projection after it was cut.
+    /// The clamped projection.
     clipped: Option<Tensor>,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct HeadsGradTask {
     compute: DType,
 }
 
-/// What is normed.
+/// The kind of a projection.
 #[derive(Clone, Copy)]
 enum Made {
     Queries,
@@ -57,28 +57,29 @@ enum Made {
 }
 
 impl Made {
-    /// Where the norm goes over heads of several ranks: these, how wide it is in all, and whether this rank's part counts.
-    fn parts<'a>(self, heads: &Heads, pass: &Pass<'a>) -> Option<(&'a TensorRanks, (usize, bool))> {
+    /// Returns the ranks whose heads share a norm, the norm's width over all of them, and false if another rank
+    /// already contributes this part. None if a norm does not cross ranks.
+    fn parts<'a>(self, heads: &Heads, pass: &Pass<'a>) -> Option<(&'a TensorRanks, ShardedWidth)> {
         let ranks = pass.tensor.filter(|_| heads.is_cut)?;
         let [queries, keys] = ranks.split().normed_widths()?;
         let part = match self {
-            Self::Queries => (queries, true),
-            Self::Keys => (keys, ranks.split().is_first_with_keys()),
+            Self::Queries => ShardedWidth { width: queries, is_counted: true },
+            Self::Keys => ShardedWidth { width: keys, is_counted: ranks.split().is_first_with_keys() },
         };
         Some((ranks, part))
     }
 }
 
 impl Heads {
-    /// The projections of `normed [T, D]`.
+    /// Projects `normed [T, D]` to queries, keys and values.
     fn projected(pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> [Tensor; 3] {
-        // Files with blocks of small integers have some of the three in other types.
+        // GGUF files may have the three matrices in different types.
         let matrices = [&w.q, &w.k, &w.v].map(|w| attended_type(pass.ctx, w.weight.dtype()));
         let dtype = if matrices.contains(&DType::F32) { DType::F32 } else { matrices[0] };
         project_each(pass.ctx, normed, [&w.q, &w.k, &w.v], dtype)
     }
 
-    /// The queries of `normed [T, D]`; its keys and values are added to `cache`.
+    /// Returns the queries of `normed [T, D]`, and appends its keys and values to `cache`.
     pub(crate) fn forward_cached(
         &self,
         pass: &Pass<'_>,
@@ -96,14 +97,14 @@ impl Heads {
         let [q, k, v] = Self::projected(pass, w, normed);
         let norms = [w.q_norm.as_ref(), w.k_norm.as_ref()];
         let placing = Placing { norms, eps: self.eps, table, positions: &pass.positions };
-        let (num_sequences, kinds) = (cache.num_sequences(), [&k, &v].map(|x| (x.cols(), x.dtype())));
+        let (num_sequences, kinds) = (cache.num_sequences(), [&k, &v].map(RowType::new));
         cache.append_with(ctx, q.rows(), &kinds, |kept, held| {
             let [keys, values] = kept else { unreachable!("a layer keeps keys and values") };
             qkv_norm_rope_append(ctx, [q, k, v], &placing, &mut Kept { keys, values, held, num_sequences })
         })
     }
 
-    /// Queries, keys and values of `normed [T, D]`.
+    /// Projects `normed [T, D]` to queries, keys and values, ready for attention.
     pub(crate) fn forward(&self, pass: &Pass<'_>, w: &HeadWeights, normed: &Tensor) -> ([Tensor; 3], HeadsSaved) {
         let [q, k, mut v] = Self::projected(pass, w, normed);
         let (q, q_saved) = self.rotated(pass, q, w.q_norm.as_ref(), Made::Queries);
@@ -112,13 +113,13 @@ impl Heads {
         ([q, k, v], HeadsSaved { q: q_saved, k: k_saved, clipped_v })
     }
 
-    /// A projection, normed, cut and rotated.
+    /// Applies norm, clamp and rotary embedding to a projection.
     fn rotated(&self, pass: &Pass<'_>, mut x: Tensor, norm: Option<&Tensor>, made: Made) -> (Tensor, Saved) {
         let dtype = x.dtype();
         let mut saved = Saved::default();
         if let Some(norm) = norm {
             let (y, inv_rms) = match made.parts(self, pass) {
-                Some((ranks, part)) => ranks.norm_part(pass.ctx, (&x, norm), part, (self.eps, dtype)),
+                Some((ranks, part)) => ranks.norm_part(pass.ctx, &x, norm, part, self.eps, dtype),
                 None => rms_norm(pass.ctx, &x, norm, self.eps, dtype),
             };
             saved.before_norm = Some((std::mem::replace(&mut x, y), inv_rms));
@@ -130,31 +131,31 @@ impl Heads {
         (x, saved)
     }
 
-    /// Cuts `x`; returns a copy of the result if there was anything to do.
+    /// Clamps `x`; returns a copy of the result, if there is a limit.
     fn clip(&self, ctx: &Context, x: &mut Tensor) -> Option<Tensor> {
         (self.clip > 0.0).then(|| {
             elementwise::clip_assign(ctx, x, self.clip);
-            // Where it is: not by way of the host.
+            // A copy on the device, not by way of the host.
             elementwise::cast(ctx, x, x.dtype())
         })
     }
 
-    /// The gradient of `normed` from those of queries, keys and values, and the task that finds the matrices' gradients. The
-    /// norm weights' gradients are written to `grads` as `write` says.
+    /// Returns the gradient of `normed` from those of queries, keys and values, and the task that computes the
+    /// matrices' gradients. The gradients of norm weights are written to `grads` as `write` says.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
         w: &HeadWeights,
-        (normed, saved): (Tensor, HeadsSaved),
+        normed: Tensor,
+        saved: HeadsSaved,
         [dq, dk, mut dv]: [Tensor; 3],
         write: Write,
         grads: &mut HeadWeights,
     ) -> (Tensor, HeadsGradTask) {
         let ctx = pass.ctx;
         let dq =
-            self.rotated_backward(pass, dq, (Made::Queries, saved.q), w.q_norm.as_ref(), write, grads.q_norm.as_mut());
-        let dk =
-            self.rotated_backward(pass, dk, (Made::Keys, saved.k), w.k_norm.as_ref(), write, grads.k_norm.as_mut());
+            self.rotated_backward(pass, dq, Made::Queries, saved.q, w.q_norm.as_ref(), write, grads.q_norm.as_mut());
+        let dk = self.rotated_backward(pass, dk, Made::Keys, saved.k, w.k_norm.as_ref(), write, grads.k_norm.as_mut());
         if let Some(clipped) = &saved.clipped_v {
             elementwise::clip_backward_assign(ctx, &mut dv, clipped, self.clip);
         }
@@ -166,12 +167,13 @@ impl Heads {
         (d_normed, HeadsGradTask { normed, dq, dk, dv, compute: w.q.weight.dtype() })
     }
 
-    /// The gradient of a projection from that of what it became.
+    /// Backward of [`rotated`](Self::rotated): returns the gradient of the projection.
     fn rotated_backward(
         &self,
         pass: &Pass<'_>,
         mut d: Tensor,
-        (made, saved): (Made, Saved),
+        made: Made,
+        saved: Saved,
         norm: Option<&Tensor>,
         write: Write,
         d_norm: Option<&mut Tensor>,
@@ -185,7 +187,8 @@ impl Heads {
         match (saved.before_norm, norm, d_norm) {
             (Some((x, inv_rms)), Some(norm), Some(d_norm)) => match made.parts(self, pass) {
                 Some((ranks, part)) => {
-                    ranks.norm_part_backward(pass.ctx, &d, (&x, norm, &inv_rms), part, (write, d_norm))
+                    let input = NormedPart { x: &x, weight: norm, inv_rms: &inv_rms };
+                    ranks.norm_part_backward(pass.ctx, &d, input, part, write, d_norm)
                 }
                 None => rms_norm_backward(pass.ctx, &d, &x, norm, &inv_rms, write, d_norm),
             },
@@ -197,8 +200,8 @@ impl Heads {
 impl HeadsGradTask {
     pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut HeadWeights) {
         let Self { normed, dq, dk, dv, compute } = self;
-        project_grads(ctx, (&dq, &normed), compute, write, &mut grads.q);
-        project_grads(ctx, (&dk, &normed), compute, write, &mut grads.k);
-        project_grads(ctx, (&dv, &normed), compute, write, &mut grads.v);
+        project_grads(ctx, &dq, &normed, compute, write, &mut grads.q);
+        project_grads(ctx, &dk, &normed, compute, write, &mut grads.k);
+        project_grads(ctx, &dv, &normed, compute, write, &mut grads.v);
     }
 }

@@ -1,12 +1,13 @@
-//! Queries, keys and values of multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1).
+//! Queries, keys and values of multi-head latent attention (MLA; DeepSeek-V2, 2405.04434, section 2.1).
 //!
-//! Keys and values of all heads are made from one narrow normed vector a token; the rotated part of the key is made apart
-//! and shared by all heads. N elements of a head are plain, R rotated, w are its values; L is the narrow width.
+//! The keys and values of all heads are up-projections of one normed latent vector per token. The rotated part of the
+//! key is projected separately and shared by all heads. Of a head, N elements are plain, R are rotated, and w are its
+//! value's; L is the latent width.
 //!
-//! What is kept of a sequence is the narrow vector and the rotated part, L + R numbers a token where keys and values of all
-//! heads are H (N + R + w). A step of decoding does not widen them again: as `q (W c) = (q W) c`, the queries are narrowed
-//! instead and attend to the narrow vectors, which are keys and values at once, and what each head has summed up is widened
-//! at the end (section 2.1.2 there; "absorbed" weights).
+//! The cache has the latent vector and the rotated part: L + R numbers per token, where keys and values of all heads
+//! are H (N + R + w). Decoding does not up-project them again. Since `q (W c) = (q W) c`, the queries are
+//! down-projected instead and attend to the latent vectors, which serve as keys and values; each head's sum is
+//! up-projected at the end ("absorbed" weights, section 2.1.2).
 
 use std::borrow::Cow;
 
@@ -28,9 +29,9 @@ use super::projection::{attended_type, matrix_grad, project, project_grads};
 use crate::config::LatentAttention;
 use crate::kv_cache::LayerCache;
 use crate::paged_kv_cache::PagedLayer;
-use crate::weights::LatentWeights;
+use crate::weights::{LatentWeights, QueryDown};
 
-/// Makes queries, keys and values.
+/// The projections to queries, keys and values in latent attention.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Latent {
     pub(crate) sizes: LatentAttention,
@@ -39,14 +40,14 @@ pub(crate) struct Latent {
     pub(crate) eps: f32,
 }
 
-/// A narrow vector a token: before the norm, its 1/rms, after the norm.
+/// A latent vector per token: before the norm, its 1/rms, and after the norm.
 struct Narrow {
     x: Tensor,
     inv_rms: Tensor,
     normed: Tensor,
 }
 
-/// The values that backward needs of forward.
+/// The activations that backward needs.
 pub(crate) struct LatentSaved {
     q: Option<Narrow>,
     kv: Narrow,
@@ -63,7 +64,7 @@ pub(crate) struct LatentGradTask {
     compute: DType,
 }
 
-/// One block of columns from `start` on, or the same for every head.
+/// Returns one block of columns from `start` on, the same for every head.
 fn at(start: usize) -> Columns {
     Columns { start, step: 0 }
 }
@@ -73,7 +74,7 @@ impl Latent {
         self.sizes.plain_dim + self.sizes.rotary_dim
     }
 
-    /// Elements that one head has of the widened vector: its plain key, then its values.
+    /// Returns the width of a head's up-projection: its plain key, then its value.
     fn wide_dim(&self) -> usize {
         self.sizes.plain_dim + self.value_dim
     }
@@ -93,50 +94,51 @@ impl Latent {
         Narrow { x, inv_rms, normed }
     }
 
-    /// Queries, keys and values of `normed [T, D]`.
+    /// Projects `normed [T, D]` to queries, keys and values, ready for attention.
     pub(crate) fn forward(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> ([Tensor; 3], LatentSaved) {
         let (q, q_narrow) = self.queries(pass, w, normed);
         let (kv, key) = self.narrowed(pass, w, normed);
-        let (k, v) = self.widened(pass.ctx, w, (&kv.normed, &key));
+        let (k, v) = self.widened(pass.ctx, w, &kv.normed, &key);
         ([q, k, v], LatentSaved { q: q_narrow, kv })
     }
 
-    /// What the heads find for `normed [T, D]`, the next tokens of the sequences in `cache`: `[T, H w]`. `shape` is that
-    /// of the attention for so many keys and rows of keys.
+    /// Appends the next tokens `normed [T, D]` of the sequences in `cache`, and returns the heads' outputs, `[T, H
+    /// w]`. `shape` returns the shape of attention for a number of keys and a capacity.
     pub(super) fn forward_cached(
         &self,
         pass: &Pass<'_>,
         w: &LatentWeights,
         normed: &Tensor,
         cache: &mut LayerCache,
-        (shape, sinks): (&dyn Fn(usize, usize) -> AttentionShape, Option<&Tensor>),
+        shape: &dyn Fn(usize, usize) -> AttentionShape,
+        sinks: Option<&Tensor>,
     ) -> Tensor {
         let ctx = pass.ctx;
         let (q, _) = self.queries(pass, w, normed);
         let (kv, key) = self.narrowed(pass, w, normed);
-        let row = self.joined(ctx, (&kv.normed, &key));
-        // Kept on the GPU all of it would come to the host for each token.
+        let row = self.joined(ctx, &kv.normed, &key);
+        // A cache on the GPU would be copied to the host for each token.
         let place = &if is_for_host(ctx, row.cols(), row.dtype()) { ctx.on_host() } else { ctx.clone() };
         cache.append(place, &[&row]);
         let (held, kept) = (cache.held(), &cache.kept()[0]);
-        // What several sequences keep does not follow one another.
+        // The rows of several sequences in the cache are not contiguous.
         let follows = held == pass.sequences.len || pass.sequences.count == 1;
         if follows && !ctx.is_batch_invariant() && self.should_widen(pass.sequences.len, held) {
             let (narrow, key) =
-                if held == pass.sequences.len { (kv.normed, key) } else { self.parted((ctx, place), kept, held) };
-            let (k, v) = self.widened(ctx, w, (&narrow, &key));
-            return attend(pass, (&q, &k, &v), sinks, &shape(held, held)).0;
+                if held == pass.sequences.len { (kv.normed, key) } else { self.parted(ctx, place, kept, held) };
+            let (k, v) = self.widened(ctx, w, &narrow, &key);
+            return attend(pass, RaggedInputs { q: &q, k: &k, v: &v, sinks }, &shape(held, held)).o;
         }
         let kv = &*numbers_of_kv(place, w, q.dtype());
         let q = self.narrow_queries(place, &q, kv);
         let row = self.row_dim();
         let shape = AttentionShape { num_kv_heads: 1, head_dim: row, value_dim: row, ..shape(held, cache.capacity()) };
-        let (sums, _) = attend(pass, (&q, kept, kept), sinks, &shape);
+        let sums = attend(pass, RaggedInputs { q: &q, k: kept, v: kept, sinks }, &shape).o;
         self.widened_sums(place, &sums, kv)
     }
 
-    /// The heads' results for `normed [T, D]`, the next tokens of sequences in blocks, which they are written to: `[T, H w]`. `heads` are
-    /// those of keys and values as they are widened.
+    /// Writes the next tokens `normed [T, D]` of paged sequences to their blocks, and returns the heads' outputs,
+    /// `[T, H w]`. `heads` are those of up-projected keys and values.
     pub(super) fn forward_paged(
         &self,
         pass: &Pass<'_>,
@@ -149,13 +151,13 @@ impl Latent {
         let (ctx, pieces) = (pass.ctx, pass.pieces.as_ref().expect("a paged pass has pieces"));
         let (q, _) = self.queries(pass, w, normed);
         let (kv, key) = self.narrowed(pass, w, normed);
-        let row = self.joined(ctx, (&kv.normed, &key));
-        // Kept on the GPU all of it would come to the host for each token.
+        let row = self.joined(ctx, &kv.normed, &key);
+        // A cache on the GPU would be copied to the host for each token.
         let place = &if is_for_host(ctx, row.cols(), row.dtype()) { ctx.on_host() } else { ctx.clone() };
         layer.write(place, &[&row], pieces.runs());
         let is_cheaper_wide = pieces.all(|count, held| self.should_widen(count, held));
         if pieces.begin_here() && is_cheaper_wide && !ctx.is_batch_invariant() {
-            let (k, v) = self.widened(ctx, w, (&kv.normed, &key));
+            let (k, v) = self.widened(ctx, w, &kv.normed, &key);
             let sequences = pieces.own_sequences();
             let shape = RaggedShape { heads, sequences: &sequences };
             return attention_ragged(ctx, RaggedInputs { q: &q, k: &k, v: &v, sinks }, &shape).o;
@@ -169,7 +171,7 @@ impl Latent {
         self.widened_sums(place, &sums, kv)
     }
 
-    /// Widens the narrow vectors that heads summed up to values: `[T, H w]`.
+    /// Up-projects the heads' sums of latent vectors to values, `[T, H w]`.
     fn widened_sums(&self, place: &Context, sums: &Tensor, kv: &Tensor) -> Tensor {
         let mut o = place.empty_there(&[sums.rows(), self.num_heads * self.value_dim], sums.dtype());
         let parts = HeadParts {
@@ -183,28 +185,31 @@ impl Latent {
         o
     }
 
-    /// Numbers that are kept of a token.
+    /// Returns the width of a cached row.
     fn row_dim(&self) -> usize {
         self.sizes.kv_rank + self.sizes.rotary_dim
     }
 
-    /// Whether it takes fewer products of a head to widen `held` tokens than to narrow `count` queries.
+    /// Returns true if it takes fewer products per head to up-project `held` tokens than to down-project `count`
+    /// queries.
     fn should_widen(&self, count: usize, held: usize) -> bool {
         let pair = self.sizes.kv_rank * self.wide_dim();
         held * pair + count * held * (self.key_dim() + self.value_dim)
             <= count * pair + count * held * 2 * self.row_dim()
     }
 
-    /// Queries, `[T, H (N + R)]`, and the narrow vectors that they were made of.
+    /// Projects to queries, `[T, H (N + R)]`; also returns their latent vectors.
     fn queries(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Tensor, Option<Narrow>) {
         let (ctx, dtype) = (pass.ctx, attended_type(pass.ctx, w.q.dtype()));
-        let narrow = w.q_down.as_ref().map(|(down, norm)| self.narrow(ctx, project(ctx, normed, down, dtype), norm));
+        let narrow =
+            w.q_down.as_ref().map(|down| self.narrow(ctx, project(ctx, normed, &down.projection, dtype), &down.norm));
         let mut q = linear(ctx, narrow.as_ref().map_or(normed, |narrow| &narrow.normed), &w.q, dtype);
         Self::turn(pass, &mut q, Rotation::Forward);
         (q, narrow)
     }
 
-    /// The narrow vectors that keys and values are made of, and a head of keys `[T, N + R]` with the rotated part alone.
+    /// Projects to the latent vectors of keys and values, and to a key head `[T, N + R]` with only its rotated part
+    /// filled.
     fn narrowed(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Narrow, Tensor) {
         let (ctx, dtype, rank) = (pass.ctx, attended_type(pass.ctx, w.q.dtype()), self.sizes.kv_rank);
         let down = project(ctx, normed, &w.kv_down, dtype);
@@ -220,8 +225,8 @@ impl Latent {
         Blocks { count: 1, width: self.sizes.rotary_dim }
     }
 
-    /// Keys and values of all heads.
-    fn widened(&self, ctx: &Context, w: &LatentWeights, (narrow, key): (&Tensor, &Tensor)) -> (Tensor, Tensor) {
+    /// Up-projects to the keys and values of all heads.
+    fn widened(&self, ctx: &Context, w: &LatentWeights, narrow: &Tensor, key: &Tensor) -> (Tensor, Tensor) {
         let (rows, plain) = (narrow.rows(), self.sizes.plain_dim);
         let heads = linear(ctx, narrow, &w.kv, narrow.dtype());
         let mut k = ctx.empty_there(&[rows, self.num_heads * self.key_dim()], narrow.dtype());
@@ -233,8 +238,8 @@ impl Latent {
         (k, v)
     }
 
-    /// What is kept of tokens, `[T, L + R]`: the narrow vector and the rotated part.
-    fn joined(&self, ctx: &Context, (narrow, key): (&Tensor, &Tensor)) -> Tensor {
+    /// Joins the cached row of tokens, `[T, L + R]`: the latent vector and the rotated part.
+    fn joined(&self, ctx: &Context, narrow: &Tensor, key: &Tensor) -> Tensor {
         let rank = self.sizes.kv_rank;
         let mut row = ctx.empty_there(&[narrow.rows(), self.row_dim()], narrow.dtype());
         copy_columns(ctx, Blocks { count: 1, width: rank }, narrow, at(0), &mut row, at(0));
@@ -242,8 +247,8 @@ impl Latent {
         row
     }
 
-    /// The first `count` rows of what [`joined`](Self::joined) made, which is in `place`, taken apart.
-    fn parted(&self, (ctx, place): (&Context, &Context), kept: &Tensor, count: usize) -> (Tensor, Tensor) {
+    /// Splits the first `count` rows that [`joined`](Self::joined) made, which are in the memory of `place`.
+    fn parted(&self, ctx: &Context, place: &Context, kept: &Tensor, count: usize) -> (Tensor, Tensor) {
         let (rank, dtype) = (self.sizes.kv_rank, kept.dtype());
         let mut rows = place.empty_there(&[count, self.row_dim()], dtype);
         copy_rows(place, kept, 0, &mut rows, 0, count);
@@ -254,7 +259,7 @@ impl Latent {
         (narrow, key)
     }
 
-    /// Queries for what is kept, `[T, H (L + R)]`.
+    /// Down-projects queries to attend to cached rows, `[T, H (L + R)]`.
     fn narrow_queries(&self, ctx: &Context, q: &Tensor, kv: &Tensor) -> Tensor {
         let (rank, step) = (self.sizes.kv_rank, self.row_dim());
         let mut narrow = ctx.empty_there(&[q.rows(), self.num_heads * step], q.dtype());
@@ -271,23 +276,24 @@ impl Latent {
         narrow
     }
 
-    /// From element `start` of each head of keys.
+    /// Returns the columns from element `start` of each head of keys.
     fn key_columns(&self, start: usize) -> Columns {
         Columns { start, step: self.key_dim() }
     }
 
-    /// From element `start` of each head of the widened vector.
+    /// Returns the columns from element `start` of each head of the up-projection.
     fn wide_columns(&self, start: usize) -> Columns {
         Columns { start, step: self.wide_dim() }
     }
 
-    /// The gradient of `normed` from those of queries, keys and values, and the task that finds the matrices' gradients. The
-    /// norm weights' gradients are written to `grads` as `write` says.
+    /// Returns the gradient of `normed` from those of queries, keys and values, and the task that computes the
+    /// matrices' gradients. The gradients of norm weights are written to `grads` as `write` says.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
         w: &LatentWeights,
-        (normed, saved): (Tensor, LatentSaved),
+        normed: Tensor,
+        saved: LatentSaved,
         [mut dq, mut dk, dv]: [Tensor; 3],
         write: Write,
         grads: &mut LatentWeights,
@@ -297,25 +303,28 @@ impl Latent {
         Self::turn(pass, &mut dk, Rotation::Inverse);
         let mut d_normed = linear_backward_input(ctx, &dq, &w.q, DType::F32);
         let mut dq_narrow = None;
-        if let (Some(narrow), Some((down, norm)), Some((_, d_norm))) = (&saved.q, &w.q_down, &mut grads.q_down) {
+        if let (Some(narrow), Some(QueryDown { projection: down, norm }), Some(QueryDown { norm: d_norm, .. })) =
+            (&saved.q, &w.q_down, &mut grads.q_down)
+        {
             let dx = rms_norm_backward(ctx, &d_normed, &narrow.x, norm, &narrow.inv_rms, write, d_norm);
             d_normed = linear_backward_input(ctx, &dx, &down.weight, DType::F32);
             dq_narrow = Some(dx);
         }
-        let (d_heads, d_kv_down) = self.backward_kv(ctx, w, &saved.kv, (&dk, &dv), write, &mut grads.kv_norm);
+        let (d_heads, d_kv_down) = self.backward_kv(ctx, w, &saved.kv, &dk, &dv, write, &mut grads.kv_norm);
         let from_kv = linear_backward_input(ctx, &d_kv_down, &w.kv_down.weight, DType::F32);
         elementwise::add_assign(ctx, &mut d_normed, &from_kv);
         let compute = w.q.dtype();
         (d_normed, LatentGradTask { normed, saved, dq, dq_narrow, d_heads, d_kv_down, compute })
     }
 
-    /// The gradients of the widened vector `[T, H (N + w)]` and of the down-projection `[T, Lkv + R]`.
+    /// Returns the gradients of the up-projection `[T, H (N + w)]` and of the down-projection `[T, Lkv + R]`.
     fn backward_kv(
         &self,
         ctx: &Context,
         w: &LatentWeights,
         narrow: &Narrow,
-        (dk, dv): (&Tensor, &Tensor),
+        dk: &Tensor,
+        dv: &Tensor,
         write: Write,
         d_norm: &mut Tensor,
     ) -> (Tensor, Tensor) {
@@ -340,16 +349,17 @@ impl LatentGradTask {
     pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut LatentWeights) {
         let Self { normed, saved, dq, dq_narrow, d_heads, d_kv_down, compute } = self;
         let q_input = saved.q.as_ref().map_or(&normed, |narrow| &narrow.normed);
-        matrix_grad(ctx, (&dq, q_input), compute, write, &mut grads.q);
-        if let (Some(d), Some((down, _))) = (dq_narrow, &mut grads.q_down) {
-            project_grads(ctx, (&d, &normed), compute, write, down);
+        matrix_grad(ctx, &dq, q_input, compute, write, &mut grads.q);
+        if let (Some(d), Some(QueryDown { projection: down, .. })) = (dq_narrow, &mut grads.q_down) {
+            project_grads(ctx, &d, &normed, compute, write, down);
         }
-        matrix_grad(ctx, (&d_heads, &saved.kv.normed), compute, write, &mut grads.kv);
-        project_grads(ctx, (&d_kv_down, &normed), compute, write, &mut grads.kv_down);
+        matrix_grad(ctx, &d_heads, &saved.kv.normed, compute, write, &mut grads.kv);
+        project_grads(ctx, &d_kv_down, &normed, compute, write, &mut grads.kv_down);
     }
 }
 
-/// `kv` as products by head take it. To work out what blocks stand for takes the processor longer than to multiply with it, which therefore keeps it.
+/// Returns `kv` as products by head need it. Dequantizing it takes the CPU longer than the product, so the CPU caches
+/// the result.
 fn numbers_of_kv<'a>(place: &Context, w: &'a LatentWeights, dtype: DType) -> Cow<'a, Tensor> {
     if !w.kv.dtype().is_quantized() {
         return Cow::Borrowed(&w.kv);

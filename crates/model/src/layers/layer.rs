@@ -24,6 +24,8 @@ pub(crate) struct Layer {
     pub(crate) index: usize,
     /// The number of the layer in the model, an encoder's before a decoder's: that of its stream of noise.
     pub(crate) number: usize,
+    /// The number of the layer among the MoE layers of its stack; none in a dense layer.
+    pub(crate) moe_index: Option<usize>,
     pub(crate) attention: AttentionBlock,
     /// The attention to sources, in a decoder with an encoder.
     pub(crate) cross: Option<CrossBlock>,
@@ -143,7 +145,7 @@ impl Layer {
             saved_cross = pass.mode.keeps_for_backward().then_some(saved);
         }
         let previous = stream.router_logits.as_ref();
-        let input = pass.router_input(self.number, self.expert_capacity, previous);
+        let input = pass.router_input(self, previous);
         let predicted = next.and_then(|next| next.predict_experts(pass, &middle));
         let (x, feed_forward) = self.feed_forward.forward(pass, w, middle, &input);
         if let Some(PredictedExperts { layer, weights, ids }) = predicted {
@@ -195,11 +197,13 @@ impl<'a, 'w> NextLayer<'a, 'w> {
     /// work are computed. None where all experts are on the device.
     fn predict_experts(self, pass: &Pass<'_>, middle: &Tensor) -> Option<PredictedExperts<'a, 'w>> {
         let has_room = pass.ctx.gpu().is_some_and(|gpu| gpu.expert_cache_stats().is_some());
-        if !has_room || middle.rows() > MAX_PREDICTED_TOKENS {
+        // Experts that are handed in need no prediction.
+        let is_known = !pass.expert_ids.is_empty();
+        if !has_room || is_known || middle.rows() > MAX_PREDICTED_TOKENS {
             return None;
         }
         let (layer, weights) = (self.layer, (self.weights)());
-        let input = pass.router_input(layer.number, layer.expert_capacity, None);
+        let input = pass.router_input(layer, None);
         let ids = layer.feed_forward.predict_next_experts(pass, &weights, middle, &input)?;
         // They are in the host when the experts before them begin.
         let _: &[u32] = ids.u32s();

@@ -1,7 +1,8 @@
-//! A layer and its blocks, each in explicit phases: forward, backward, weight gradient.
+//! Layers and their blocks, each with explicit phases: forward, backward, weight gradient.
 //!
-//! A block is pre-norm and residual: `y = x + f(norm(x))`. Forward gives `y` and what backward needs; backward gives the
-//! gradient of `x` at once, writes the (small) gradients of norm weights, and leaves the matrices' gradients as a task.
+//! A block is pre-norm and residual: `y = x + f(norm(x))`. Forward returns `y` and the activations for backward.
+//! Backward returns the gradient of `x`, writes the (small) gradients of norm weights, and leaves the gradients of
+//! matrices as a task.
 
 pub(crate) mod attention;
 pub(crate) mod cross;

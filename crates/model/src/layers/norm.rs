@@ -9,7 +9,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::weights::NormWeights;
 
-/// An RMS norm, or a layer norm where the weights have a bias.
+/// RMSNorm, or layer norm if the weights have a bias.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Norm {
     pub(crate) eps: f32,
@@ -20,16 +20,16 @@ pub(crate) struct Norm {
 pub(crate) struct NormBackward<'a> {
     /// `[T, D]`: the input.
     pub(crate) x: &'a Tensor,
-    /// The statistics that forward found of its rows.
+    /// The statistics of its rows from forward.
     pub(crate) statistics: &'a Tensor,
     /// `[T, D]`: the gradient of the output.
     pub(crate) dy: &'a Tensor,
-    /// `[T, D]`: the gradient that goes around the block, if there is one.
+    /// `[T, D]`: the gradient of the residual connection around the block, if any.
     pub(crate) base: Option<&'a Tensor>,
 }
 
 impl Norm {
-    /// `y` of `x [T, D]` as `dtype`, and the statistics of the rows that backward needs.
+    /// Normalises `x [T, D]`; returns the result in type `dtype`, and the statistics that backward needs.
     pub(crate) fn forward(self, ctx: &Context, w: &NormWeights, x: &Tensor, dtype: DType) -> (Tensor, Tensor) {
         match &w.bias {
             None => rms_norm(ctx, x, &w.weight, self.eps, dtype),
@@ -37,7 +37,8 @@ impl Norm {
         }
     }
 
-    /// The gradient of the input, and what goes around the block besides; those of the weights are written to `grads` as `write` says.
+    /// Returns the gradient of the input plus `base`; the gradients of the weights are written to `grads` as `write`
+    /// says.
     pub(crate) fn backward(
         self,
         ctx: &Context,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use moeworks_moe::{FixedCapacity, RouterInput};
+use moeworks_moe::{ExpertIds, FixedCapacity, RouterInput};
 use moeworks_ops::Context;
 use moeworks_ops::experts::AllRows;
 use moeworks_ops::linear::Write;
@@ -10,7 +10,7 @@ use moeworks_ops::rope::RopeTable;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use super::cross::EncoderOutput;
-use super::layer::Flow;
+use super::layer::{Flow, Layer};
 use super::pieces::Pieces;
 use super::relative::Relative;
 use crate::mode::Mode;
@@ -141,6 +141,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) tensor: Option<&'a TensorRanks>,
     /// A dense feed-forward as one expert that takes every row.
     pub(crate) all_rows: Arc<AllRows>,
+    /// The experts that tokens go to in place of the routers' choice, for each MoE layer of the decoder; empty where routers choose.
+    pub(crate) expert_ids: &'a [ExpertIds],
     router: RouterRules<'a>,
 }
 
@@ -158,6 +160,7 @@ impl<'a> Pass<'a> {
             tensor: None,
             all_rows: Arc::new(AllRows::new(ctx, sequences.num_tokens())),
             sequences,
+            expert_ids: &[],
             router,
         }
     }
@@ -167,21 +170,16 @@ impl<'a> Pass<'a> {
         self.router.token_ids
     }
 
-    /// The input of the router of the layer of this number; `expert_capacity` as in `Variant`, `previous` are the logits of the MoE layer
-    /// before.
-    pub(crate) fn router_input<'b>(
-        &'b self,
-        number: usize,
-        expert_capacity: usize,
-        previous: Option<&'b Tensor>,
-    ) -> RouterInput<'b> {
+    /// The input of the router of `layer`. `previous` are the logits of the MoE layer before.
+    pub(crate) fn router_input<'b>(&'b self, layer: &Layer, previous: Option<&'b Tensor>) -> RouterInput<'b> {
         let group_tokens = self.sequences.len;
-        let capacity = FixedCapacity { num_tokens: expert_capacity as u32, group_tokens };
+        let capacity = FixedCapacity { num_tokens: layer.expert_capacity as u32, group_tokens };
         RouterInput {
-            capacity: (expert_capacity > 0).then_some(capacity),
+            capacity: (layer.expert_capacity > 0).then_some(capacity),
             seq_len: if self.router.has_sequence_loss { self.sequences.len } else { 0 },
             previous,
-            ..self.router.input(self.mode, number)
+            expert_ids: layer.moe_index.and_then(|index| self.expert_ids.get(index)),
+            ..self.router.input(self.mode, layer.number)
         }
     }
 

@@ -1,4 +1,4 @@
-//! The pieces of a pass: tokens of sequences of different lengths, which do not see each other.
+//! The segments of a pass: tokens of sequences of different lengths, which do not attend to each other.
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{KeyRows, RaggedSequence};
@@ -10,32 +10,32 @@ use crate::pass::SequencePart;
 /// Consecutive tokens of a pass that belong to one sequence or document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Tokens.
+    /// The number of tokens.
     pub(crate) len: usize,
-    /// The position of the first of them in its sequence.
+    /// The position of the first token in its sequence.
     pub(crate) start: usize,
-    /// The blocks of the sequence in a paged cache; none where the piece is all that there is of it.
+    /// The sequence's blocks in a paged cache; empty without a cache.
     pub(crate) blocks: Vec<u32>,
 }
 
-/// The pieces of a pass, in the order of its tokens.
+/// The segments of a pass, in the order of its tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Pieces {
     pieces: Vec<Piece>,
-    /// Tokens of a block of the paged cache; 0 without one.
+    /// The number of tokens of a block of the paged cache; 0 without one.
     block_len: usize,
-    /// The rows of the paged cache that the tokens of the pass go to.
+    /// The rows of the paged cache that the tokens are written to.
     runs: Vec<RowRun>,
 }
 
 impl Pieces {
-    /// Documents of these lengths, each from position 0 on.
+    /// Returns documents of these lengths, each from position 0 on.
     pub(crate) fn documents(lens: &[usize]) -> Self {
         let pieces = lens.iter().map(|&len| Piece { len, start: 0, blocks: Vec::new() }).collect();
         Self { pieces, block_len: 0, runs: Vec::new() }
     }
 
-    /// The next tokens of sequences in a paged cache with blocks of `block_len` tokens.
+    /// Returns the next tokens of sequences in a paged cache with blocks of `block_len` tokens.
     pub(crate) fn paged(parts: &[SequencePart<'_>], block_len: usize) -> Self {
         let mut runs = Vec::new();
         let mut first = 0;
@@ -49,32 +49,32 @@ impl Pieces {
         Self { pieces, block_len, runs }
     }
 
-    /// T: tokens of the pass.
+    /// Returns the number of tokens, T.
     pub(crate) fn num_tokens(&self) -> usize {
         self.pieces.iter().map(|piece| piece.len).sum()
     }
 
-    /// The position behind the last token of the longest sequence.
+    /// Returns the position after the last token of the longest sequence.
     pub(crate) fn longest_end(&self) -> usize {
         self.pieces.iter().map(|piece| piece.start + piece.len).max().unwrap_or(0)
     }
 
-    /// The rows of the paged cache that the tokens of the pass go to.
+    /// Returns the rows of the paged cache that the tokens are written to.
     pub(crate) fn runs(&self) -> &[RowRun] {
         &self.runs
     }
 
-    /// Whether every sequence begins in this pass.
+    /// Returns true if every sequence begins in this pass.
     pub(crate) fn begin_here(&self) -> bool {
         self.pieces.iter().all(|piece| piece.start == 0)
     }
 
-    /// Whether every piece passes `rule`, which is given its tokens and those of its sequence so far.
+    /// Returns true if `rule` holds for every segment, given its number of tokens and that of its sequence so far.
     pub(crate) fn all(&self, rule: impl Fn(usize, usize) -> bool) -> bool {
         self.pieces.iter().all(|piece| rule(piece.len, piece.start + piece.len))
     }
 
-    /// `[T]` u32: the position of each token in its sequence.
+    /// Returns the position of each token in its sequence, `[T]` u32.
     pub(crate) fn positions(&self, ctx: &Context) -> Tensor {
         let mut positions = ctx.empty(&[self.num_tokens()], DType::U32);
         let of_pieces = self.pieces.iter().flat_map(|piece| piece.start..piece.start + piece.len);
@@ -82,7 +82,7 @@ impl Pieces {
         positions
     }
 
-    /// Attention whose keys are the rows of this pass: all sequences begin in it.
+    /// Returns the sequences of attention with the rows of this pass as keys: all sequences begin in it.
     pub(crate) fn own_sequences(&self) -> Vec<RaggedSequence<'static>> {
         let mut first = 0;
         let sequence = |piece: &Piece| {
@@ -93,7 +93,7 @@ impl Pieces {
         self.pieces.iter().map(sequence).collect()
     }
 
-    /// Attention whose keys are in the blocks of a paged cache.
+    /// Returns the sequences of attention with keys in the blocks of a paged cache.
     pub(crate) fn paged_sequences(&self) -> Vec<RaggedSequence<'_>> {
         let mut sequences = Vec::with_capacity(self.pieces.len());
         for Piece { len, start, blocks } in &self.pieces {

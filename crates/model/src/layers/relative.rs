@@ -1,7 +1,9 @@
-//! Relative positions: a learned number for each head and each range of distances, added to scores (T5, 1910.10683).
+//! Relative position bias: a learned number per head and bucket of distances, added to attention scores (T5,
+//! 1910.10683).
 //!
-//! Near distances have a range each, further ones share ranges that grow with the logarithm of the distance. The formula
-//! is that of `_relative_position_bucket` in transformers 5.23, f32 throughout, so that edges of ranges fall alike.
+//! Small distances have a bucket each; larger ones share buckets that grow with the logarithm of the distance. The
+//! formula is that of `_relative_position_bucket` in transformers 5.23, in f32 throughout, so that the limits of
+//! buckets agree.
 
 use moeworks_ops::attention::ScoreRule;
 use moeworks_ops::linear::Write;
@@ -9,26 +11,26 @@ use moeworks_tensor::Tensor;
 
 use crate::config::{ModelConfig, PositionKind};
 
-/// What is added to scores in all layers of one pass.
+/// The relative position bias of all layers in one pass.
 pub(crate) struct Relative {
-    /// `[H, seq_len + kv_len - 1]`, as [`ScoreRule`] wants it.
+    /// `[H, seq_len + kv_len - 1]`, in the layout of [`ScoreRule`].
     bias: Vec<f32>,
-    /// For each distance the range that it falls into.
+    /// The bucket of each distance.
     ranges: Vec<usize>,
     is_causal: bool,
 }
 
-/// How distances are divided.
+/// The division of distances into buckets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Buckets {
     pub(crate) count: usize,
     pub(crate) max_distance: usize,
-    /// Whether a query sees keys up to its own position only.
+    /// True if a query sees only keys up to its own position.
     pub(crate) is_causal: bool,
 }
 
 impl Buckets {
-    /// The number of the range that holds a key so far behind the query.
+    /// Returns the bucket of a key `distance` positions after the query; negative if it is before.
     pub(crate) fn of(&self, distance: isize) -> usize {
         let (count, first) = match self.is_causal {
             true => (self.count, 0),
@@ -46,7 +48,8 @@ impl Buckets {
 }
 
 impl Relative {
-    /// What a pass over layers of `config` adds, where positions are relative; as [`new`](Self::new).
+    /// Computes the bias of a pass over layers of `config` as [`new`](Self::new) does; none unless positions are
+    /// relative.
     pub(crate) fn of(
         config: &ModelConfig,
         weights: Option<&Tensor>,
@@ -57,7 +60,8 @@ impl Relative {
         weights.map(|weights| Self::new(weights, Buckets { count, max_distance, is_causal }, lens))
     }
 
-    /// What `weights [buckets, H]` add for `seq_len` queries, the last of which stands at the last of `kv_len` keys.
+    /// Computes the bias from `weights [buckets, H]` for `seq_len` queries, the last of which is at the last of
+    /// `kv_len` keys.
     pub(crate) fn new(weights: &Tensor, buckets: Buckets, [seq_len, kv_len]: [usize; 2]) -> Self {
         let (values, num_heads) = (weights.f32s(), weights.cols());
         let distances = 1 - kv_len as isize..seq_len as isize;
@@ -67,7 +71,7 @@ impl Relative {
         Self { bias, ranges, is_causal: buckets.is_causal }
     }
 
-    /// The gradient of the weights from that of what was added, `[H, seq_len + kv_len - 1]`.
+    /// Computes the gradient of the weights from that of the bias, `[H, seq_len + kv_len - 1]`.
     pub(crate) fn backward(&self, d_bias: &[f32], write: Write, grads: &mut Tensor) {
         let num_heads = grads.cols();
         let grads = grads.f32s_mut();

@@ -1,4 +1,4 @@
-//! The gradients of matrices as tasks: run behind the backward of each block, or kept and run later.
+//! The gradients of matrices as tasks, run after the backward of each block or later.
 
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -8,35 +8,37 @@ use super::cross::CrossGradTask;
 use super::feed_forward::FeedForwardGradTask;
 use crate::weights::{DecoderWeights, LayerWeights};
 
-/// The time at which a backward pass computes the gradients of the layers' matrices.
+/// The time at which a backward pass computes the gradients of matrices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightGrads {
-    /// Behind the backward of each block; those of experts with few rows beside the gradients of their inputs.
+    /// After the backward of each block. Experts with few rows compute them together with the gradients of their
+    /// inputs.
     #[default]
     AtOnce,
-    /// When the caller runs the [`WeightGradTasks`] that come back: a pipeline schedule puts them where a rank would wait.
+    /// When the caller runs the returned [`WeightGradTasks`]: a pipeline schedule places them where a rank would be
+    /// idle.
     Later,
 }
 
-/// The writing of gradients in a backward pass.
+/// The way in which a backward pass writes gradients.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GradWrite {
-    /// Whether gradients replace what is there or are added to it.
+    /// Replaces gradients or adds to them.
     pub(crate) write: Write,
-    /// Whether a block may write the gradients of its matrices in its backward, where that takes less time.
+    /// Allows a block to write its matrices' gradients in its backward, if that is faster.
     pub(crate) matrices_at_once: bool,
 }
 
-/// The destination of the tasks that blocks leave.
+/// The destination of the blocks' tasks.
 pub(crate) enum TaskSink<'t> {
-    /// They are run.
+    /// Runs each task.
     Run(Write),
-    /// They are kept.
+    /// Keeps each task.
     Keep(Write, &'t mut WeightGradTasks),
 }
 
 impl<'t> TaskSink<'t> {
-    /// The sink of a backward pass that writes as `write` says; tasks that are to be run later go to `tasks`.
+    /// Makes the sink of a backward pass that writes as `write` says; tasks to run later go to `tasks`.
     pub(crate) fn new(when: WeightGrads, write: Write, tasks: &'t mut WeightGradTasks) -> Self {
         match when {
             WeightGrads::AtOnce => Self::Run(write),
@@ -51,7 +53,7 @@ impl<'t> TaskSink<'t> {
         }
     }
 
-    /// Takes the task of a block of layer `layer`, whose gradients are `grads`.
+    /// Runs or keeps the task of a block of layer `layer`, whose gradients are `grads`.
     pub(crate) fn take(&mut self, ctx: &Context, layer: usize, block: BlockGradTask, grads: &mut LayerWeights) {
         match self {
             Self::Run(write) => block.run(ctx, *write, grads),
@@ -78,8 +80,8 @@ impl BlockGradTask {
     }
 }
 
-/// The gradients of the matrices of one block of a decoder's layer, still to be computed (W in pipeline schedules; "Zero Bubble Pipeline
-/// Parallelism", 2401.10241). It keeps the activations that it needs.
+/// The task of computing the gradients of one block's matrices (W in pipeline schedules; "Zero Bubble Pipeline
+/// Parallelism", 2401.10241). It holds the activations that it needs.
 pub struct WeightGradTask {
     layer: usize,
     write: Write,
@@ -87,41 +89,42 @@ pub struct WeightGradTask {
 }
 
 impl WeightGradTask {
-    /// The number of the layer in the model.
+    /// Returns the index of the layer in the model.
     #[must_use]
     pub fn layer(&self) -> usize {
         self.layer
     }
 
-    /// Writes the gradients to those of its layer in `grads`, or adds them, as the backward pass was asked to.
+    /// Writes the gradients to those of its layer in `grads`, or adds them, as the backward pass was told.
     pub fn run(self, ctx: &Context, grads: &mut DecoderWeights) {
         self.block.run(ctx, self.write, &mut grads.layers[self.layer]);
     }
 }
 
-/// The tasks that a backward pass left, in the order in which it came to them.
+/// The tasks of a backward pass, in its order.
 ///
-/// Tasks of one pass write to different tensors, so they may run in any order. Of several passes each tensor's run in the order of the
-/// passes: sums of gradients then have the same bits. Where experts live on several ranks, all ranks run the tasks in the same order.
+/// Tasks of one pass write to different tensors and may run in any order. The tasks of several passes for one tensor
+/// must run in the order of the passes, so that sums of gradients have the same bits. With expert parallelism all
+/// ranks must run the tasks in the same order.
 #[derive(Default)]
 pub struct WeightGradTasks {
     tasks: Vec<WeightGradTask>,
 }
 
 impl WeightGradTasks {
-    /// Tasks.
+    /// Returns the number of tasks.
     #[must_use]
     pub fn len(&self) -> usize {
         self.tasks.len()
     }
 
-    /// Whether there is no task.
+    /// Returns true if there are no tasks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.tasks.is_empty()
     }
 
-    /// Runs all of them.
+    /// Runs all tasks.
     pub fn run(self, ctx: &Context, grads: &mut DecoderWeights) {
         self.tasks.into_iter().for_each(|task| task.run(ctx, grads));
     }

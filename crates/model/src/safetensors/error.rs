@@ -1,4 +1,4 @@
-//! What can be wrong with a safetensors file or a folder of them.
+//! Errors of reading safetensors files and folders of them.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::FileDType;
 use crate::instead::instead_of_weights;
 
-/// A file that is not what it should be. Each kind of fault is a variant, named with the file and the tensor.
+/// A safetensors file that cannot be used. Every variant names the file, and the tensor where there is one.
 #[derive(Debug, thiserror::Error)]
 pub enum SafetensorsError {
     /// The file cannot be opened.
@@ -18,16 +18,16 @@ pub enum SafetensorsError {
         source: io::Error,
     },
     /// The file ends before its header does.
-    #[error("{}: {len} bytes, but the header alone needs {needed}: the file is cut short, empty or not safetensors; download it again", path.display())]
+    #[error("{}: {len} bytes, but the header alone needs {needed}: the file is truncated, empty or not safetensors; download it again", path.display())]
     Truncated {
         /// The file.
         path: PathBuf,
-        /// Its bytes.
+        /// Its size in bytes.
         len: u64,
         /// The bytes that the header asks for.
         needed: u64,
     },
-    /// The header's length is absurd.
+    /// The header's length is beyond the limit.
     #[error("{}: a header of {len} bytes, but at most 100 MB are allowed", path.display())]
     HeaderTooLarge {
         /// The file.
@@ -35,15 +35,16 @@ pub enum SafetensorsError {
         /// The length given.
         len: u64,
     },
-    /// The header is not JSON of the right form: not UTF-8, no object, a name twice, metadata that is no text, and so on.
+    /// The header is not JSON of the right form: not UTF-8, not an object, a duplicate name, metadata that is not
+    /// text, and so on.
     #[error("{}: bad header: {reason}", path.display())]
     Header {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
-    /// A type that the format does not have.
+    /// An unknown element type.
     #[error("{}: tensor {tensor:?}: unknown type {dtype:?}", path.display())]
     UnknownDType {
         /// The file.
@@ -53,7 +54,7 @@ pub enum SafetensorsError {
         /// The type's name.
         dtype: String,
     },
-    /// Shape times type overflows or is no whole number of bytes.
+    /// The size that follows from shape and type overflows or is not a whole number of bytes.
     #[error("{}: tensor {tensor:?}: {dtype} of shape {shape:?} has no size in whole bytes below 2^63", path.display())]
     Size {
         /// The file.
@@ -65,7 +66,7 @@ pub enum SafetensorsError {
         /// Its shape.
         shape: Vec<u64>,
     },
-    /// The range of bytes does not have the size that shape and type give.
+    /// The range of bytes has another size than shape and type require.
     #[error("{}: tensor {tensor:?}: shape and type need {expected} bytes, its offsets span {found}", path.display())]
     SizeMismatch {
         /// The file.
@@ -77,9 +78,9 @@ pub enum SafetensorsError {
         /// The bytes between the offsets.
         found: u64,
     },
-    /// Offsets that are not in order or beyond the end of the file.
+    /// Offsets are out of order or beyond the end of the file.
     #[error(
-        "{}: tensor {tensor:?}: offsets {begin} to {end}, but the file has {data_len} bytes of data: it is cut short or damaged",
+        "{}: tensor {tensor:?}: offsets {begin} to {end}, but the file has {data_len} bytes of data: it is truncated or damaged",
         path.display()
     )]
     OffsetsOutOfRange {
@@ -89,9 +90,9 @@ pub enum SafetensorsError {
         tensor: String,
         /// Its first byte.
         begin: u64,
-        /// The byte behind its last.
+        /// The byte after its last.
         end: u64,
-        /// Bytes behind the header.
+        /// The number of bytes after the header.
         data_len: u64,
     },
     /// Two tensors share bytes.
@@ -104,25 +105,25 @@ pub enum SafetensorsError {
         /// The other.
         second: String,
     },
-    /// Bytes that belong to no tensor.
+    /// Some bytes belong to no tensor.
     #[error("{}: bytes {begin} to {end} of the data belong to no tensor", path.display())]
     Hole {
         /// The file.
         path: PathBuf,
-        /// The first of them.
+        /// The first of these bytes.
         begin: u64,
-        /// The one behind the last.
+        /// The byte after the last.
         end: u64,
     },
-    /// A tensor that is not there.
-    #[error("{}: no tensor {tensor:?}", path.display())]
+    /// A tensor is missing.
+    #[error("{}: tensor {tensor:?} is missing", path.display())]
     Missing {
         /// The file or folder.
         path: PathBuf,
         /// The tensor.
         tensor: String,
     },
-    /// A type that cannot be used here.
+    /// An element type that weights cannot have.
     #[error("{}: tensor {tensor:?} is {dtype}, but weights must be F32, BF16 or F16", path.display())]
     UnsupportedDType {
         /// The file.
@@ -132,26 +133,26 @@ pub enum SafetensorsError {
         /// Its type.
         dtype: FileDType,
     },
-    /// Another kind of file.
+    /// The file has another format.
     #[error("{}: not a safetensors file: this is {what}", path.display())]
     Foreign {
         /// The file.
         path: PathBuf,
-        /// What it is, and what to do.
+        /// The format, and what to do.
         what: String,
     },
-    /// A folder without weights that can be read.
+    /// A folder without safetensors weights.
     #[error("{}: no model.safetensors and no model.safetensors.index.json{}", path.display(), instead_of_weights(path))]
     NoWeights {
         /// The folder.
         path: PathBuf,
     },
-    /// The index of a folder in parts is wrong.
+    /// The index of a folder with several weight files is wrong.
     #[error("{}: {reason}", path.display())]
     Index {
         /// The index.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
 }

@@ -12,11 +12,11 @@ use crate::foreign;
 /// The largest index that is read, in bytes.
 const MAX_INDEX_BYTES: u64 = 100_000_000;
 
-/// The weight files of a folder and which tensor is in which.
+/// The weight files of a folder, with the file of each tensor.
 pub struct ModelFiles {
     dir: PathBuf,
     files: Vec<SafetensorsFile>,
-    /// The file of each tensor.
+    /// The index of each tensor's file.
     places: BTreeMap<String, usize>,
 }
 
@@ -26,8 +26,8 @@ struct Index {
 }
 
 impl ModelFiles {
-    /// Opens `model.safetensors` in `dir`, or else the files that `model.safetensors.index.json` names, which must be in
-    /// the folder itself and contain what the index says.
+    /// Opens `model.safetensors` in `dir`, or else the files that `model.safetensors.index.json` names. These must be
+    /// in the folder itself and contain the tensors that the index lists.
     pub fn open(dir: &Path) -> Result<Self, SafetensorsError> {
         let (whole, index) = (dir.join("model.safetensors"), dir.join("model.safetensors.index.json"));
         if whole.exists() {
@@ -68,7 +68,7 @@ impl ModelFiles {
                     }
                     let path = dir.join(&name);
                     if !path.exists() {
-                        let reason = "not there, though model.safetensors.index.json names it: download it as well";
+                        let reason = "missing, though model.safetensors.index.json names it: download it as well";
                         let source = std::io::Error::new(std::io::ErrorKind::NotFound, reason);
                         return Err(SafetensorsError::Io { path, source });
                     }
@@ -83,26 +83,26 @@ impl ModelFiles {
         Ok(Self { dir: dir.to_owned(), files, places })
     }
 
-    /// The names of all tensors.
+    /// Lists the names of all tensors.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.places.keys().map(String::as_str)
     }
 
-    /// The file with the tensor `name`, and what its header says about it; none if no file has it.
+    /// Finds the tensor `name`: its file, and its entry in that file's header.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<(&SafetensorsFile, &TensorInfo)> {
         let file = &self.files[*self.places.get(name)?];
         Some((file, file.tensors().get(name)?))
     }
 
-    /// As [`ModelFiles::find`], for a tensor that must be there.
+    /// Finds a tensor that must be in the files.
     pub fn get(&self, name: &str) -> Result<(&SafetensorsFile, &TensorInfo), SafetensorsError> {
         let missing = || SafetensorsError::Missing { path: self.dir.clone(), tensor: name.to_owned() };
         self.find(name).ok_or_else(missing)
     }
 }
 
-/// Whether `name` is a single ordinary component: no separator, no `..`, not absolute.
+/// Returns true if `name` is a single ordinary component: no separator, no `..`, not absolute.
 fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     let first = components.next();

@@ -1,4 +1,4 @@
-//! Reading and checking a header.
+//! Reading and checking the header of a safetensors file.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -10,15 +10,16 @@ use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use super::{FileDType, SafetensorsError, TensorInfo};
 use crate::foreign;
 
-/// The largest header that is read: the limit of the reference implementation.
+/// The largest header that is read, in bytes: the limit of the reference implementation.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Bytes of the header's length.
+/// The size of the header's length field in bytes.
 const LEN_BYTES: usize = 8;
 
 type Contents = (BTreeMap<String, TensorInfo>, BTreeMap<String, String>);
 
-/// The tensors and the metadata of the file with these bytes. A file that is none of this format is named as what it is.
+/// Reads the tensors and the metadata of the file with these bytes. A file of another known format is reported as
+/// such.
 pub(super) fn read(path: &Path, file: &[u8]) -> Result<Contents, SafetensorsError> {
     read_header(path, file).map_err(|error| {
         match foreign::what(file).filter(|_| !file.is_empty() && !foreign::is_safetensors(file)) {
@@ -57,7 +58,7 @@ fn read_header(path: &Path, file: &[u8]) -> Result<Contents, SafetensorsError> {
     Ok((checked, metadata))
 }
 
-/// The JSON as it stands.
+/// The header's JSON before any check.
 struct Header {
     metadata: BTreeMap<String, String>,
     tensors: BTreeMap<String, RawInfo>,
@@ -71,7 +72,7 @@ struct RawInfo {
     data_offsets: (u64, u64),
 }
 
-/// A map of text to text in which no key comes twice.
+/// A map of text to text without duplicate keys.
 struct Metadata(BTreeMap<String, String>);
 
 impl<'de> Deserialize<'de> for Header {
@@ -96,7 +97,7 @@ impl<'de> Visitor<'de> for HeaderVisitor {
             if name == "__metadata__" {
                 let value: Metadata = map.next_value().map_err(|e| de::Error::custom(format!("__metadata__: {e}")))?;
                 if metadata.replace(value.0).is_some() {
-                    return Err(de::Error::custom("__metadata__ comes twice"));
+                    return Err(de::Error::custom("duplicate key __metadata__"));
                 }
                 continue;
             }
@@ -131,7 +132,7 @@ impl<'de> Deserialize<'de> for Metadata {
 
 fn insert_once<V, E: de::Error>(map: &mut BTreeMap<String, V>, key: String, value: V) -> Result<(), E> {
     match map.entry(key) {
-        Entry::Occupied(entry) => Err(E::custom(format!("{:?} comes twice", entry.key()))),
+        Entry::Occupied(entry) => Err(E::custom(format!("duplicate key {:?}", entry.key()))),
         Entry::Vacant(entry) => {
             entry.insert(value);
             Ok(())
@@ -145,7 +146,7 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    /// Type, size and offsets of one tensor.
+    /// Checks type, size and offsets of one tensor.
     fn tensor(&self, name: &str, raw: &RawInfo, data_start: usize) -> Result<TensorInfo, SafetensorsError> {
         let (path, tensor) = (self.path.to_owned(), name.to_owned());
         let Some(dtype) = FileDType::parse(&raw.dtype) else {
@@ -162,7 +163,7 @@ impl Check<'_> {
         if end - begin != expected {
             return Err(SafetensorsError::SizeMismatch { path, tensor, expected, found: end - begin });
         }
-        // A zero among the dims makes the size 0 whatever the others are: those must fit all the same.
+        // A dim of 0 makes the size 0 whatever the others are, but their product must still not overflow.
         let shape: Option<Vec<usize>> = raw.shape.iter().map(|&dim| usize::try_from(dim).ok()).collect();
         let non_zero =
             raw.shape.iter().filter(|dim| **dim > 0).try_fold(dtype.bits(), |bits, &dim| bits.checked_mul(dim));
@@ -172,7 +173,7 @@ impl Check<'_> {
         Ok(TensorInfo { dtype, shape, range: data_start + begin as usize..data_start + end as usize })
     }
 
-    /// Every byte of the data belongs to one tensor: nothing is hidden, nothing is read twice.
+    /// Fails unless every byte of the data belongs to exactly one tensor: nothing is hidden, nothing is read twice.
     fn coverage(&self, tensors: &BTreeMap<String, TensorInfo>, data_start: usize) -> Result<(), SafetensorsError> {
         let mut sorted: Vec<(&String, &TensorInfo)> = tensors.iter().collect();
         sorted.sort_by_key(|(_, info)| (info.range.start, info.range.end));

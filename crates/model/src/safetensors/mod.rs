@@ -1,8 +1,8 @@
-//! The safetensors format: a length, a JSON header that names tensors, and their bytes.
+//! The safetensors format: a length, a JSON header that lists tensors, and their bytes.
 //!
-//! The reader is ours because a file comes from outside: every number in the header is checked before it is used, nothing
-//! is allocated beyond what the file's own size justifies, and each kind of fault has an error that names the file and the
-//! tensor. Tensors are lent from the mapped file where their type and alignment allow it.
+//! The reader is our own because files come from outside. Every number in the header is checked before it is used, no
+//! more is allocated than the file's size justifies, and every kind of fault has an error that names file and tensor.
+//! Tensors are borrowed from the mapped file where their type and alignment allow it.
 
 mod error;
 mod files;
@@ -48,7 +48,7 @@ pub enum FileDType {
     F6E3M2,
 }
 
-/// Every type with its spelling and its size in bits.
+/// Every type with its name and its size in bits.
 const DTYPES: [(FileDType, &str, u64); 20] = [
     (FileDType::Bool, "BOOL", 8),
     (FileDType::U8, "U8", 8),
@@ -77,7 +77,7 @@ impl FileDType {
         DTYPES.iter().find(|entry| entry.0 == self).map_or(("", 0), |entry| (entry.1, entry.2))
     }
 
-    /// Its spelling in headers.
+    /// Returns its name in headers.
     #[must_use]
     pub fn name(self) -> &'static str {
         self.entry().0
@@ -91,7 +91,7 @@ impl FileDType {
         self.entry().1
     }
 
-    /// The type of ours that it is.
+    /// Returns our type with the same elements, if there is one.
     fn own(self) -> Option<DType> {
         [DType::F32, DType::BF16, DType::F16, DType::U32].into_iter().find(|&dtype| Self::from(dtype) == self)
     }
@@ -104,7 +104,7 @@ impl From<DType> for FileDType {
             DType::BF16 => Self::BF16,
             DType::F16 => Self::F16,
             DType::U32 => Self::U32,
-            // The format knows no blocks: they are bytes there.
+            // The format has no blocks, so they are stored as bytes.
             _ => Self::U8,
         }
     }
@@ -116,18 +116,18 @@ impl fmt::Display for FileDType {
     }
 }
 
-/// What a header says about a tensor.
+/// A tensor's entry in a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Element type.
     pub dtype: FileDType,
     /// Sizes of the dims, outermost first.
     pub shape: Vec<usize>,
-    /// Where its bytes are, from the start of the file.
+    /// The range of its bytes in the file.
     pub range: Range<usize>,
 }
 
-/// A safetensors file, mapped, its header read and checked.
+/// A mapped safetensors file with a checked header.
 pub struct SafetensorsFile {
     path: PathBuf,
     data: Bytes,
@@ -136,52 +136,52 @@ pub struct SafetensorsFile {
 }
 
 impl SafetensorsFile {
-    /// Opens the file at `path` and checks its whole header: see [`SafetensorsError`] for what is refused.
+    /// Opens the file at `path` and checks its whole header. See [`SafetensorsError`] for what is refused.
     pub fn open(path: &Path) -> Result<Self, SafetensorsError> {
         let map = MappedFile::open(path).map_err(|source| SafetensorsError::Io { path: path.to_owned(), source })?;
         Self::of_bytes(path, Arc::new(map))
     }
 
-    /// A file that is in memory, checked as [`open`](Self::open) does; `path` is what errors call it.
+    /// Checks a file in memory like [`open`](Self::open); `path` is its name in errors.
     pub fn of_bytes(path: &Path, data: Bytes) -> Result<Self, SafetensorsError> {
         let (tensors, metadata) = header::read(path, (*data).as_ref())?;
         Ok(Self { path: path.to_owned(), data, tensors, metadata })
     }
 
-    /// The file.
+    /// Returns the file's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Every tensor by name.
+    /// Returns every tensor by name.
     #[must_use]
     pub fn tensors(&self) -> &BTreeMap<String, TensorInfo> {
         &self.tensors
     }
 
-    /// The file's free-text metadata.
+    /// Returns the file's free-text metadata.
     #[must_use]
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
 
-    /// What the header says about `name`.
+    /// Returns the header's entry of the tensor `name`.
     pub fn info(&self, name: &str) -> Result<&TensorInfo, SafetensorsError> {
         self.tensors
             .get(name)
             .ok_or_else(|| SafetensorsError::Missing { path: self.path.clone(), tensor: name.to_owned() })
     }
 
-    /// The bytes of `name`.
+    /// Returns the bytes of the tensor `name`.
     pub fn bytes(&self, name: &str) -> Result<&[u8], SafetensorsError> {
         let range = self.info(name)?.range.clone();
-        // The header's check has seen to it that the range is inside the file.
+        // The header's check ensures that the range is in the file.
         Ok(&(*self.data).as_ref()[range])
     }
 
-    /// The tensor `name`: F32, BF16, F16 and U32 as they are, lent from the file where it is aligned and copied otherwise. Other
-    /// types are refused.
+    /// Returns the tensor `name`: F32, BF16, F16 or U32, borrowed from the file if it is aligned there and copied
+    /// otherwise. Fails on other types.
     pub fn tensor(&self, ctx: &Context, name: &str) -> Result<Tensor, SafetensorsError> {
         let info = self.info(name)?;
         let dtype = info.dtype.own().ok_or_else(|| self.unsupported(name, info.dtype))?;
@@ -200,7 +200,7 @@ impl SafetensorsFile {
         Ok(tensor)
     }
 
-    /// The tensor `name` lent from the file, if it is of a type of ours and aligned there.
+    /// Borrows the tensor `name` from the file, if we have its type and it is aligned.
     pub(crate) fn lent(&self, name: &str) -> Result<Option<Tensor>, SafetensorsError> {
         let info = self.info(name)?;
         let owner = self.data.clone();
@@ -208,18 +208,18 @@ impl SafetensorsFile {
         Ok(dtype.and_then(|dtype| Tensor::from_foreign(owner, info.range.clone(), &info.shape, dtype)))
     }
 
-    /// The bytes of `name` as blocks of `dtype`, lent from the file; none if they are not those of this shape. (Blocks are
-    /// bytes to the file, in one order on every machine, and need no alignment.)
+    /// Borrows the bytes of `name` as blocks of `dtype`; none if their number is not that of this shape. Blocks are
+    /// plain bytes, in the same order on every machine, and need no alignment.
     pub(crate) fn blocks(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Option<Tensor>, SafetensorsError> {
         Ok(Tensor::from_foreign(self.data.clone(), self.info(name)?.range.clone(), shape, dtype))
     }
 
-    /// Where rows of `step` bytes of `name` lie.
+    /// Returns the place of consecutive rows of `step` bytes in the tensor `name`.
     pub(crate) fn lines(&self, name: &str, step: usize) -> Result<Place, SafetensorsError> {
         Ok(Place { owner: self.data.clone(), start: self.info(name)?.range.start, step, rows_each: 1 })
     }
 
-    /// Writes the elements of `name` to `out` as f32. The number of elements must be that of `out`.
+    /// Reads the elements of `name` into `out` as f32. Panics unless `out` has their number.
     pub(crate) fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), SafetensorsError> {
         let (info, bytes) = (self.info(name)?, self.bytes(name)?);
         match info.dtype {
@@ -231,12 +231,12 @@ impl SafetensorsFile {
         Ok(())
     }
 
-    /// Writes the elements of `name`, which must be BF16, to `out`, whose length must be theirs.
+    /// Reads the elements of `name`, which must be BF16, into `out`. Panics unless `out` has their number.
     pub(crate) fn read_bf16(&self, name: &str, out: &mut [bf16]) -> Result<(), SafetensorsError> {
         self.read_halves(name, FileDType::BF16, out, bf16::from_le_bytes)
     }
 
-    /// The same for F16.
+    /// Reads the elements of `name`, which must be F16, into `out`. Panics unless `out` has their number.
     pub(crate) fn read_f16(&self, name: &str, out: &mut [f16]) -> Result<(), SafetensorsError> {
         self.read_halves(name, FileDType::F16, out, f16::from_le_bytes)
     }
@@ -261,7 +261,7 @@ impl SafetensorsFile {
     }
 }
 
-/// Little-endian elements of N bytes to values.
+/// Decodes little-endian elements of N bytes.
 fn decode_into<const N: usize, T>(bytes: &[u8], out: &mut [T], decode: impl Fn([u8; N]) -> T) {
     let (elements, _) = bytes.as_chunks::<N>();
     assert_eq!(elements.len(), out.len(), "elements of a tensor");

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use super::FileDType;
 use crate::files::{FileError, write_through, write_whole};
 
-/// A tensor to be written: its bytes are borrowed, so that a part of a stacked tensor needs no copy.
+/// A tensor to write. Its bytes are borrowed, so that a part of a stacked tensor needs no copy.
 pub struct TensorBytes<'a> {
     /// Its name.
     pub name: String,
@@ -24,13 +24,13 @@ pub struct TensorBytes<'a> {
 
 /// The bytes of a tensor to be written.
 pub enum Payload<'a> {
-    /// At hand.
+    /// Bytes that are in memory.
     Lent(&'a [u8]),
-    /// Made when they are written, so that a model is never in memory twice.
+    /// Bytes that are computed when they are written, so that a model is never in memory twice.
     Made {
-        /// How many they will be.
+        /// The number of bytes.
         len: usize,
-        /// Makes them, if it can.
+        /// Computes the bytes.
         make: Box<dyn Fn() -> io::Result<Vec<u8>> + 'a>,
     },
 }
@@ -57,8 +57,8 @@ impl Payload<'_> {
     }
 }
 
-/// Writes `tensors` to `path`, by way of a file beside it that is synced and renamed. Wider types come first, so that every
-/// tensor is aligned; otherwise the order is kept.
+/// Writes `tensors` to `path` under a temporary name, syncs and renames the file. Wider types come first so that
+/// every tensor is aligned; otherwise the order is kept.
 pub fn write(path: &Path, tensors: &[TensorBytes<'_>], metadata: &BTreeMap<String, String>) -> io::Result<()> {
     let refs: Vec<&TensorBytes<'_>> = tensors.iter().collect();
     write_refs(path, &refs, metadata)
@@ -87,9 +87,9 @@ fn write_refs(path: &Path, tensors: &[&TensorBytes<'_>], metadata: &BTreeMap<Str
     })
 }
 
-/// Writes `tensors` to `dir`: as `model.safetensors`, or, if they have more than `max_shard_bytes`, as
-/// `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`. The file or index of the other form,
-/// which would contradict this one, is removed.
+/// Writes `tensors` to `dir` as `model.safetensors`, or, if they exceed `max_shard_bytes`, as
+/// `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`. The file or index of the other
+/// form, which would contradict the new one, is removed.
 pub fn write_shards(
     dir: &Path,
     tensors: &[TensorBytes<'_>],

@@ -1,15 +1,18 @@
 //! Checks of the tokens that a stage is given.
 
+use moeworks_moe::{ExpertIds, MoeLayer};
+use moeworks_ops::Context;
 use moeworks_ops::head_loss::IGNORE;
 
 use super::Stage;
 use crate::config::PositionKind;
-use crate::pass::{BatchError, TokenBatch};
+use crate::pass::{BatchError, ExpertIdShape, TokenBatch};
 
 impl Stage {
     /// Checks the sequences of a batch, their pieces and their targets.
     pub(crate) fn check_batch(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
         self.check_shape(batch)?;
+        self.check_expert_ids(batch.inputs.len(), batch.expert_ids)?;
         batch.check_segments()?;
         match self.why_not_ragged().filter(|_| batch.has_pieces()) {
             Some(reason) => Err(BatchError::NoSegments(reason)),
@@ -35,6 +38,47 @@ impl Stage {
             Some(index) => Err(BatchError::Id { what: "targets", index, id: targets[index], vocab_size }),
             None => Ok(()),
         }
+    }
+
+    /// Checks lists of expert ids, `[num_tokens, K]` for each MoE layer of the model's decoder, first to last, for
+    /// [`TokenBatch::expert_ids`].
+    ///
+    /// # Errors
+    /// If there is not a list for each layer, or a layer cannot take its list ([`MoeLayer::expert_ids`](moeworks_moe::MoeLayer::expert_ids)).
+    pub(crate) fn expert_ids(
+        &self,
+        ctx: &Context,
+        num_tokens: usize,
+        lists: &[Vec<u32>],
+    ) -> Result<Vec<ExpertIds>, BatchError> {
+        let moe_layers: Vec<_> =
+            self.layers.iter().filter_map(|layer| Some((layer.index, layer.feed_forward.moe.as_ref()?))).collect();
+        if lists.len() != moe_layers.len() {
+            return Err(BatchError::ExpertIdLayers { found: lists.len(), expected: moe_layers.len() });
+        }
+        let checked = |((layer, moe), ids): ((usize, &MoeLayer), &Vec<u32>)| {
+            moe.expert_ids(ctx, num_tokens, ids).map_err(|error| BatchError::ExpertIds { layer, error })
+        };
+        moe_layers.into_iter().zip(lists).map(checked).collect()
+    }
+
+    /// Checks that `expert_ids` are of the MoE layers of the model's decoder and of `num_tokens` tokens, unless there are none.
+    pub(crate) fn check_expert_ids(&self, num_tokens: usize, expert_ids: &[ExpertIds]) -> Result<(), BatchError> {
+        if expert_ids.is_empty() {
+            return Ok(());
+        }
+        let moe_layers: Vec<usize> = (0..self.config.num_layers).filter(|&i| self.config.is_moe_layer(i)).collect();
+        if expert_ids.len() != moe_layers.len() {
+            return Err(BatchError::ExpertIdLayers { found: expert_ids.len(), expected: moe_layers.len() });
+        }
+        let expected = ExpertIdShape { num_tokens, num_experts: self.config.moe().num_choosable() };
+        for (layer, ids) in moe_layers.into_iter().zip(expert_ids) {
+            let found = ExpertIdShape { num_tokens: ids.num_tokens(), num_experts: ids.num_experts() };
+            if found != expected {
+                return Err(BatchError::ExpertIdShape { layer, found, expected });
+            }
+        }
+        Ok(())
     }
 
     /// The reason why the stage's passes cannot hold sequences of different lengths; none if they can.

@@ -185,6 +185,7 @@ impl Stage {
         let rules = self.training_rules(batch.inputs, options);
         let mut pass = self.pass(ctx, weights, Mode::Train, sequences, rules, encoder_output);
         self.set_documents(&mut pass, batch);
+        pass.expert_ids = batch.expert_ids;
         let stream = self.entry(&pass, weights, Ids::Known(batch.inputs), from);
         TrainingPass::new(self, pass, stream, options)
     }
@@ -272,6 +273,7 @@ impl Stage {
         let rules = RouterRules::plain(batch.inputs, &sequences);
         let mut pass = self.pass(ctx, weights, mode.without_backward(), sequences, rules, None);
         self.set_documents(&mut pass, batch);
+        pass.expert_ids = batch.expert_ids;
         let stream = self.entry(&pass, weights, Ids::Known(batch.inputs), from);
         Ok(self.forward_layers(&pass, weights, stream, None, None))
     }

@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 
 use super::{END_OF_TEXT, pretty};
 
-/// The character that stands for each byte in byte-level vocabularies (GPT-2): itself if it is printable, else one from
-/// U+0100 on.
+/// Returns the character of each byte in byte-level vocabularies (GPT-2): itself if printable, else one from U+0100
+/// on.
 pub(super) fn byte_alphabet() -> Vec<char> {
     let mut next = 256;
     let stand_in = |byte: u8| {
@@ -21,7 +21,7 @@ pub(super) fn byte_alphabet() -> Vec<char> {
     (0..=255).map(stand_in).collect()
 }
 
-/// The `tokenizer.json` of a byte-level BPE, divided into words by GPT-2's rule or not at all.
+/// Returns the `tokenizer.json` of a byte-level BPE; text is divided into words by GPT-2's rule if `has_words`.
 pub(super) fn byte_level_json(
     vocab: &BTreeMap<String, u32>,
     merges: &Value,
@@ -54,7 +54,8 @@ pub(super) fn byte_level_json(
     }))
 }
 
-/// Whether each id below 256 is that byte and nothing else decides: then encoding needs no machinery.
+/// Returns true if each id below 256 is that byte and nothing else affects encoding, which then needs no tokenizer
+/// library.
 pub(super) fn is_byte_tokenizer(value: &Value, ids: &BTreeMap<String, u32>) -> bool {
     let is_plain = ["normalizer", "post_processor"].iter().all(|part| value.get(part).is_none_or(Value::is_null));
     let model = value.get("model");

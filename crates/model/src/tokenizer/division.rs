@@ -1,4 +1,4 @@
-//! How a text is divided before the model of a tokenizer sees it.
+//! The division of text before the model of a tokenizer encodes each part (the `pre_tokenizer` of `tokenizer.json`).
 //!
 //! The steps are those of Hugging Face's library, except that regular expressions are matched by [`Pattern`].
 
@@ -11,10 +11,10 @@ use tokenizers::{PreTokenizedString, PreTokenizer, SplitDelimiterBehavior};
 
 use super::pattern::Pattern;
 
-/// GPT-2's division into words, which `ByteLevel` has built in.
+/// GPT-2's division into words, which is built into `ByteLevel`.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-/// The steps, one after the other.
+/// The steps of a division, in order.
 #[derive(Clone, Debug)]
 pub(super) struct Division(Arc<[Step]>);
 
@@ -25,18 +25,18 @@ enum Step {
         behavior: SplitDelimiterBehavior,
         is_inverted: bool,
     },
-    /// Bytes as characters that can be printed.
+    /// Spells each byte as a printable character.
     ByteAlphabet(PreTokenizerWrapper),
     Library(PreTokenizerWrapper),
 }
 
-/// The expression whose matches are GPT-2's words.
+/// Compiles the expression whose matches are GPT-2's words.
 pub(super) fn word_pattern() -> Result<Pattern, String> {
     Pattern::new(GPT2)
 }
 
 impl Division {
-    /// The steps of a `pre_tokenizer` of `tokenizer.json`; none if there is none.
+    /// Parses a `pre_tokenizer` of `tokenizer.json`; none for null.
     pub(super) fn new(value: &Value) -> Result<Option<Self>, String> {
         if value.is_null() {
             return Ok(None);
@@ -46,7 +46,8 @@ impl Division {
         Ok(Some(Self(steps.into())))
     }
 
-    /// The expressions at every match of which a text is cut, if that and then [`Step::ByteAlphabet`] is all that happens.
+    /// Returns the expressions at whose matches text is cut, if the division is cuts followed by
+    /// [`Step::ByteAlphabet`] alone.
     pub(super) fn cuts(&self) -> Option<Vec<&Pattern>> {
         let (last, cuts) = self.0.split_last()?;
         let is_cut = |step: &'_ Step| matches!(step, Step::Split { behavior: SplitDelimiterBehavior::Isolated, .. });
@@ -74,7 +75,7 @@ fn add_steps(value: &Value, steps: &mut Vec<Step>) -> Result<(), String> {
                 return Ok(());
             }
         }
-        // A prefix would come before the words.
+        // A prefix would have to be added before the division into words, so the library does it all.
         Some("ByteLevel") if value["add_prefix_space"] == Value::Bool(false) => {
             if value["use_regex"] != Value::Bool(false) {
                 steps.push(isolated(GPT2)?);

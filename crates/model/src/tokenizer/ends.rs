@@ -1,9 +1,9 @@
-//! Tokens that end a text or an answer, known by name.
+//! Tokens that end a text or an answer, recognized by name.
 //!
-//! Files often name one end only, and not always the one at which a model of conversations stops. llama.cpp knows these names
-//! (`special_eog_ids`), and so do we.
+//! Files often name a single end, and not always the one at which a chat model stops. The names are those that
+//! llama.cpp knows (`special_eog_ids`).
 
-/// Names that end texts in tokenizers that do not say which token does, the likeliest first.
+/// Names that end texts in tokenizers without an `eos_token`, the likeliest first.
 pub(super) const TEXT_ENDS: [&str; 6] =
     [super::END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>"];
 
@@ -31,7 +31,7 @@ const ANSWER_ENDS: [&str; 34] = [
     "<|tool_response>",
     "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>",
     "[e~[",
-    // A model that fills gaps in code ends a file with one of these.
+    // Fill-in-the-middle models for code end a file with one of these.
     "<|fim_pad|>",
     "<fim-pad>",
     "<fim_pad>",
@@ -47,13 +47,13 @@ const ANSWER_ENDS: [&str; 34] = [
     "<|END_OF_TURN_TOKEN|>",
 ];
 
-/// Whether a token of this name ends an answer in some family.
+/// Returns true if a token of this name ends an answer in some family.
 pub(crate) fn is_known_end(name: &str) -> bool {
     ANSWER_ENDS.contains(&name)
 }
 
-/// The names at which a tokenizer stops that has a token where `has` says so. In GPT-OSS and Solar `<|end|>` ends a message of
-/// several; in Gemma 4 and PaddleOCR `</s>` is text.
+/// Returns the names at which a tokenizer with the tokens `has` stops. In GPT-OSS and Solar `<|end|>` ends one of
+/// several messages, and in Gemma 4 and PaddleOCR `</s>` is text, so these are left out.
 pub(super) fn known_ends(has: impl Fn(&str) -> bool) -> Vec<&'static str> {
     let has_calls = has("<|call|>") || has("<|calls|>");
     let ends_messages = has_calls && (has("<|return|>") || has("<|flush|>"));

@@ -1,7 +1,7 @@
-//! Hugging Face's library, set up from the text of a `tokenizer.json`.
+//! The `tokenizers` library, set up from a `tokenizer.json`.
 //!
-//! Most tokenizers of language models cut a text by regular expressions and merge the bytes of each part. For these there is a shorter
-//! way, which keeps no account of where in the text a token came from; a test compares it with the library's.
+//! Most tokenizers of language models cut text by regular expressions and merge the bytes of each part. These take a
+//! fast path that does not track the origin of each token in the text; a test compares it with the library.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -18,34 +18,34 @@ use super::byte_level::byte_alphabet;
 use super::division::Division;
 use super::oniguruma::translate;
 
-/// Words whose ids are kept, and the longest of them in bytes.
+/// The largest number of words whose ids are cached, and the longest of these in bytes.
 const MAX_WORDS: usize = 1 << 16;
 const MAX_WORD_BYTES: usize = 64;
 
 type Library = TokenizerImpl<ModelWrapper, NormalizerWrapper, Division, PostProcessorWrapper, DecoderWrapper>;
 
-/// How the spelling of a special token in a text is read.
+/// The interpretation of a special token's spelling in a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spelling {
-    /// As text.
+    /// Plain text.
     Text,
-    /// As the token.
+    /// The special token.
     Token,
 }
 
-/// A tokenizer of the library. Nothing is added to a text, cut off or padded.
+/// A tokenizer of the library that neither adds tokens to a text nor truncates nor pads it.
 pub(super) struct Engine {
     text: Library,
-    /// The same, for [`Spelling::Token`], made when it is first asked for.
+    /// The library for [`Spelling::Token`], made on first use.
     tokens: OnceLock<Library>,
-    /// The characters that stand for bytes, where the short way may be taken.
+    /// The characters that stand for bytes, if the fast path applies.
     alphabet: Option<Vec<char>>,
-    /// Words that were met on the short way, with their ids.
+    /// The cache of the fast path: words with their ids.
     words: RwLock<HashMap<Box<str>, Box<[u32]>>>,
 }
 
 impl Engine {
-    /// The engine of a `tokenizer.json`. Should the library panic over a file, that is an error too.
+    /// Sets up the engine of a `tokenizer.json`. A panic of the library becomes an error.
     pub(super) fn new(value: &Value) -> Result<Self, String> {
         catch_unwind(AssertUnwindSafe(|| Self::build(value)))
             .unwrap_or_else(|_| Err("the tokenizers library cannot read it".to_owned()))
@@ -77,12 +77,12 @@ impl Engine {
         Ok(Self { text, tokens: OnceLock::new(), alphabet: is_short.then(byte_alphabet), words: RwLock::default() })
     }
 
-    /// The id of a token of the model or an added one.
+    /// Returns the id of a token of the model or an added one.
     pub(super) fn id_of(&self, token: &str) -> Option<u32> {
         self.text.token_to_id(token)
     }
 
-    /// The ids of a text.
+    /// Encodes a text.
     pub(super) fn encode(&self, text: &str, spelling: Spelling) -> Result<Vec<u32>, String> {
         match (spelling, &self.alphabet) {
             (Spelling::Text, Some(alphabet)) => self.encode_words(text, alphabet),
@@ -97,7 +97,7 @@ impl Engine {
         library
     }
 
-    /// The short way.
+    /// Encodes a text by the fast path.
     fn encode_words(&self, text: &str, alphabet: &[char]) -> Result<Vec<u32>, String> {
         let cuts = self.text.get_pre_tokenizer().and_then(Division::cuts).unwrap_or_default();
         let mut words = vec![text];
@@ -126,7 +126,7 @@ impl Engine {
         Ok(ids)
     }
 
-    /// Keeps the ids of words for the next text, as far as there is room and nobody else is busy with it.
+    /// Caches the ids of words, up to the cache's limit and unless another thread holds it.
     fn remember(&self, words: &HashMap<&str, Range<usize>>, ids: &[u32]) {
         let Ok(mut known) = self.words.try_write() else { return };
         let room = MAX_WORDS.saturating_sub(known.len());
@@ -135,21 +135,21 @@ impl Engine {
         }
     }
 
-    /// The ids of a text by the library alone, whichever way [`encode`](Self::encode) takes.
+    /// Encodes a text by the library, for tests of the fast path.
     #[cfg(test)]
     pub(super) fn encode_by_library(&self, text: &str) -> Result<Vec<u32>, String> {
         encode(&self.text, text)
     }
 
-    /// Whether an id takes part in the text of ids.
+    /// Returns true if an id contributes to decoded text.
     pub(super) fn is_shown(&self, id: u32, shows_special: bool) -> bool {
         let is_special = |token: &String| self.text.get_added_vocabulary().is_special_token(token);
         self.text.id_to_token(id).is_some_and(|token| shows_special || !is_special(&token))
     }
 
-    /// The text of ids; those that there are none of have none.
+    /// Decodes ids; unknown ids contribute nothing.
     pub(super) fn decode(&self, ids: &[u32], shows_special: bool) -> Result<String, String> {
-        // Some decoders do not take nothing.
+        // Some decoders fail on an empty list.
         if !ids.iter().any(|&id| self.is_shown(id, shows_special)) {
             return Ok(String::new());
         }
@@ -162,7 +162,7 @@ fn encode(library: &Library, text: &str) -> Result<Vec<u32>, String> {
     Ok(encoding.get_ids().to_vec())
 }
 
-/// A word cut at every match of a pattern.
+/// Cuts a word at every match of a pattern.
 fn parts<'a>(word: &'a str, pattern: &super::pattern::Pattern) -> Result<Vec<&'a str>, String> {
     let (mut parts, mut end) = (Vec::new(), 0);
     for span in pattern.find_all(word)? {
@@ -174,7 +174,7 @@ fn parts<'a>(word: &'a str, pattern: &super::pattern::Pattern) -> Result<Vec<&'a
     Ok(parts)
 }
 
-/// Whether a model merges what it is given and does nothing else.
+/// Returns true if a model does nothing but merge.
 fn is_plain_bpe(model: &ModelWrapper) -> bool {
     let ModelWrapper::BPE(BPE { dropout: None, unk_token: None, byte_fallback: false, .. }) = model else {
         return false;
@@ -182,12 +182,12 @@ fn is_plain_bpe(model: &ModelWrapper) -> bool {
     true
 }
 
-/// The entries of `added_tokens`.
+/// Iterates over the entries of `added_tokens`.
 pub(super) fn added_tokens(value: &Value) -> impl Iterator<Item = &Value> {
     value["added_tokens"].as_array().into_iter().flatten()
 }
 
-/// Says every regular expression in `value` in the spelling of the library's engine.
+/// Translates every regular expression in `value` to the syntax of the library's engine.
 fn translate_all(value: &mut Value) -> Result<(), String> {
     match value {
         Value::Object(fields) => {

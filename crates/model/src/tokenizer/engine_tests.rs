@@ -3,7 +3,7 @@ use serde_json::{Value, json};
 use super::{Engine, Spelling};
 use crate::tokenizer::Tokenizer;
 
-/// The short way must cut and merge as the library does.
+/// The fast path must cut and merge as the library does.
 #[test]
 fn the_short_way_gives_what_the_library_gives() {
     let corpus = "The experts of the model are the experts that the router chooses, 1234567 times.\r\n\r\n".repeat(30);

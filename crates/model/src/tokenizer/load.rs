@@ -1,4 +1,4 @@
-//! Tokenizers from files, checked.
+//! Loading and checking tokenizers.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,7 +13,7 @@ use super::special::{additions, named_token};
 use super::{MAX_ID, Tokenizer, TokenizerError, pretty, read_text};
 
 impl Tokenizer {
-    /// One id a byte, and `<|endoftext|>` as id 256.
+    /// Returns the byte tokenizer: one id per byte, and `<|endoftext|>` as id 256.
     #[must_use]
     pub fn bytes() -> Self {
         let alphabet = byte_alphabet();
@@ -22,8 +22,8 @@ impl Tokenizer {
         Self::from_text(json, None, "the byte tokenizer").expect("the byte tokenizer is a constant and tested")
     }
 
-    /// The tokenizer of a `tokenizer.json`, with the `tokenizer_config.json` beside it if there is one. Where it is not there
-    /// but GPT-2's older files are, `vocab.json` and `merges.txt`, that of these.
+    /// Reads a `tokenizer.json` and, if present, the `tokenizer_config.json` beside it. Without a `tokenizer.json`,
+    /// GPT-2's older files `vocab.json` and `merges.txt` are read.
     pub fn from_file(path: &Path) -> Result<Self, TokenizerError> {
         let config_path = path.with_file_name("tokenizer_config.json");
         let config = if config_path.exists() { Some(read_text(&config_path)?) } else { None };
@@ -36,12 +36,12 @@ impl Tokenizer {
         Self::from_text(read_text(path)?, config, &origin)
     }
 
-    /// The tokenizer of a model folder.
+    /// Reads the tokenizer of a model folder.
     pub fn from_dir(dir: &Path) -> Result<Self, TokenizerError> {
         Self::from_file(&dir.join("tokenizer.json"))
     }
 
-    /// The tokenizer of a GGUF file, said as a `tokenizer.json`.
+    /// Builds the tokenizer of a GGUF file from its translation to a `tokenizer.json`.
     pub(crate) fn from_gguf(json: String, config: String, origin: &str) -> Result<Self, TokenizerError> {
         Ok(Self { begins_chats: true, ..Self::from_text(json, Some(config), origin)? })
     }
@@ -50,8 +50,8 @@ impl Tokenizer {
         Self::from_parts(json, config, origin, false)
     }
 
-    /// The tokenizer of a `tokenizer.json` and a `tokenizer_config.json`; `has_flags_only` says that the former was made here and that
-    /// what belongs around a text is known from the latter.
+    /// Builds the tokenizer of a `tokenizer.json` and a `tokenizer_config.json`. With `has_flags_only` the former was
+    /// generated, and only the latter knows which tokens are added around a text.
     fn from_parts(
         mut json: String,
         config: Option<String>,
@@ -66,7 +66,7 @@ impl Tokenizer {
             Some(text) => serde_json::from_str(text).map_err(|e| invalid(format!("tokenizer_config.json: {e}")))?,
         };
         let engine = Engine::new(&value).map_err(invalid)?;
-        // The library numbers added tokens itself where the model does not have them.
+        // The library numbers added tokens itself if the model does not have them.
         for token in added_tokens(&value).filter_map(|token| token["content"].as_str()) {
             ids.extend(engine.id_of(token).map(|id| (token.to_owned(), id)));
         }
@@ -102,7 +102,7 @@ impl Tokenizer {
     }
 }
 
-/// The ids of tokens such as `<0x0A>`, in order, where the decoder makes bytes of them.
+/// Returns the sorted ids of byte tokens such as `<0x0A>`, if the decoder turns these into bytes.
 fn byte_tokens(value: &Value, ids: &BTreeMap<String, u32>) -> Vec<u32> {
     if !has_byte_fallback(&value["decoder"]) {
         return Vec::new();
@@ -117,7 +117,7 @@ fn has_byte_fallback(decoder: &Value) -> bool {
     decoder["type"] == "ByteFallback" || parts.into_iter().any(has_byte_fallback)
 }
 
-/// Every token of the model and every added one, checked, before any table is made of them.
+/// Lists every token of the model and every added one. Ids are checked before any table is allocated for them.
 fn ids_by_token(value: &Value) -> Result<BTreeMap<String, u32>, String> {
     let mut ids = BTreeMap::new();
     let mut add = |token: &str, id: Option<u64>| match id {
@@ -129,7 +129,7 @@ fn ids_by_token(value: &Value) -> Result<BTreeMap<String, u32>, String> {
     };
     match value.get("model").and_then(|model| model.get("vocab")) {
         Some(Value::Object(vocab)) => vocab.iter().try_for_each(|(token, id)| add(token, id.as_u64()))?,
-        // Unigram: pairs of token and score, the id is the place.
+        // A Unigram vocabulary is a list of tokens with scores; the id is the index.
         Some(Value::Array(vocab)) => vocab.iter().zip(0..).try_for_each(|(entry, id)| {
             let token =
                 entry.get(0).and_then(Value::as_str).ok_or_else(|| format!("vocabulary entry {id} has no token"))?;
@@ -145,7 +145,7 @@ fn ids_by_token(value: &Value) -> Result<BTreeMap<String, u32>, String> {
     Ok(ids)
 }
 
-/// The spellings of special tokens.
+/// Returns the spellings of special tokens.
 fn special_tokens(value: &Value) -> Vec<String> {
     let special = added_tokens(value).filter(|token| token["special"] == Value::Bool(true));
     let spelled = special.filter_map(|token| Some(token["content"].as_str()?.to_owned()));

@@ -1,9 +1,10 @@
 //! Tokenizers: plain bytes, BPE trained on given texts, or any `tokenizer.json`.
 //!
-//! Whatever the kind, a tokenizer is the text of a `tokenizer.json` in the form that Hugging Face's libraries read, and
-//! saving writes that text. The `tokenizers` crate encodes and decodes, except for plain bytes, where an id is a byte and
-//! no machinery is needed. Text is encoded as text: the spelling of a special token in it does not become that token. What belongs
-//! around a text, such as a token that begins it, is added where a method says so ([`Tokenizer::encode_prompt`]).
+//! A tokenizer of any kind is the text of a `tokenizer.json` that Hugging Face's libraries read, and saving writes
+//! that text. The `tokenizers` crate encodes and decodes, except for plain bytes, where an id is a byte.
+//!
+//! Text is encoded as text: the spelling of a special token does not become that token. Tokens around a text, such as
+//! one that begins it, are added by the methods that say so ([`Tokenizer::encode_prompt`]).
 
 mod byte_level;
 mod division;
@@ -27,25 +28,25 @@ use crate::foreign;
 use crate::instead::instead_of_tokenizer;
 
 pub(crate) use ends::is_known_end;
-pub(crate) use special::template;
+pub(crate) use special::{NamedToken, template};
 
-/// The special token of the tokenizers made here: it begins and ends texts.
+/// The special token that begins and ends texts in tokenizers trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// The largest `tokenizer.json` that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 256 << 20;
 
-/// Ids are below this; larger ones would make tables of absurd size.
+/// The bound of ids; larger ones would need tables of absurd size.
 const MAX_ID: u64 = 1 << 24;
 
-/// Stands behind the first character of what spells a special token but is none. No character: Unicode keeps it for use
-/// inside programs.
+/// A mark after the first character of text that spells a special token but must not become one. Unicode reserves it
+/// for use inside programs.
 const GUARD: char = '\u{FDD0}';
 
-/// The special token before the name of a channel, of tokenizers whose models answer in channels.
+/// The special token before the name of a channel, in tokenizers whose models answer in channels.
 const CHANNEL: &str = "<|channel|>";
 
-/// What can go wrong with a tokenizer.
+/// Errors of tokenizers.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
     /// The file cannot be read or written.
@@ -56,7 +57,7 @@ pub enum TokenizerError {
         /// Why.
         source: io::Error,
     },
-    /// The file is larger than any tokenizer.
+    /// The file is too large for a tokenizer.
     #[error("{}: {bytes} bytes, but a tokenizer.json has at most {MAX_FILE_BYTES}", path.display())]
     TooLarge {
         /// The file.
@@ -64,26 +65,26 @@ pub enum TokenizerError {
         /// Its size.
         bytes: u64,
     },
-    /// The text is no tokenizer that can be used.
+    /// The text is not a usable tokenizer.
     #[error("{origin}: not a usable tokenizer: {reason}")]
     Invalid {
-        /// The file, or what else the text came from.
+        /// The origin of the text, such as a file.
         origin: String,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
-    /// A vocabulary smaller than the alphabet.
+    /// The vocabulary is smaller than the alphabet.
     #[error("vocab_size = {vocab_size}: a BPE vocabulary needs at least 257 tokens, 256 bytes and {END_OF_TEXT}")]
     VocabularyTooSmall {
         /// The size asked for.
         vocab_size: usize,
     },
-    /// Text could not be encoded or ids not decoded.
-    #[error("the tokenizer fails: {0}")]
+    /// The library failed to encode or decode.
+    #[error("the tokenizer failed: {0}")]
     Failed(String),
 }
 
-/// Text to ids and back.
+/// A tokenizer: encodes text as ids and decodes ids.
 pub struct Tokenizer {
     engine: Engine,
     /// The `tokenizer.json`.
@@ -93,40 +94,41 @@ pub struct Tokenizer {
     is_bytes: bool,
     vocab_size: usize,
     special_tokens: Vec<String>,
-    /// The ids that belong around a text.
+    /// The ids that are added around a text.
     additions: Additions,
-    /// Whether a conversation gets what belongs before a text too, if its template has not spelled it.
+    /// True if a conversation also gets the ids before a text, unless its template has spelled them.
     begins_chats: bool,
     bos_id: Option<u32>,
     eos_id: Option<u32>,
     /// The ids of tokens that are known to end an answer.
     known_ends: Vec<u32>,
-    /// The ids that stand for single bytes of a character, in order.
+    /// The sorted ids that stand for single bytes.
     byte_tokens: Vec<u32>,
     sentinels: Vec<u32>,
 }
 
 impl Tokenizer {
-    /// Ids are from 0 to below this.
+    /// Returns the size of the vocabulary: ids are below it.
     #[must_use]
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// The id that ends a text, if the tokenizer has one.
+    /// Returns the id that ends a text, if the tokenizer has one.
     #[must_use]
     pub fn eos_id(&self) -> Option<u32> {
         self.eos_id
     }
 
-    /// The ids that belong before every text, as `transformers` adds them to a folder's and llama.cpp to a file's: a token that
-    /// begins it, or nothing.
+    /// Returns the ids that begin every text, such as a BOS token: those that `transformers` adds for a folder, and
+    /// llama.cpp for a file. Empty if there are none.
     #[must_use]
     pub fn text_start(&self) -> &[u32] {
         &self.additions.before
     }
 
-    /// The ids at which generation stops: `configured`, the end of a text, and those whose names are known to end an answer.
+    /// Returns the ids at which generation stops: `configured`, the end of a text, and tokens whose names are known
+    /// to end answers.
     #[must_use]
     pub fn stop_ids(&self, configured: &[u32]) -> Vec<u32> {
         let mut ids = Vec::new();
@@ -138,43 +140,44 @@ impl Tokenizer {
         ids
     }
 
-    /// The ids that stand for spans left out of a text, `<extra_id_0>` and so on in T5's tokenizers; none in others.
+    /// Returns the sentinel ids of T5's tokenizers (`<extra_id_0>` and so on), which stand for spans left out of a
+    /// text; empty for other tokenizers.
     #[must_use]
     pub fn sentinels(&self) -> &[u32] {
         &self.sentinels
     }
 
-    /// Whether answers come in channels, as GPT-OSS gives them (OpenAI's harmony format).
+    /// Returns true if the model answers in channels, as GPT-OSS does (OpenAI's harmony format).
     #[must_use]
     pub fn has_channels(&self) -> bool {
         self.special_tokens.iter().any(|token| token == CHANNEL)
     }
 
-    /// Whether an id is a byte.
+    /// Returns true if every id is a byte.
     #[must_use]
     pub fn is_bytes(&self) -> bool {
         self.is_bytes
     }
 
-    /// Whether an id stands for one byte, which may be a part of a character.
+    /// Returns true if an id stands for a single byte, which may be a part of a character.
     #[must_use]
     pub fn is_byte_token(&self, id: u32) -> bool {
         self.byte_tokens.binary_search(&id).is_ok()
     }
 
-    /// Whether an id takes part in the text of ids, as a special token does only where these are shown.
+    /// Returns true if an id contributes to decoded text; special tokens do so only with `shows_special`.
     #[must_use]
     pub fn is_shown(&self, id: u32, shows_special: bool) -> bool {
         self.engine.is_shown(id, shows_special)
     }
 
-    /// The `tokenizer.json`.
+    /// Returns the `tokenizer.json`.
     #[must_use]
     pub fn json(&self) -> &str {
         &self.json
     }
 
-    /// The ids of a text, no special token added.
+    /// Encodes a text without adding special tokens.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         if self.is_bytes {
             return Ok(text.bytes().map(u32::from).collect());
@@ -182,9 +185,10 @@ impl Tokenizer {
         self.engine.encode(text, Spelling::Text).map_err(failed)
     }
 
-    /// The ids of a text that a model is to continue: what belongs before a text, and the text. What belongs behind a text, such as
-    /// a token that ends it, is left off, since the text goes on. With `reads_special`, the spelling of a special token is that
-    /// token, and a text that spells its own beginning gets no second one. An empty text is what texts begin with, or else follow.
+    /// Encodes a prompt, which the model is to continue: the ids that begin a text, then the text. The ids that end a
+    /// text are left off. With `reads_special` the spelling of a special token becomes that token, and a text that
+    /// spells its own beginning gets no second one. An empty prompt becomes the token that begins a text, or else the
+    /// one that ends it.
     pub fn encode_prompt(&self, text: &str, reads_special: bool) -> Result<Vec<u32>, TokenizerError> {
         let ids = if reads_special { self.encode_spelled(text)? } else { self.encode(text)? };
         let mut ids = self.with_start(ids);
@@ -194,19 +198,19 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The ids of a text for an encoder to read: the spelling of a special token is that token, and what the tokenizer has for
-    /// the ends of a text is added, such as T5's `</s>`.
+    /// Encodes a text for an encoder. The spelling of a special token becomes that token, and the ids that begin and
+    /// end a text, such as T5's `</s>`, are added.
     pub fn encode_source(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         let Additions { before, after } = &self.additions;
         Ok([before, &self.encode_spelled(text)?[..], after].concat())
     }
 
-    /// The ids of many texts.
+    /// Encodes several texts.
     pub fn encode_batch(&self, texts: &[&str]) -> Result<Vec<Vec<u32>>, TokenizerError> {
         texts.iter().map(|text| self.encode(text)).collect()
     }
 
-    /// A text that somebody wrote, marked so that [`Tokenizer::encode_rendered`] makes no special token of it.
+    /// Marks a user's text so that [`Tokenizer::encode_rendered`] makes no special tokens of it.
     #[must_use]
     pub fn guard(&self, text: &str) -> String {
         let mut guarded = String::with_capacity(text.len());
@@ -219,9 +223,9 @@ impl Tokenizer {
         guarded
     }
 
-    /// The ids of a conversation as its template spells it: the spelling of a special token is that token, but where
-    /// [`Tokenizer::guard`] marked it. The template says with what a conversation begins; only to one from a GGUF file is that added
-    /// if it does not, as llama.cpp has it.
+    /// Encodes a conversation that a chat template has rendered. The spelling of a special token becomes that token,
+    /// except where [`Tokenizer::guard`] marked it. The template spells the beginning; only for tokenizers from GGUF
+    /// files is a missing one added, as in llama.cpp.
     pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         let mut ids = Vec::new();
         for part in text.split(GUARD).filter(|part| !part.is_empty()) {
@@ -230,25 +234,25 @@ impl Tokenizer {
         Ok(if self.begins_chats { self.with_start(ids) } else { ids })
     }
 
-    /// The ids of a text in which the spelling of a special token is that token.
+    /// Encodes a text in which the spelling of a special token becomes that token.
     pub fn encode_spelled(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
         self.engine.encode(text, Spelling::Token).map_err(failed)
     }
 
-    /// Ids with what belongs before a text, unless they begin with it.
+    /// Adds the ids that begin a text, unless `ids` begin with them.
     fn with_start(&self, ids: Vec<u32>) -> Vec<u32> {
         let before = &self.additions.before;
         if ids.starts_with(before) { ids } else { [before, &ids[..]].concat() }
     }
 
-    /// The `tokenizer_config.json`.
+    /// Returns the `tokenizer_config.json`.
     #[must_use]
     pub fn config_json(&self) -> &str {
         &self.config_json
     }
 
-    /// The text of `ids`, without special tokens. Bytes that are no character come as U+FFFD, ids that the vocabulary does
-    /// not have as nothing.
+    /// Decodes `ids`, leaving out special tokens. Bytes that are not valid UTF-8 become U+FFFD, and unknown ids
+    /// contribute nothing.
     pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         if self.is_bytes {
             let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
@@ -257,7 +261,7 @@ impl Tokenizer {
         self.engine.decode(ids, false).map_err(failed)
     }
 
-    /// The text of `ids`, with special tokens as they are spelled.
+    /// Decodes `ids`, spelling special tokens.
     pub fn decode_with_special(&self, ids: &[u32]) -> Result<String, TokenizerError> {
         self.engine.decode(ids, true).map_err(failed)
     }
@@ -291,16 +295,16 @@ fn read_text(path: &Path) -> Result<String, TokenizerError> {
     if text.is_empty() {
         return Err(invalid("EOF: this file is empty: download it again".to_owned()));
     }
-    // A whole tokenizer is none of the kinds of file that are known by their first bytes.
+    // A real tokenizer is not one of the kinds of files that are recognized by their first bytes.
     let what = (text.len() < 4096).then(|| foreign::what(text.as_bytes())).flatten();
     what.map_or(Ok(text), |what| Err(invalid(format!("this is {what}"))))
 }
 
-/// What the system says, and for a tokenizer.json that is not there what its folder has instead.
+/// Adds to the system's error on a missing `tokenizer.json` what the folder has instead.
 fn with_advice(error: io::Error, path: &Path) -> io::Error {
     let is_missing = error.kind() == io::ErrorKind::NotFound && path.ends_with("tokenizer.json");
     match path.parent().filter(|_| is_missing) {
-        Some(dir) => io::Error::new(error.kind(), format!("not there{}", instead_of_tokenizer(dir))),
+        Some(dir) => io::Error::new(error.kind(), format!("missing{}", instead_of_tokenizer(dir))),
         None => error,
     }
 }

@@ -1,4 +1,4 @@
-//! GPT-2's older files, a vocabulary and its merges.
+//! GPT-2's older tokenizer files: a vocabulary and its merges.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use super::byte_level::byte_level_json;
 use super::{END_OF_TEXT, MAX_ID, TokenizerError, read_text};
 
-/// The `tokenizer.json` of a vocabulary and its merges, which are GPT-2's unless the configuration beside them says otherwise:
-/// how text is divided into words is not in these files.
+/// Builds the `tokenizer.json` of a vocabulary and its merges. These files do not give the division into words, so
+/// only GPT-2's class, the default, is accepted.
 pub(super) fn json_of_older(
     [vocab_path, merges_path]: &[PathBuf; 2],
     config: Option<&str>,
@@ -20,7 +20,7 @@ pub(super) fn json_of_older(
     if !["GPT2Tokenizer", "GPT2TokenizerFast"].contains(&class) {
         return Err(invalid(
             vocab_path,
-            format!("a {class} needs its tokenizer.json; this file does for GPT-2's alone"),
+            format!("a {class} needs a tokenizer.json; only GPT-2's tokenizer is read from this file"),
         ));
     }
     let vocab: BTreeMap<String, u32> =

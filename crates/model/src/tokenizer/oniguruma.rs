@@ -1,18 +1,20 @@
-//! Oniguruma's spelling of regular expressions, said in that of Rust's engines.
+//! Translation of regular expressions from Oniguruma's syntax to that of Rust's engines.
 //!
-//! Most of it is the same. What differs: `^` and `$` mean lines, `(?m)` lets a dot match a line end, `\h` is a hexadecimal digit, names
-//! of POSIX know all of Unicode, joiners are no parts of words, and `{1,3}+` repeats where it elsewhere forbids to step back.
+//! Most of it is the same. In Oniguruma `^` and `$` match at line ends, `(?m)` lets a dot match a line end, `\h` is a
+//! hexadecimal digit, POSIX names cover all of Unicode, joiners are not word characters, and `{1,3}+` is a repetition
+//! where other engines make it possessive.
 
 use std::iter::Peekable;
 use std::str::Chars;
 
-/// What `\w` is: without the joiners of emoji and Indic scripts. Outside classes it has the numbers of Latin-1, such as ½.
+/// The set of `\w`: without the joiners of emoji and Indic scripts. Outside classes it also has the numbers of
+/// Latin-1, such as ½.
 const WORD: &str = r"[[\w²³¹¼-¾]&&[^\x{200C}\x{200D}]]";
 const NOT_WORD: &str = r"[[^\w²³¹¼-¾]\x{200C}\x{200D}]";
 const WORD_IN_CLASS: &str = r"[\w&&[^\x{200C}\x{200D}]]";
 const NOT_WORD_IN_CLASS: &str = r"[\W\x{200C}\x{200D}]";
 
-/// Names of POSIX, between colons in a class or in `\p{}`, where Rust's engines do not have them for all of Unicode.
+/// The content of POSIX classes (`[:name:]`, `\p{name}`) that Rust's engines do not have for all of Unicode.
 const POSIX: [(&str, &str); 11] = [
     ("alnum", r"\p{Alphabetic}\p{Nd}"),
     ("alpha", r"\p{Alphabetic}"),
@@ -27,7 +29,7 @@ const POSIX: [(&str, &str); 11] = [
     ("word", WORD_IN_CLASS),
 ];
 
-/// The expression as Rust's engines spell it.
+/// Translates an expression to the syntax of Rust's engines.
 pub(super) fn translate(source: &str) -> Result<String, String> {
     let mut translator =
         Translator { source, rest: source.chars().peekable(), out: String::new(), atoms: vec![0], has_lines: false };
@@ -36,8 +38,8 @@ pub(super) fn translate(source: &str) -> Result<String, String> {
     Ok(if has_lines { format!("(?m){out}") } else { out })
 }
 
-/// Whether a translated expression forbids to step back somewhere, as in `a++`, which engines without stepping back take for a repetition
-/// of a repetition.
+/// Returns true if a translated expression has possessive quantifiers or atomic groups, such as `a++`. Engines
+/// without backtracking read that as a repetition of a repetition.
 pub(super) fn forbids_stepping_back(translated: &str) -> bool {
     let (mut depth, mut is_quantifier, mut chars) = (0_usize, false, translated.chars());
     while let Some(c) = chars.next() {
@@ -57,7 +59,7 @@ struct Translator<'a> {
     source: &'a str,
     rest: Peekable<Chars<'a>>,
     out: String,
-    /// Where, in `out`, the last atom of each open group begins.
+    /// The start in `out` of the last atom of each open group.
     atoms: Vec<usize>,
     has_lines: bool,
 }
@@ -91,10 +93,10 @@ impl Translator<'_> {
     }
 
     fn cut_short(&self) -> String {
-        format!("the expression {:?} is cut short", self.source)
+        format!("the expression {:?} ends too early", self.source)
     }
 
-    /// A group, whose flags may say `m` for what is `s` elsewhere.
+    /// Translates the head of a group; the flag `m` is `s` elsewhere.
     fn open(&mut self) {
         self.out.push('(');
         if self.rest.next_if_eq(&'?').is_some() {
@@ -102,7 +104,7 @@ impl Translator<'_> {
             while let Some(flag) = self.rest.next_if(|c| matches!(c, 'i' | 'm' | 'x' | '-')) {
                 self.out.push(if flag == 'm' { 's' } else { flag });
             }
-            // What follows is part of the group's head: `:`, `=`, `!`, `<=`, `>`, a name.
+            // The rest of the group's head: `:`, `=`, `!`, `<=`, `>` or a name.
             if let Some(c) = self.rest.next_if(|c| matches!(c, ':' | '=' | '!' | '<' | '>')) {
                 self.out.push(c);
             }
@@ -117,7 +119,7 @@ impl Translator<'_> {
         }
     }
 
-    /// `{n,m}`, after which `+` repeats the whole.
+    /// Translates `{n,m}`; a `+` after it repeats the whole.
     fn interval(&mut self) {
         self.out.push('{');
         let digits = |c: &char| c.is_ascii_digit() || *c == ',';
@@ -125,7 +127,7 @@ impl Translator<'_> {
         while let Some(c) = self.rest.next_if(digits) {
             inside.push(c);
         }
-        // `{,m}` has no least number.
+        // A missing lower bound is 0.
         let inside = if inside.starts_with(',') { format!("0{inside}") } else { inside };
         self.out.push_str(&inside);
         if inside.is_empty() || self.rest.next_if_eq(&'}').is_none() {
@@ -160,7 +162,7 @@ impl Translator<'_> {
         Ok(())
     }
 
-    /// `\uHHHH`.
+    /// Translates `\uHHHH`.
     fn code_point(&mut self) -> Result<(), String> {
         let digits: String = (0..4).filter_map(|_| self.rest.next_if(char::is_ascii_hexdigit)).collect();
         if digits.len() != 4 {
@@ -170,7 +172,7 @@ impl Translator<'_> {
         Ok(())
     }
 
-    /// `\p{name}`, `\P{name}`, `\p{^name}`.
+    /// Translates `\p{name}`, `\P{name}` and `\p{^name}`.
     fn property(&mut self, c: char, in_class: bool) -> Result<(), String> {
         if self.rest.next_if_eq(&'{').is_none() {
             self.out.extend(['\\', c]);
@@ -193,13 +195,13 @@ impl Translator<'_> {
         Ok(())
     }
 
-    /// A class in brackets, of which the first is read.
+    /// Translates a class whose opening bracket has been read.
     fn class(&mut self) -> Result<(), String> {
         self.out.push('[');
         if self.rest.next_if_eq(&'^').is_some() {
             self.out.push('^');
         }
-        // A bracket that closes nothing is itself.
+        // A bracket that closes nothing is a literal.
         if self.rest.next_if_eq(&']').is_some() {
             self.out.push_str(r"\]");
         }
@@ -209,7 +211,7 @@ impl Translator<'_> {
                 '\\' => self.escape(true)?,
                 '[' if self.rest.peek() == Some(&':') => self.posix_or_class()?,
                 '[' => self.class()?,
-                // Two of these mean something to Rust's engines.
+                // `~~` is an operator in Rust's engines.
                 '~' => self.out.push_str(r"\~"),
                 c => self.out.push(c),
             }
@@ -218,7 +220,7 @@ impl Translator<'_> {
         Ok(())
     }
 
-    /// `[:name:]` inside a class, or a class that begins with a colon.
+    /// Translates `[:name:]` in a class, or a class that begins with a colon.
     fn posix_or_class(&mut self) -> Result<(), String> {
         let ahead: String = self.rest.clone().take_while(|c| *c != ']').collect();
         let name = ahead.strip_prefix(':').and_then(|name| name.strip_suffix(':'));
@@ -227,7 +229,7 @@ impl Translator<'_> {
             None => return self.class(),
         };
         let Some((_, content)) = POSIX.iter().find(|(posix, _)| *posix == name) else { return self.class() };
-        // With the bracket that closes it.
+        // Skips the name and its closing bracket.
         for _ in 0..=ahead.chars().count() {
             self.rest.next();
         }

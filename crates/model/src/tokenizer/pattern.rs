@@ -1,7 +1,7 @@
-//! Regular expressions that divide text, matched as Oniguruma does, the engine of Hugging Face's Python package.
+//! Regular expressions that divide text, matched as in Oniguruma, the engine of Hugging Face's Python package.
 //!
-//! The library divides by an engine of its own choice, which gives up in silence on long runs of blanks. So expressions are matched here:
-//! in linear time where they allow it, else by backtracking, which reports when it gives up.
+//! The `tokenizers` library would use an engine that silently gives up on long runs of blanks. Here expressions are
+//! matched in linear time where their syntax allows it, and otherwise by backtracking that reports when it gives up.
 
 use std::fmt;
 
@@ -11,13 +11,13 @@ use regex_automata::{Anchored, Input, Span};
 
 use super::oniguruma::{forbids_stepping_back, translate};
 
-/// The end of most expressions: a run of blanks, without the last of them if something follows.
+/// The end of most expressions: a run of blanks, without the last blank if text follows.
 const BLANKS: &str = r"|\s+(?!\S)|\s+";
 
-/// Steps back that a match may take before it fails.
+/// The number of backtracking steps after which a match fails.
 const MAX_STEPS_BACK: usize = 100_000_000;
 
-/// A compiled expression.
+/// A compiled regular expression.
 pub(super) struct Pattern {
     source: String,
     engine: Engine,
@@ -25,7 +25,7 @@ pub(super) struct Pattern {
 
 enum Engine {
     Linear(meta::Regex),
-    /// The expression before [`BLANKS`], and a run of blanks.
+    /// The expression before [`BLANKS`], and a run of blanks as the second pattern.
     WithBlanks(meta::Regex),
     Backtracking(fancy_regex::Regex),
 }
@@ -37,7 +37,7 @@ impl fmt::Debug for Pattern {
 }
 
 impl Pattern {
-    /// Compiles an expression in Oniguruma's spelling.
+    /// Compiles an expression in Oniguruma's syntax.
     pub(super) fn new(source: &str) -> Result<Self, String> {
         let translated = translate(source)?;
         let engine = match Self::linear(&translated) {
@@ -60,9 +60,9 @@ impl Pattern {
         RegexBuilder::new(translated).backtrack_limit(MAX_STEPS_BACK).build().map(Engine::Backtracking)
     }
 
-    /// The first match at or behind `at`.
+    /// Returns the first match at or after `at`.
     fn find(&self, text: &str, at: usize) -> Result<Option<Span>, String> {
-        // Most matches begin where the last one ended, and to ask for such a one alone takes half the time.
+        // Most matches begin where the last one ended, and an anchored search takes half the time.
         let linear = |regex: &meta::Regex| {
             let input = Input::new(text).range(at..);
             regex.search(&input.clone().anchored(Anchored::Yes)).or_else(|| regex.search(&input))
@@ -81,7 +81,7 @@ impl Pattern {
         })
     }
 
-    /// Every match, in order. One that is empty does not stand directly behind another.
+    /// Returns all matches in order. An empty match directly after another is left out.
     pub(super) fn find_all(&self, text: &str) -> Result<Vec<Span>, String> {
         let (mut found, mut at, mut last) = (Vec::new(), 0, None);
         while at <= text.len() {
@@ -117,7 +117,7 @@ impl tokenizers::pattern::Pattern for &Pattern {
     }
 }
 
-/// The run of blanks `span`; if something follows, its last blank belongs to that, unless it is the only one.
+/// Drops the last blank of a run if text follows and it is not the only one.
 fn without_last_blank(text: &str, span: Span) -> Span {
     let last = text[span.start..span.end].chars().next_back().map_or(0, char::len_utf8);
     let is_followed = span.end < text.len();

@@ -1,13 +1,13 @@
-//! The special tokens that a tokenizer puts around a text.
+//! The special tokens that a tokenizer adds around a text.
 //!
-//! `transformers` goes by the post-processor of `tokenizer.json`. The flags `add_bos_token` and `add_eos_token` of
-//! `tokenizer_config.json` decide where there is no `tokenizer.json`, and, until release 5, in the classes of [`FLAGGED`]. Files of
-//! DeepSeek rely on this: their post-processor adds nothing, their flag says that the model expects a beginning. So a flag of such a
-//! class that asks for a token is followed where the post-processor adds none.
+//! `transformers` uses the post-processor of `tokenizer.json`. The flags `add_bos_token` and `add_eos_token` of
+//! `tokenizer_config.json` decide if there is no `tokenizer.json` and, until release 5, in the classes of
+//! [`FLAGGED`]. DeepSeek's files rely on this: their post-processor adds nothing, but a flag says that the model
+//! expects a BOS token. A flag of such a class is therefore followed if the post-processor adds nothing.
 
 use serde_json::{Value, json};
 
-/// Classes that go by their flags, with the names of the tokens where the configuration names none.
+/// Classes that follow their flags, with the default names of their tokens.
 const FLAGGED: [(&str, &str, &str); 4] = [
     ("LlamaTokenizer", "<s>", "</s>"),
     ("CodeLlamaTokenizer", "<s>", "</s>"),
@@ -15,10 +15,10 @@ const FLAGGED: [(&str, &str, &str); 4] = [
     ("CohereTokenizer", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
 ];
 
-/// A class that replaces the post-processor of its file by its flags.
+/// A class whose flags replace the post-processor of its file.
 const REPLACING: &str = "GPTNeoXTokenizer";
 
-/// Ids before and behind a text.
+/// The ids added before and after a text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Additions {
     pub(super) before: Vec<u32>,
@@ -30,7 +30,7 @@ impl Additions {
         self.before.is_empty() && self.after.is_empty()
     }
 
-    /// The additions of a post-processor as `tokenizer.json` describes it.
+    /// Reads the additions of a `post_processor` of `tokenizer.json`.
     fn of_processor(processor: &Value) -> Result<Self, String> {
         match processor["type"].as_str() {
             Some("TemplateProcessing") => Self::of_template(processor),
@@ -64,7 +64,7 @@ impl Additions {
         Ok(additions)
     }
 
-    /// These additions with `outer` around them.
+    /// Returns these additions with `outer` around them.
     fn inside(self, outer: Self) -> Self {
         Self { before: [outer.before, self.before].concat(), after: [self.after, outer.after].concat() }
     }
@@ -74,15 +74,23 @@ fn id_of(value: &Value) -> Option<u32> {
     value.as_u64().and_then(|id| u32::try_from(id).ok())
 }
 
-/// The content of a token that a configuration names, as text or as an object.
+/// Returns the content of a token in a configuration, where it is text or an object.
 pub(super) fn named_token<'a>(config: &'a Value, key: &str) -> Option<&'a str> {
     let token = config.get(key)?;
     token.as_str().or_else(|| token.get("content")?.as_str())
 }
 
-/// A post-processor that puts one token before a text and one behind it, or either, each by name and id.
-pub(crate) fn template(bos: Option<(&str, u32)>, eos: Option<(&str, u32)>) -> Value {
-    let special = |(name, _): (&str, u32), type_id: u32| json!({ "SpecialToken": { "id": name, "type_id": type_id } });
+/// A token of a vocabulary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NamedToken<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) id: u32,
+}
+
+/// Builds a post-processor that adds `bos` before a text and `eos` after it, if given.
+pub(crate) fn template(bos: Option<NamedToken<'_>>, eos: Option<NamedToken<'_>>) -> Value {
+    let special =
+        |token: NamedToken<'_>, type_id: u32| json!({ "SpecialToken": { "id": token.name, "type_id": type_id } });
     let around = |sequence: &str, type_id: u32| -> Vec<Value> {
         let text = json!({ "Sequence": { "id": sequence, "type_id": type_id } });
         let before = bos.map(|bos| special(bos, type_id));
@@ -91,7 +99,7 @@ pub(crate) fn template(bos: Option<(&str, u32)>, eos: Option<(&str, u32)>) -> Va
     let tokens = bos
         .into_iter()
         .chain(eos)
-        .map(|(name, id)| (name.to_owned(), json!({ "id": name, "ids": [id], "tokens": [name] })));
+        .map(|NamedToken { name, id }| (name.to_owned(), json!({ "id": name, "ids": [id], "tokens": [name] })));
     let pair = [around("A", 0), around("B", 1)].concat();
     json!({
         "type": "TemplateProcessing", "single": around("A", 0), "pair": pair,
@@ -99,8 +107,9 @@ pub(crate) fn template(bos: Option<(&str, u32)>, eos: Option<(&str, u32)>) -> Va
     })
 }
 
-/// The additions of the tokenizer `value`, with `config` beside it. Where flags decide, the post-processor of `value` becomes one that
-/// does the same, so that a saved file says it to every reader. `has_flags_only` is for files without a post-processor of their own.
+/// Returns the additions of the tokenizer `value` with the configuration `config`. If flags decide, the
+/// post-processor of `value` is replaced by an equivalent one, so that every reader of a saved file adds the same.
+/// `has_flags_only` is for files without a post-processor.
 pub(super) fn additions(
     value: &mut Value,
     config: &Value,
@@ -117,15 +126,15 @@ pub(super) fn additions(
     }
     let (_, bos, eos) = flagged.copied().unwrap_or(("", super::END_OF_TEXT, super::END_OF_TEXT));
     let token = |flag: &str, key: &str, default: &'static str| {
-        let name = named_token(config, key).unwrap_or(default);
+        let name: &str = named_token(config, key).unwrap_or(default);
         let is_asked = config[flag] == Value::Bool(true);
-        is_asked.then(|| id_of_token(name)).flatten().map(|id| (name.to_owned(), id))
+        is_asked.then(|| id_of_token(name)).flatten().map(|id| NamedToken { name, id })
     };
     let bos = token("add_bos_token", "bos_token", bos);
     let eos = token("add_eos_token", "eos_token", eos);
-    let additions = Additions { before: bos.iter().map(|t| t.1).collect(), after: eos.iter().map(|t| t.1).collect() };
+    let [before, after] = [bos, eos].map(|token| token.iter().map(|token| token.id).collect());
+    let additions = Additions { before, after };
     if additions != processor {
-        let [bos, eos] = [&bos, &eos].map(|token| token.as_ref().map(|(name, id)| (&name[..], *id)));
         value["post_processor"] = template(bos, eos);
     }
     Ok(additions)

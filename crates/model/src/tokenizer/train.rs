@@ -1,4 +1,4 @@
-//! Byte-level BPE trained on given texts.
+//! Training of byte-level BPE.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -11,13 +11,13 @@ use super::byte_level::{byte_alphabet, byte_level_json};
 use super::division::word_pattern;
 use super::{END_OF_TEXT, Tokenizer, TokenizerError, failed};
 
-/// Pieces of text that the trainer counts words in, in bytes.
+/// The size in bytes of the pieces in which the trainer counts words.
 const TRAINING_PIECE: usize = 1 << 16;
 
 impl Tokenizer {
-    /// Byte-level BPE of `vocab_size` tokens trained on `texts`: `<|endoftext|>` (id 0), the 256 bytes, then merges, the most
-    /// frequent pair first and the lowest ids first among equals, so that the same texts give the same tokenizer. Fewer
-    /// tokens result if no pair is left that occurs twice.
+    /// Trains byte-level BPE with `vocab_size` tokens on `texts`: `<|endoftext|>` (id 0), the 256 bytes, then merges,
+    /// the most frequent pair first and the lowest ids first among equals, so that the same texts give the same
+    /// tokenizer. The result has fewer tokens if no pair that occurs twice is left.
     pub fn train_bpe(texts: &[&str], vocab_size: usize) -> Result<Self, TokenizerError> {
         if vocab_size < 257 {
             return Err(TokenizerError::VocabularyTooSmall { vocab_size });
@@ -45,7 +45,7 @@ impl Tokenizer {
     }
 }
 
-/// Pieces of about [`TRAINING_PIECE`] bytes, cut behind line ends where there are any.
+/// Splits a text into pieces of about [`TRAINING_PIECE`] bytes, after line ends where possible.
 fn pieces(text: &str) -> impl Iterator<Item = Cow<'_, str>> + Send {
     let mut rest = text;
     std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! From the table of weights to the struct that holds them.
+//! Construction of [`DecoderWeights`] from the table of weights.
 
 use std::iter::Peekable;
 use std::slice::Iter;
@@ -10,12 +10,12 @@ use super::role::{WeightPlace, WeightRole};
 use super::spec::WeightSpec;
 use super::structs::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights, Numbers,
+    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights, Numbers, QueryDown,
 };
 use super::table::WeightTable;
 use crate::config::ModelConfig;
 
-/// Takes the table's tensors one after another, each made by `make`; what is next in the table says what a model has.
+/// A cursor over the table: `make` creates each tensor, and the next entry shows which optional parts the model has.
 struct Builder<'a, F, S> {
     specs: Peekable<Iter<'a, WeightSpec>>,
     states: Vec<WeightShape>,
@@ -24,8 +24,8 @@ struct Builder<'a, F, S> {
 }
 
 impl DecoderWeights {
-    /// The weights of `table`, the table of a model of `config`: each tensor made from its entry by `make`, in the order of the table;
-    /// the routers' states made from their shapes by `make_state`, in the order of [`DecoderWeights::states`].
+    /// Builds the weights of a model of `config`. `make` creates each tensor from its entry in `table`, in order;
+    /// `make_state` creates the routers' states from their shapes, in the order of [`DecoderWeights::states`].
     pub(crate) fn build(
         config: &ModelConfig,
         table: &WeightTable,
@@ -37,7 +37,7 @@ impl DecoderWeights {
     }
 }
 
-// Fields are filled in the order in which they are written: that of the table.
+// Fields are evaluated in the order in which they are written, which is that of the table.
 impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<'_, F, S> {
     fn place(&mut self) -> Option<WeightPlace> {
         self.specs.peek().map(|spec| spec.place)
@@ -47,7 +47,7 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
         self.specs.peek().is_some_and(|spec| spec.role == role)
     }
 
-    /// The next tensor of the table, which is of `role`.
+    /// Creates the next tensor, which must be of `role`.
     fn take(&mut self, role: WeightRole) -> Tensor {
         let spec = self.specs.next().filter(|spec| spec.role == role);
         (self.make)(spec.expect("the table has the tensors of a model, in their order"))
@@ -128,8 +128,8 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
 
     fn attention_inputs(&mut self) -> AttentionInputs {
         if self.has(WeightRole::QDown) {
-            let down = self.linear(WeightRole::QDown, WeightRole::QDownBias);
-            let q_down = Some((down, self.take(WeightRole::QDownNorm)));
+            let projection = self.linear(WeightRole::QDown, WeightRole::QDownBias);
+            let q_down = Some(QueryDown { projection, norm: self.take(WeightRole::QDownNorm) });
             let q = self.take(WeightRole::QUp);
             return AttentionInputs::Latent(self.latent(q_down, q));
         }
@@ -150,7 +150,7 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
         }
     }
 
-    fn latent(&mut self, q_down: Option<(LinearWeights, Tensor)>, q: Tensor) -> LatentWeights {
+    fn latent(&mut self, q_down: Option<QueryDown>, q: Tensor) -> LatentWeights {
         LatentWeights {
             q_down,
             q,
@@ -188,7 +188,7 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
         }
     }
 
-    /// Weights of a router that only some schemes have.
+    /// Creates the weights that only some routing schemes have.
     fn extras(&mut self) -> Vec<NamedTensor> {
         let mut extras = Vec::new();
         while let Some(role @ WeightRole::RouterExtra(name)) = self.specs.peek().map(|spec| spec.role) {
@@ -197,7 +197,7 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
         extras
     }
 
-    /// The state that a router keeps besides weights. Not in the table.
+    /// Creates the router's state, which is not in the table.
     fn state(&mut self) -> Vec<NamedTensor> {
         let Self { states, make_state, .. } = self;
         states.iter().map(|state| NamedTensor { name: state.name, tensor: make_state(state) }).collect()

@@ -1,4 +1,4 @@
-//! Copies of all weights: parts, other types, zeros of the same shapes.
+//! Copies of all weights: in other types, as zeros, or transformed.
 
 use moeworks_moe::{LayerStats, MoeConfig, next_state};
 use moeworks_ops::{Context, elementwise, quantized};
@@ -9,7 +9,7 @@ use super::role::WeightRole;
 use super::structs::{DecoderWeights, FeedForwardWeights};
 
 impl DecoderWeights {
-    /// Takes `table [ids, K]` as what ids of tokens go to in every layer whose router has a table; see
+    /// Sets `table [ids, K]`, the experts of each token id, in every layer with hash routing; see
     /// [`balanced_hash`](moeworks_moe::balanced_hash).
     pub fn set_hash_tables(&mut self, table: &[u32]) {
         for layer in &mut self.layers {
@@ -19,37 +19,38 @@ impl DecoderWeights {
         }
     }
 
-    /// The number of parameters.
+    /// Returns the number of parameters.
     #[must_use]
     pub fn num_parameters(&self) -> usize {
         self.entries().iter().map(|(_, _, tensor)| tensor.len()).sum()
     }
 
-    /// The type of the attention's matrices.
+    /// Returns the type of attention's matrices.
     #[must_use]
     pub fn compute_dtype(&self) -> DType {
         self.layers.first().map_or(self.embedding.dtype(), |layer| layer.attention.o.weight.dtype())
     }
 
-    /// Whether all matrices are of this type.
+    /// Returns true if all matrices are of type `dtype`.
     #[must_use]
     pub fn are_all(&self, dtype: DType) -> bool {
         self.entries().into_iter().all(|(_, role, tensor)| !role.is_product() || tensor.dtype() == dtype)
     }
 
-    /// Whether some matrices are in blocks of small integers: good for inference alone.
+    /// Returns true if some matrices are in blocks of small integers, which only inference can use.
     #[must_use]
     pub fn has_blocks(&self) -> bool {
         self.entries().iter().any(|(_, _, tensor)| tensor.dtype().is_quantized())
     }
 
-    /// f32 zeros of the same shapes, where the device computes: gradients, moments.
+    /// Returns f32 zeros of the same shapes on the device, for gradients or moments.
     #[must_use]
     pub fn zeros_like(&self, ctx: &Context) -> Self {
         self.zero_gradients(ctx, DType::F32)
     }
 
-    /// Zeros for gradients: f32, but `experts` (f32 or bf16) where they are of the matrices of routed experts.
+    /// Returns zeros for gradients: of type `experts` (f32 or bf16) for the matrices of routed experts, f32
+    /// otherwise.
     #[must_use]
     pub fn zero_gradients(&self, ctx: &Context, experts: DType) -> Self {
         self.map(|role, tensor| {
@@ -58,9 +59,8 @@ impl DecoderWeights {
         })
     }
 
-    /// A copy whose matrices are of `dtype` and whose norm weights and routers are f32. It has memory of its own
-    /// throughout, so that the originals can be written to while it lives; [`ParamSet::update_copy`] brings it up to
-    /// date.
+    /// Returns a copy with matrices of type `dtype` and f32 norm weights and routers. It shares no memory with the
+    /// original, which may be written to; [`ParamSet::update_copy`] updates it.
     #[must_use]
     pub fn compute_copy(&self, ctx: &Context, dtype: DType) -> Self {
         self.map(|role, tensor| match role.is_product() {
@@ -70,8 +70,9 @@ impl DecoderWeights {
         })
     }
 
-    /// Moves the routers' states by what one whole step did: `layers` are the statistics of the MoE layers, first to last,
-    /// summed over the step, which ends when `progress`, 0 to 1, of the run is done. The same is done to `copy`, if there is one.
+    /// Updates the routers' states after a step. `layers` are the statistics of the MoE layers in order, summed over
+    /// the step; `progress`, 0 to 1, is the share of the run that is done. The states of `copy`, if given, are
+    /// updated too.
     pub fn next_states(
         &mut self,
         ctx: &Context,
@@ -92,7 +93,7 @@ impl DecoderWeights {
         }
     }
 
-    /// Returns the structure with every tensor replaced by `f` of its name and it, such as a part of it; routers' states are shared.
+    /// Returns the weights with every tensor replaced by `f` of its name and value; routers' states are shared.
     #[must_use]
     pub fn map_named(&self, mut f: impl FnMut(&str, &Tensor) -> Tensor) -> Self {
         let names: Vec<String> = self.entries().into_iter().map(|(place, role, _)| role.name(place)).collect();
@@ -100,7 +101,7 @@ impl DecoderWeights {
         self.map_tensors(|tensor| f(names.next().map_or("", String::as_str), tensor))
     }
 
-    /// Returns the structure with every tensor replaced by `f` of it, in their order; routers' states are shared.
+    /// Returns the weights with every tensor replaced by `f` of it, in order; routers' states are shared.
     #[must_use]
     pub fn map_tensors(&self, mut f: impl FnMut(&Tensor) -> Tensor) -> Self {
         let mut copy = self.shared();
@@ -110,7 +111,7 @@ impl DecoderWeights {
         copy
     }
 
-    /// Returns the structure with every tensor replaced by `f` of its role and it, routers' states, too.
+    /// Returns the weights with every tensor, including routers' states, replaced by `f` of its role and value.
     pub(crate) fn map(&self, mut f: impl FnMut(WeightRole, &Tensor) -> Tensor) -> Self {
         let mut copy = self.shared();
         for (_, role, tensor) in copy.entries_mut() {
@@ -122,7 +123,7 @@ impl DecoderWeights {
         copy
     }
 
-    /// A copy that shares the memory of the tensors.
+    /// Returns a copy that shares the memory of the tensors.
     pub(crate) fn shared(&self) -> Self {
         let Self { encoder, embedding, positions, relative, layers, final_norm, head, head_bias } = self;
         Self {

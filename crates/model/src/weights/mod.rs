@@ -1,4 +1,5 @@
-//! The weights of a model: the table that says what they are ([`WeightTable`]), and the struct that holds them ([`DecoderWeights`]).
+//! The weights of a model: the table that describes them ([`WeightTable`]), and the struct that holds them
+//! ([`DecoderWeights`]).
 
 mod build;
 mod copies;
@@ -18,7 +19,7 @@ pub use settings::WeightRuleError;
 pub use spec::{Init, Shard, WeightSpec};
 pub use structs::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights,
+    HeadWeights, LatentWeights, LayerWeights, LinearWeights, NormWeights, QueryDown,
 };
 pub use table::WeightTable;
 pub use table_builder::TableBuilder;

@@ -1,6 +1,7 @@
-//! A set of parameters: the tensors of a model one after another, in whatever struct it keeps them.
+//! A set of parameters: the tensors of a model in order, whatever struct holds them.
 //!
-//! The optimizer, sums over ranks, shards of ZeRO and checkpoints know a model by its [`WeightTable`] and by this trait alone.
+//! The optimizer, reductions over ranks, shards of ZeRO and checkpoints know a model only by its [`WeightTable`] and
+//! this trait.
 
 use moeworks_ops::{Context, elementwise, quantized};
 use moeworks_tensor::{DType, Tensor};
@@ -42,8 +43,8 @@ pub trait ParamSet {
     /// Lists the tensors for writing, in the same order.
     fn params_mut(&mut self) -> Vec<&mut Tensor>;
 
-    /// Lists the state that moves without a gradient, such as the biases of routers, with the names that it has in files. A model
-    /// without such state leaves this and the next as they are.
+    /// Lists the state that is updated without a gradient, such as routers' biases, with its names in files. A model
+    /// without such state keeps the defaults of this method and the next.
     fn states(&self) -> Vec<(String, &Tensor)> {
         Vec::new()
     }
@@ -59,7 +60,7 @@ pub trait ParamSet {
     where
         Self: Sized;
 
-    /// Returns the set with every tensor replaced by `f` of its entry in `table` and it. The state is shared.
+    /// Returns the set with every tensor replaced by `f` of its entry in `table` and its value. The state is shared.
     #[must_use]
     fn map_params(&self, table: &WeightTable, mut f: impl FnMut(&WeightSpec, &Tensor) -> Tensor) -> Self
     where
@@ -72,7 +73,7 @@ pub trait ParamSet {
         copy
     }
 
-    /// Returns f32 weights, in memory of their own, of the results of `keep` for each tensor, such as parts of them.
+    /// Returns an f32 copy, in memory of its own, of the result of `keep` for each tensor, such as a slice of it.
     #[must_use]
     fn kept(&self, ctx: &Context, table: &WeightTable, mut keep: impl FnMut(&WeightSpec, &Tensor) -> Tensor) -> Self
     where
@@ -88,8 +89,8 @@ pub trait ParamSet {
         kept
     }
 
-    /// Returns zeros for the gradients of these weights: f32, but `experts` (f32 or bf16) where they are of the matrices of routed
-    /// experts. Gradients that a pass leaves out have no elements.
+    /// Returns zeros for the gradients of these weights: of type `experts` (f32 or bf16) for the matrices of routed
+    /// experts, f32 otherwise. Gradients that a pass skips have no elements.
     #[must_use]
     fn gradients(&self, ctx: &Context, table: &WeightTable, experts: DType) -> Self
     where
@@ -103,8 +104,8 @@ pub trait ParamSet {
         gradients.without_states(ctx)
     }
 
-    /// Returns the set with states that have no elements: gradients have no such state, and one that is shared with the weights'
-    /// could not be written to.
+    /// Returns the set with empty states: gradients have none, and one that is shared with the weights could not be
+    /// written to.
     #[must_use]
     fn without_states(mut self, ctx: &Context) -> Self
     where
@@ -116,8 +117,8 @@ pub trait ParamSet {
         self
     }
 
-    /// Returns a copy for mixed precision, in memory of its own: the operands of matrix products are of `dtype`, everything else is
-    /// f32. [`update_copy`](Self::update_copy) brings it up to date.
+    /// Returns a copy for mixed precision in memory of its own: operands of matrix products are of type `dtype`,
+    /// everything else is f32. [`update_copy`](Self::update_copy) updates it.
     #[must_use]
     fn copy_for_products(&self, ctx: &Context, table: &WeightTable, dtype: DType) -> Self
     where

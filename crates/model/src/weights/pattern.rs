@@ -1,12 +1,12 @@
-//! Patterns of weights' names, in which `*` stands for any run of characters.
+//! Patterns of weight names, in which `*` matches any run of characters.
 
-/// The number of edits that `name` is away from what `pattern` matches; 0 where it matches.
+/// Returns the edit distance from `name` to the nearest text that `pattern` matches; 0 if it matches.
 fn distance(pattern: &str, name: &str) -> usize {
     let mut row: Vec<usize> = (0..=name.len()).collect();
     for byte in pattern.bytes() {
         let mut diagonal = row[0];
         if byte == b'*' {
-            // A run is free: whatever of the name is passed over in it costs nothing.
+            // Any run of the name is skipped at no cost.
             (1..row.len()).for_each(|j| row[j] = row[j].min(row[j - 1]));
             continue;
         }
@@ -20,12 +20,12 @@ fn distance(pattern: &str, name: &str) -> usize {
     row[name.len()]
 }
 
-/// Whether `pattern` matches all of `name`.
+/// Returns true if `pattern` matches all of `name`.
 pub(super) fn matches(pattern: &str, name: &str) -> bool {
     distance(pattern, name) == 0
 }
 
-/// The three names nearest to `pattern`, numbers of layers as `*`.
+/// Returns the three names nearest to `pattern`, with `*` for layer numbers.
 pub(super) fn nearest<'a>(pattern: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let mut near: Vec<(usize, String)> = Vec::new();
     for name in names {
@@ -39,7 +39,7 @@ pub(super) fn nearest<'a>(pattern: &str, names: impl Iterator<Item = &'a str>) -
     near.into_iter().take(3).map(|(_, name)| name).collect()
 }
 
-/// The name with `*` for the number of its layer.
+/// Returns the name with `*` for the number of its layer.
 pub(super) fn without_numbers(name: &str) -> String {
     let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
     name.split('.').map(|part| if is_number(part) { "*" } else { part }).collect::<Vec<_>>().join(".")

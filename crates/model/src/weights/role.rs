@@ -1,19 +1,19 @@
-//! The part that a tensor plays in a model, and the name that follows from it.
+//! The role of a tensor in a model, and the name that follows from it.
 
-/// The part that a tensor plays in a model.
+/// The role of a tensor in a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightRole {
-    /// The embedding of tokens; the output projection, too, where that is tied.
+    /// The embedding of tokens, which is also the output projection if they are tied.
     Embedding,
     /// Learned positions.
     Positions,
-    /// A bias that is added to scores by distance.
+    /// The relative position bias, added to attention scores.
     RelativeBias,
     /// The norm before attention.
     AttentionNorm,
     /// Its bias.
     AttentionNormBias,
-    /// The projection to queries; in latent attention without a narrow vector for queries, too.
+    /// The projection to queries; in latent attention, if there is no down-projection of queries.
     Q,
     /// Its bias.
     QBias,
@@ -29,39 +29,39 @@ pub enum WeightRole {
     QNorm,
     /// The norm of keys.
     KNorm,
-    /// Latent attention: the projection to the narrow vector of queries.
+    /// The down-projection of queries in latent attention.
     QDown,
     /// Its bias.
     QDownBias,
-    /// The norm of the narrow vector of queries.
+    /// The norm of the down-projected queries.
     QDownNorm,
-    /// Latent attention: from the narrow vector to queries.
+    /// The up-projection of queries in latent attention.
     QUp,
-    /// Latent attention: the projection to the narrow vector of keys and values, and to the rotated part of keys.
+    /// The down-projection of keys and values in latent attention, with the projection to the rotated part of keys.
     KvDown,
     /// Its bias.
     KvDownBias,
-    /// The norm of the narrow vector of keys and values.
+    /// The norm of the down-projected keys and values.
     KvDownNorm,
-    /// Latent attention: from the narrow vector to keys and values.
+    /// The up-projection of keys and values in latent attention.
     KvUp,
-    /// The projection from heads back to the residual stream.
+    /// Attention's output projection.
     O,
     /// Its bias.
     OBias,
-    /// A score for each head that has no value.
+    /// The attention sinks: one logit per head.
     Sinks,
-    /// The norm before the attention to an encoder's output.
+    /// The norm before cross-attention.
     CrossNorm,
     /// Its bias.
     CrossNormBias,
-    /// The queries of the attention to an encoder's output.
+    /// The queries of cross-attention.
     CrossQ,
-    /// Its keys.
+    /// The keys of cross-attention.
     CrossK,
-    /// Its values.
+    /// The values of cross-attention.
     CrossV,
-    /// Its output projection.
+    /// The output projection of cross-attention.
     CrossO,
     /// The norm before the feed-forward.
     FeedForwardNorm,
@@ -79,7 +79,7 @@ pub enum WeightRole {
     Router,
     /// The bias of the router's logits.
     RouterBias,
-    /// A weight that only some routing schemes have, by the name that the scheme gives it.
+    /// A weight of certain routing schemes, under the scheme's name for it.
     RouterExtra(&'static str),
     /// The routed experts' gate and up projections, stacked.
     ExpertGateUp,
@@ -95,7 +95,7 @@ pub enum WeightRole {
     SharedDown,
     /// The gate of the shared experts' output.
     SharedGate,
-    /// The norm behind the last layer.
+    /// The norm after the last layer.
     FinalNorm,
     /// Its bias.
     FinalNormBias,
@@ -103,7 +103,7 @@ pub enum WeightRole {
     Head,
     /// The bias of the logits.
     HeadBias,
-    /// The matrix of a linear map that no other role describes, in models that are no decoders.
+    /// A linear map without a role of its own, in models that are no decoders.
     Linear,
     /// The bias of such a map.
     LinearBias,
@@ -125,7 +125,7 @@ pub enum WeightPlace {
 }
 
 impl WeightPlace {
-    /// The number of the decoder's layer; none elsewhere.
+    /// Returns the number of the decoder's layer; none elsewhere.
     #[must_use]
     pub fn layer(self) -> Option<usize> {
         match self {
@@ -135,7 +135,7 @@ impl WeightPlace {
     }
 }
 
-/// A part of a model whose parameters are counted together.
+/// A group of tensors whose parameters are counted together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WeightGroup {
     /// Embeddings of tokens and positions.
@@ -157,7 +157,7 @@ pub enum WeightGroup {
 }
 
 impl WeightGroup {
-    /// All groups, in the order in which a token meets them.
+    /// All groups, in the order in which tokens pass them.
     pub const ALL: [Self; 8] = [
         Self::Embedding,
         Self::Norms,
@@ -169,7 +169,7 @@ impl WeightGroup {
         Self::Head,
     ];
 
-    /// The name in tables.
+    /// Returns the group's name in tables.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -186,7 +186,7 @@ impl WeightGroup {
 }
 
 impl WeightRole {
-    /// The name in a layer, or outside of layers behind what says whose it is.
+    /// Returns the name within a layer or, outside of layers, without the prefix of the stack.
     fn local_name(self) -> &'static str {
         match self {
             Self::Embedding => "embed_tokens.weight",
@@ -244,7 +244,7 @@ impl WeightRole {
         }
     }
 
-    /// The full name of the tensor at `place`: `transformers`' in-memory name where it has one.
+    /// Returns the full name of the tensor at `place`: the name of `transformers` in memory, if there is one.
     #[must_use]
     pub fn name(self, place: WeightPlace) -> String {
         if matches!(self, Self::Head | Self::HeadBias) {
@@ -261,8 +261,8 @@ impl WeightRole {
         }
     }
 
-    /// Whether the tensor is an operand of matrix products, or the embedding: bf16 in mixed precision. Norms, biases, sinks and routers
-    /// are always f32.
+    /// Returns true for operands of matrix products and the embedding, which are bf16 in mixed precision. Norms,
+    /// biases, sinks and routers are always f32.
     #[must_use]
     pub fn is_product(self) -> bool {
         use WeightRole::{
@@ -295,19 +295,19 @@ impl WeightRole {
         )
     }
 
-    /// Whether the tensor belongs to routed experts: its first dimension is theirs.
+    /// Returns true for tensors of routed experts, whose first dim is E.
     #[must_use]
     pub fn is_of_experts(self) -> bool {
         self.group() == WeightGroup::Experts
     }
 
-    /// Whether rows are looked up in the tensor, and nothing is multiplied with it.
+    /// Returns true for tables that are only looked up, never multiplied with.
     #[must_use]
     pub fn is_lookup(self) -> bool {
         matches!(self, Self::Embedding | Self::Positions | Self::RelativeBias)
     }
 
-    /// Whether the tensor is a bias.
+    /// Returns true for biases.
     #[must_use]
     pub fn is_bias(self) -> bool {
         use WeightRole::{
@@ -337,19 +337,19 @@ impl WeightRole {
         )
     }
 
-    /// Whether the tensor is what a norm multiplies by.
+    /// Returns true for the weight of a norm.
     #[must_use]
     pub fn is_norm(self) -> bool {
         self.group() == WeightGroup::Norms && !self.is_bias()
     }
 
-    /// Whether the tensor is a projection that writes to the residual stream.
+    /// Returns true for projections whose output is added to the residual stream.
     #[must_use]
     pub fn writes_to_residual(self) -> bool {
         matches!(self, Self::O | Self::CrossO | Self::DenseDown | Self::ExpertDown | Self::SharedDown)
     }
 
-    /// The group that its parameters are counted in.
+    /// Returns the group that counts its parameters.
     #[must_use]
     pub fn group(self) -> WeightGroup {
         match self {

@@ -1,21 +1,21 @@
-//! Settings that change entries of the table of weights: which tensors are replicated, and which are frozen.
+//! Settings that change entries of the table of weights: replicated tensors and frozen ones.
 
 use super::pattern::{matches, nearest, without_numbers};
 use super::role::{WeightGroup, WeightPlace, WeightRole};
 use super::spec::{Shard, WeightSpec};
 use super::table::WeightTable;
 
-/// A pattern of names, or a rule with one, that cannot be carried out.
+/// A pattern, or a rule with one, that cannot be applied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{rule:?} {problem}")]
 pub struct WeightRuleError {
     /// The pattern or rule as it was given.
     pub rule: String,
-    /// Why not, and what would be right.
+    /// The reason, and what would be right.
     pub problem: String,
 }
 
-/// Tensors that are computed together: either all of them are cut over tensor-parallel ranks, or none.
+/// Tensors that are computed together: tensor parallelism shards either all of them or none.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum CutUnit {
     Embedding,
@@ -70,7 +70,7 @@ impl<'a> ShardRule<'a> {
         Ok(Self { text, pattern, is_replicated })
     }
 
-    /// Fails where the computation has no choice for the tensor of `spec`.
+    /// Fails if sharding of the tensor of `spec` is not a choice.
     fn check(&self, spec: &WeightSpec) -> Result<(), WeightRuleError> {
         let name = &spec.name;
         if spec.role.is_of_experts() {
@@ -93,8 +93,8 @@ fn refused(rule: &str, problem: impl Into<String>) -> WeightRuleError {
 }
 
 impl WeightTable {
-    /// Freezes the tensors whose names match one of `patterns`, in which `*` stands for any run of characters. Fails where a pattern
-    /// matches nothing, or nothing is left to train.
+    /// Freezes the tensors whose names match one of `patterns`, in which `*` matches any run of characters. Fails if
+    /// a pattern matches nothing, or if nothing is left to train.
     pub fn freeze(&mut self, patterns: &[String]) -> Result<(), WeightRuleError> {
         for pattern in patterns {
             for index in self.matching(pattern, pattern)? {
@@ -107,8 +107,9 @@ impl WeightTable {
         }
     }
 
-    /// Changes the cut over tensor-parallel ranks of the tensors that `rules` name, each `PATTERN=replicated` or `PATTERN=tensor` (cut
-    /// as usual); later rules win. Fails where a rule matches nothing, or the computation cannot carry it out.
+    /// Changes how tensor parallelism shards the tensors that `rules` name. A rule is `PATTERN=replicated` or
+    /// `PATTERN=tensor` (the default sharding); later rules win. Fails if a rule matches nothing, or if it cannot be
+    /// applied.
     pub fn set_sharding(&mut self, rules: &[String]) -> Result<(), WeightRuleError> {
         let mut is_replicated = vec![false; self.specs().len()];
         let mut last_rules = vec![""; self.specs().len()];
@@ -130,12 +131,12 @@ impl WeightTable {
         Ok(())
     }
 
-    /// The weights that tensor-parallel ranks have parts of.
+    /// Iterates over the weights that tensor-parallel ranks shard.
     fn cut_specs(&self) -> impl Iterator<Item = &WeightSpec> {
         self.specs().iter().filter(|spec| spec.shard.is_over_tensor_ranks())
     }
 
-    /// Fails where some tensors of a unit are replicated and others cut.
+    /// Fails if some tensors of a unit are replicated and others are not.
     fn check_units(&self, is_replicated: &[bool], rules: &[&str]) -> Result<(), WeightRuleError> {
         for replicated in self.cut_specs().filter(|spec| is_replicated[spec.index]) {
             let unit = CutUnit::new(replicated);
@@ -152,7 +153,7 @@ impl WeightTable {
         Ok(())
     }
 
-    /// The numbers of the tensors whose names match `pattern`, which is of `rule`: at least one.
+    /// Returns the indices of the tensors whose names match `pattern`. Fails for `rule` if there are none.
     fn matching(&self, rule: &str, pattern: &str) -> Result<Vec<usize>, WeightRuleError> {
         let found: Vec<usize> =
             self.specs().iter().filter(|spec| matches(pattern, &spec.name)).map(|spec| spec.index).collect();
@@ -163,7 +164,8 @@ impl WeightTable {
         Ok(found)
     }
 
-    /// Whether a pass leaves the gradient of the tensor of `spec` out: it is frozen, and so is what its gradient is computed with.
+    /// Returns true if a pass skips the gradient of the tensor of `spec`: the tensor is frozen, and so is the one
+    /// whose gradient is computed with it.
     #[must_use]
     pub fn skips_gradient(&self, spec: &WeightSpec) -> bool {
         use WeightRole::{
@@ -176,7 +178,7 @@ impl WeightTable {
                 None
             }
             CrossQ | CrossK | CrossV | CrossO => None,
-            // The head's gradient is computed with its loss, and an encoder's embedding may be the decoder's.
+            // The head's gradient is computed with its loss, and an encoder may share the decoder's embedding.
             Embedding if spec.place == WeightPlace::Model && !self.is_tied() => None,
             DenseGateUp => Some(DenseDown),
             DenseDown => Some(DenseGateUp),
@@ -200,7 +202,8 @@ impl WeightTable {
 }
 
 impl WeightSpec {
-    /// The name with `*` for the number of its layer, by which tensors of several layers are shown together.
+    /// Returns the name with `*` for the number of its layer, under which the tensors of several layers are shown
+    /// together.
     #[must_use]
     pub fn general_name(&self) -> String {
         without_numbers(&self.name)

@@ -1,4 +1,4 @@
-//! A weight of a model as a value: everything that can be known of a tensor before it exists.
+//! The description of a weight: everything about a tensor that is known before it exists.
 
 use std::fmt;
 
@@ -8,39 +8,39 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use super::role::{WeightPlace, WeightRole};
 
-/// A weight of a model: its name, shape and role, its first values, how it is cut over ranks, and whether it is trained.
+/// A weight of a model: name, shape and role, initial values, sharding over ranks, and whether it is trained.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WeightSpec {
-    /// The number of the tensor among those of its model.
+    /// The index of the tensor among those of its model.
     pub index: usize,
-    /// The name in memory, from which those in files follow.
+    /// The name in memory, from which the names in files follow.
     pub name: String,
     /// The stack and the layer that it belongs to.
     pub place: WeightPlace,
-    /// The part that it plays.
+    /// The role.
     pub role: WeightRole,
     /// The shape of the whole tensor.
     pub shape: Vec<usize>,
-    /// The values that it has before training.
+    /// The initial values.
     pub init: Init,
-    /// The cut over ranks.
+    /// The sharding over ranks.
     pub shard: Shard,
-    /// Whether training changes it. A frozen tensor has no optimizer state and is not decayed.
+    /// True if it is trained. A frozen tensor has no optimizer state and is not decayed.
     pub is_trainable: bool,
-    /// Whether weight decay applies: to matrices, not to norms and biases of one dimension.
+    /// True if weight decay applies: to matrices, not to norms and biases of one dim.
     pub is_decayed: bool,
 }
 
-/// The values that a tensor has before training.
+/// The initial values of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// Zeros.
     Zeros,
     /// Ones.
     Ones,
-    /// One number throughout.
+    /// The same number everywhere.
     Constant(f32),
-    /// Normal numbers, cut at three deviations, of a stream of their own.
+    /// Normally distributed numbers, truncated at three standard deviations, from a stream of their own.
     Normal {
         /// The standard deviation.
         std: f32,
@@ -49,42 +49,45 @@ pub enum Init {
     },
 }
 
-/// The cut of a tensor over ranks, and what each rank finds of its gradient.
+/// The sharding of a tensor over ranks, and the part of its gradient that each rank computes.
 ///
-/// The cut is an annotation of the tensor, and the computation follows it: GShard (Lepikhin et al., 2006.16668, section 3.2).
+/// Sharding is an annotation of the tensor that the computation follows: GShard (Lepikhin et al., 2006.16668, section
+/// 3.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shard {
-    /// Whole on every rank; each finds its whole gradient.
+    /// Whole on every rank; each rank computes the whole gradient.
     Replicated,
-    /// Whole on every rank; each finds the gradient of its tokens or heads alone, and these add up.
+    /// Whole on every rank; each rank computes the gradient of its own tokens or heads, and these are summed.
     ReplicatedPartialGrad,
-    /// Over tensor-parallel ranks by query heads.
+    /// Sharded over tensor-parallel ranks by query heads.
     Heads {
-        /// The dimension that is cut.
+        /// The dim that is sharded.
         dim: usize,
-        /// Places of it that belong to a head.
+        /// The number of elements of that dim per head.
         size: usize,
     },
-    /// Over tensor-parallel ranks by heads of keys and values; where there are more ranks than heads, several ranks have the same.
+    /// Sharded over tensor-parallel ranks by heads of keys and values; with more ranks than heads, several ranks
+    /// share one.
     KvHeads {
-        /// The dimension that is cut.
+        /// The dim that is sharded.
         dim: usize,
-        /// Places of it that belong to a head.
+        /// The number of elements of that dim per head.
         size: usize,
     },
-    /// Over tensor-parallel ranks by the hidden numbers of a dense feed-forward; where gate and up are stacked, each of the two.
+    /// Sharded over tensor-parallel ranks by the hidden width of a dense feed-forward; stacked gate and up are
+    /// sharded each.
     Hidden {
-        /// The dimension that is cut.
+        /// The dim that is sharded.
         dim: usize,
     },
-    /// Dimension 0 over tensor-parallel ranks by tokens of the vocabulary.
+    /// Dim 0 sharded over tensor-parallel ranks by the vocabulary.
     Vocabulary,
-    /// Dimension 0 over the ranks of a group by experts, as a placement says.
+    /// Dim 0 sharded over the ranks of a group by experts, according to a placement.
     Experts,
 }
 
 impl Shard {
-    /// The dimension that is cut; none for a tensor that is whole on every rank.
+    /// Returns the dim that is sharded; none for a tensor that is whole on every rank.
     #[must_use]
     pub fn dim(self) -> Option<usize> {
         match self {
@@ -94,7 +97,7 @@ impl Shard {
         }
     }
 
-    /// Whether tensor-parallel ranks have parts of the tensor.
+    /// Returns true if tensor parallelism shards the tensor.
     #[must_use]
     pub fn is_over_tensor_ranks(self) -> bool {
         self.dim().is_some() && self != Self::Experts
@@ -116,19 +119,20 @@ impl fmt::Display for Shard {
 }
 
 impl WeightSpec {
-    /// Elements of the whole tensor.
+    /// Returns the number of elements of the whole tensor.
     #[must_use]
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Parameters of `total` that one token passes through, where `top_k` of `num_experts` experts are used.
+    /// Returns the number of parameters that one token uses, with `top_k` of `num_experts` experts.
     pub(crate) fn active_elements(&self, num_experts: usize, top_k: usize) -> u64 {
         let total = self.shape.iter().map(|&dim| dim as u64).product::<u64>();
         if self.role.is_of_experts() { total / num_experts.max(1) as u64 * top_k as u64 } else { total }
     }
 
-    /// Whether a token is multiplied with the tensor. Biases of stacked experts have two dimensions, but multiply nothing.
+    /// Returns true if tokens are multiplied with the tensor. Biases of stacked experts have two dims, but are only
+    /// added.
     pub(crate) fn is_multiplied(&self) -> bool {
         self.shape.len() > 1 && !self.role.is_bias() && !self.role.is_lookup()
     }

@@ -1,7 +1,7 @@
 //! The weights of a decoder: a plain struct of tensors, which also holds gradients and the optimizer's moments.
 //!
-//! Shape letters: V vocabulary, D width, H query heads, G key and value heads, h head width, E experts, F hidden width of
-//! a feed-forward, A = 2 for gated activations (the gate's rows come first) and 1 otherwise.
+//! Shape letters: V vocabulary, D width, H query heads, G key and value heads, h head width, E experts, F hidden
+//! width of a feed-forward, A = 2 for gated activations (the gate's rows come first) and 1 otherwise.
 
 use std::sync::OnceLock;
 
@@ -14,7 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 pub struct NormWeights {
     /// `[W]`.
     pub weight: Tensor,
-    /// `[W]`; none in an RMS norm.
+    /// `[W]`; none in RMSNorm.
     pub bias: Option<Tensor>,
 }
 
@@ -30,24 +30,24 @@ pub struct LinearWeights {
 /// Weights of an attention block.
 #[derive(Clone)]
 pub struct AttentionWeights {
-    /// The maker of queries, keys and values.
+    /// The projections to queries, keys and values.
     pub inputs: AttentionInputs,
-    /// `[D, H w]`, w elements of a head of values.
+    /// `[D, H w]`, w the width of a head of values.
     pub o: LinearWeights,
-    /// `[H]`: a score for each head that has no value.
+    /// `[H]`: attention sinks, one logit per head.
     pub sinks: Option<Tensor>,
 }
 
-/// The maker of queries, keys and values.
+/// The projections to queries, keys and values.
 #[derive(Clone)]
 pub enum AttentionInputs {
-    /// A matrix for each.
+    /// One matrix each.
     Heads(HeadWeights),
     /// Multi-head latent attention.
     Latent(LatentWeights),
 }
 
-/// A matrix for queries, keys and values each.
+/// One matrix each for queries, keys and values.
 #[derive(Clone)]
 pub struct HeadWeights {
     /// `[H h, D]`.
@@ -62,11 +62,12 @@ pub struct HeadWeights {
     pub k_norm: Option<Tensor>,
 }
 
-/// Multi-head latent attention: N elements of a head that are not rotated, R that are, w of its values; L ranks.
+/// The projections of multi-head latent attention. Of a head, N elements are not rotated, R are, and w are its
+/// value's; Lq and Lkv are the latent widths of queries and of keys and values.
 #[derive(Clone)]
 pub struct LatentWeights {
-    /// `[Lq, D]` and the norm of its output `[Lq]`; none where queries are made directly.
-    pub q_down: Option<(LinearWeights, Tensor)>,
+    /// The down-projection of queries, if they have one.
+    pub q_down: Option<QueryDown>,
     /// `[H (N + R), Lq]` or `[H (N + R), D]`.
     pub q: Tensor,
     /// `[Lkv + R, D]`.
@@ -75,12 +76,21 @@ pub struct LatentWeights {
     pub kv_norm: Tensor,
     /// `[H (N + w), Lkv]`.
     pub kv: Tensor,
-    /// The numbers that `kv` stands for, if it is in blocks.
+    /// The dequantized `kv`, if it is in blocks.
     pub(crate) kv_numbers: Numbers,
 }
 
-/// The numbers that a matrix in blocks stands for, on the CPU, worked out when a step first multiplies with it by head. Nothing changes
-/// such a matrix in its place; a clone works them out for itself.
+/// The down-projection of queries in latent attention.
+#[derive(Clone)]
+pub struct QueryDown {
+    /// `[Lq, D]`.
+    pub projection: LinearWeights,
+    /// `[Lq]`: norm of its output.
+    pub norm: Tensor,
+}
+
+/// A dequantized copy of a matrix in blocks, on the CPU, made when a pass first multiplies with it by head. Such a
+/// matrix is never changed in place; a clone has a copy of its own.
 #[derive(Default)]
 pub(crate) struct Numbers(OnceLock<Tensor>);
 
@@ -91,14 +101,14 @@ impl Clone for Numbers {
 }
 
 impl Numbers {
-    /// The numbers of `blocks` as `dtype`; none if they were asked for as another type before.
+    /// Returns `blocks` dequantized to `dtype`; none if the copy is of another type.
     pub(crate) fn of(&self, ctx: &Context, blocks: &Tensor, dtype: DType) -> Option<&Tensor> {
         let numbers = self.0.get_or_init(|| quantized::dequantize(ctx, blocks, dtype));
         (numbers.dtype() == dtype).then_some(numbers)
     }
 }
 
-/// Weights of a dense feed-forward: an expert without a router.
+/// The weights of a dense feed-forward: those of a single expert without a router.
 #[derive(Clone)]
 pub struct DenseWeights {
     /// `[1, A F, D]`.
@@ -113,22 +123,22 @@ pub struct DenseWeights {
 #[allow(clippy::large_enum_variant)] // one for each layer: nothing is gained by another allocation
 #[derive(Clone)]
 pub enum FeedForwardWeights {
-    /// Every token takes the same way.
+    /// Every token takes the same path.
     Dense(DenseWeights),
-    /// Every token goes to some experts.
+    /// Every token is routed to some experts.
     Moe(MoeWeights),
 }
 
-/// Weights of a decoder layer's attention to what an encoder made of a source.
+/// The weights of a decoder layer's cross-attention.
 #[derive(Clone)]
 pub struct CrossWeights {
     /// `[D]`: norm of the decoder's side.
     pub norm: NormWeights,
     /// `[H h, D]`.
     pub q: LinearWeights,
-    /// `[G h, D]`, of the encoder's result.
+    /// `[G h, D]`, applied to the encoder's output.
     pub k: LinearWeights,
-    /// `[G w, D]`, of the encoder's result.
+    /// `[G w, D]`, applied to the encoder's output.
     pub v: LinearWeights,
     /// `[D, H w]`.
     pub o: LinearWeights,
@@ -141,7 +151,7 @@ pub struct LayerWeights {
     pub attention_norm: NormWeights,
     /// Attention.
     pub attention: AttentionWeights,
-    /// Attention to an encoder's result, in a decoder that has one.
+    /// Cross-attention, in a decoder with an encoder.
     pub cross: Option<CrossWeights>,
     /// `[D]`: norm before the feed-forward.
     pub feed_forward_norm: NormWeights,
@@ -154,19 +164,19 @@ pub struct LayerWeights {
 pub struct EncoderWeights {
     /// `[V, D]`; none if it is the decoder's.
     pub embedding: Option<Tensor>,
-    /// `[buckets, H]`: what is added to scores by distance.
+    /// `[buckets, H]`: the relative position bias.
     pub relative: Option<Tensor>,
     /// The layers, first to last.
     pub layers: Vec<LayerWeights>,
-    /// `[D]`: norm behind the last layer.
+    /// `[D]`: norm after the last layer.
     pub final_norm: NormWeights,
 }
 
-/// All weights of a decoder. The same struct holds gradients and optimizer moments, all f32 then.
+/// All weights of a decoder. The same struct holds gradients and optimizer moments, which are all f32.
 ///
-/// Norm weights, biases, sinks and routers are f32; the matrices are f32 or bf16, and their type is the precision of the
-/// products; for inference they may be f16 or in blocks of small integers. Cloning shares no memory by accident: there is no
-/// `Clone`, copies are made with [`DecoderWeights::compute_copy`].
+/// Norm weights, biases, sinks and routers are f32. The type of the matrices, f32 or bf16, is the precision of
+/// products; for inference they may also be f16 or in blocks of small integers. There is no `Clone`, so that no copy
+/// shares memory by accident: copies are made with [`DecoderWeights::compute_copy`].
 pub struct DecoderWeights {
     /// The encoder, if there is one.
     pub encoder: Option<EncoderWeights>,
@@ -174,7 +184,7 @@ pub struct DecoderWeights {
     pub embedding: Tensor,
     /// `[max_seq_len, D]`: learned positions.
     pub positions: Option<Tensor>,
-    /// `[buckets, H]`: what is added to scores by distance.
+    /// `[buckets, H]`: the relative position bias.
     pub relative: Option<Tensor>,
     /// The layers, first to last.
     pub layers: Vec<LayerWeights>,

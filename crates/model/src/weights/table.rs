@@ -1,5 +1,5 @@
-//! The weights of a model as a table, made once from its configuration. Whatever asks for names, shapes, cuts, first values or counts
-//! reads it.
+//! The table of a model's weights, made once from its configuration. Everything that needs names, shapes, sharding,
+//! initial values or counts reads it.
 //!
 //! Shape letters as in [`structs`](super::structs).
 
@@ -11,20 +11,21 @@ use super::role::{WeightGroup, WeightPlace, WeightRole};
 use super::spec::{Init, Shard, WeightSpec};
 use crate::config::{ModelConfig, NormKind, PositionKind, QkNorm};
 
-/// The stream of random numbers that weights of routing schemes begin at: 16 for each layer.
+/// The first stream of random numbers for the weights of routing schemes; each layer has 16.
 const FIRST_EXTRA_STREAM: u64 = 1 << 32;
 
-/// The weights of a model, in the order of the computation, which never changes for a configuration.
+/// The weights of a model in the order of computation, which is always the same for a configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WeightTable {
     specs: Vec<WeightSpec>,
-    /// The tensors of each layer of the decoder.
+    /// The range of tensors of each layer of the decoder.
     layers: Vec<Range<usize>>,
     is_tied: bool,
 }
 
 impl WeightTable {
-    /// The weights of a model of `config`, all of them trainable, cut as tensor and expert parallelism have it.
+    /// Lists the weights of a model of `config`, all trainable, with the default sharding of tensor and expert
+    /// parallelism.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
         let mut lister = Lister { config, specs: Vec::new(), place: WeightPlace::Model, num_layers: config.num_layers };
@@ -32,14 +33,14 @@ impl WeightTable {
         Self { is_tied: config.tie_embeddings, ..Self::from_specs(lister.specs) }
     }
 
-    /// The table of weights whose entries are in their order; layers come one after another, from 0.
+    /// Makes a table of entries in order; layers are consecutive, from 0.
     pub(super) fn from_specs(specs: Vec<WeightSpec>) -> Self {
         let in_layers = specs.chunk_by(|a, b| a.place == b.place).filter(|specs| is_in_layer(&specs[0]));
         let layers = in_layers.map(|specs| specs[0].index..specs[0].index + specs.len()).collect();
         Self { specs, layers, is_tied: false }
     }
 
-    /// The weights, in their order.
+    /// Returns the weights in order.
     #[must_use]
     pub fn specs(&self) -> &[WeightSpec] {
         &self.specs
@@ -49,57 +50,58 @@ impl WeightTable {
         &mut self.specs
     }
 
-    /// Layers of the decoder, or of another model.
+    /// Returns the number of layers of the decoder, or of another model.
     #[must_use]
     pub fn num_layers(&self) -> usize {
         self.layers.len()
     }
 
-    /// The numbers of the tensors of layer `layer` of the decoder.
+    /// Returns the indices of the tensors of layer `layer` of the decoder.
     #[must_use]
     pub fn layer(&self, layer: usize) -> Range<usize> {
         self.layers[layer].clone()
     }
 
-    /// The weights that belong to no layer of the decoder.
+    /// Iterates over the weights that belong to no layer of the decoder.
     pub fn outside(&self) -> impl Iterator<Item = &WeightSpec> {
         self.specs.iter().filter(|spec| !is_in_layer(spec))
     }
 
-    /// Whether the output projection is the embedding.
+    /// Returns true if the output projection is the embedding.
     #[must_use]
     pub fn is_tied(&self) -> bool {
         self.is_tied
     }
 
-    /// Whether tensor-parallel ranks have parts of some tensor of `group` in layer `layer` of the decoder.
+    /// Returns true if tensor parallelism shards a tensor of `group` in layer `layer` of the decoder.
     pub(crate) fn is_cut_in_layer(&self, layer: usize, group: WeightGroup) -> bool {
         self.specs[self.layer(layer)].iter().any(|spec| spec.role.group() == group && spec.shard.is_over_tensor_ranks())
     }
 
-    /// Whether tensor-parallel ranks have parts of the tensor of `role` outside the layers.
+    /// Returns true if tensor parallelism shards the tensor of `role` outside the layers.
     pub(crate) fn is_cut_outside(&self, role: WeightRole) -> bool {
         self.specs.iter().any(|spec| spec.role == role && spec.shard.is_over_tensor_ranks())
     }
 
-    /// Parameters of trainable tensors.
+    /// Returns the number of parameters of trainable tensors.
     #[must_use]
     pub fn num_trainable(&self) -> u64 {
         self.specs.iter().filter(|spec| spec.is_trainable).map(|spec| spec.num_elements() as u64).sum()
     }
 }
 
-/// Whether the tensor belongs to a layer of the decoder.
+/// Returns true if the tensor belongs to a layer of the decoder.
 fn is_in_layer(spec: &WeightSpec) -> bool {
     matches!(spec.place, WeightPlace::Layer(_))
 }
 
-/// Writes the table down, from the first tensor to the last.
+/// Lists the entries of the table in order.
 struct Lister<'a> {
     config: &'a ModelConfig,
     specs: Vec<WeightSpec>,
     place: WeightPlace,
-    /// Layers of the decoder, by which the projections that write to the residual stream are made smaller.
+    /// The number of the decoder's layers, by which the initial values of projections to the residual stream are
+    /// scaled.
     num_layers: usize,
 }
 
@@ -129,7 +131,7 @@ impl Lister<'_> {
         });
     }
 
-    /// The first values of the tensor that is added next: of random ones the stream is the tensor's number.
+    /// Returns the initial values of the tensor that is added next. The stream of random ones is the tensor's index.
     fn init(&self, role: WeightRole) -> Init {
         let (std, stream) = (self.config.init_std, self.specs.len() as u64);
         if role.is_norm() {
@@ -166,7 +168,7 @@ impl Lister<'_> {
         self.add_if(c.variant.head_bias, WeightRole::HeadBias, &[v]);
     }
 
-    /// The encoder, whose layers are of `config`.
+    /// Adds the encoder, whose layers are of `config`.
     fn encoder(&mut self, config: &ModelConfig) {
         let specs = std::mem::take(&mut self.specs);
         let mut lister = Lister { config, specs, place: WeightPlace::Encoder, num_layers: self.num_layers };
@@ -281,7 +283,7 @@ impl Lister<'_> {
     }
 }
 
-/// The tensors that some MoE layers have besides those of all.
+/// The optional tensors of an MoE layer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct MoeParts {
     /// A bias of the router's logits.
@@ -292,8 +294,8 @@ pub(super) struct MoeParts {
     pub(super) shared_gate: bool,
 }
 
-/// The tensors of an MoE layer with their shapes, in the order of [`MoeWeights::tensors`](moeworks_moe::MoeWeights::tensors), without
-/// those that only some routing schemes have.
+/// Lists the tensors of an MoE layer with their shapes, in the order of
+/// [`MoeWeights::tensors`](moeworks_moe::MoeWeights::tensors), without those that only some routing schemes have.
 pub(super) fn moe_shapes(moe: &MoeConfig, parts: MoeParts) -> Vec<(WeightRole, Vec<usize>)> {
     let a = moe.activation.num_inputs();
     let (d, e, f, s) = (moe.width, moe.num_experts, moe.expert_width, moe.shared_width);
@@ -311,7 +313,7 @@ pub(super) fn moe_shapes(moe: &MoeConfig, parts: MoeParts) -> Vec<(WeightRole, V
     all.into_iter().filter(|(is_there, ..)| *is_there).map(|(_, role, shape)| (role, shape)).collect()
 }
 
-/// The first values of the weights that only some routing schemes have, in MoE layer `layer`.
+/// Returns the initial values of the weights of routing schemes in MoE layer `layer`.
 pub(super) fn extra_inits(shapes: &[WeightShape], layer: usize, std: f32) -> Vec<Init> {
     let streams = FIRST_EXTRA_STREAM + 16 * layer as u64..;
     let init = |(extra, stream): (&WeightShape, u64)| match extra.init {
@@ -322,8 +324,9 @@ pub(super) fn extra_inits(shapes: &[WeightShape], layer: usize, std: f32) -> Vec
     shapes.iter().zip(streams).map(init).collect()
 }
 
-/// The cut of a tensor unless a setting says otherwise (Megatron-LM, Shoeybi et al., 1909.08053, section 3): matrices that make heads,
-/// hidden numbers or logits by rows, those that take heads or hidden numbers up by columns.
+/// Returns the default sharding of a tensor (Megatron-LM, Shoeybi et al., 1909.08053, section 3). Matrices whose
+/// outputs are heads, hidden units or logits are sharded by rows; those whose inputs are heads or hidden units, by
+/// columns.
 fn shard(role: WeightRole, config: &ModelConfig) -> Shard {
     use WeightRole::{
         CrossK, CrossO, CrossQ, CrossV, DenseDown, DenseGateUp, DenseGateUpBias, Embedding, Head, HeadBias, K, KBias,
@@ -347,7 +350,8 @@ fn shard(role: WeightRole, config: &ModelConfig) -> Shard {
         Sinks => Shard::Heads { dim: 0, size: 1 },
         DenseGateUp | DenseGateUpBias => Shard::Hidden { dim: 1 },
         DenseDown => Shard::Hidden { dim: 2 },
-        // Norms of heads and narrow vectors see some heads, routers and shared experts some tokens.
+        // Norms of heads and down-projections see some of the heads; routers and shared experts see some of the
+        // tokens.
         QNorm | KNorm | QDown | QDownBias | QDownNorm | KvDown | KvDownBias | KvDownNorm => {
             Shard::ReplicatedPartialGrad
         }

@@ -1,4 +1,4 @@
-//! The table of weights of a model that is no decoder, put together tensor by tensor.
+//! Construction of the weight table of a model that is no decoder, tensor by tensor.
 
 use moeworks_moe::MoeConfig;
 
@@ -6,10 +6,11 @@ use super::role::{WeightPlace, WeightRole};
 use super::spec::{Init, Shard, WeightSpec};
 use super::table::{MoeParts, WeightTable, extra_inits, moe_shapes};
 
-/// Puts the table of a model's weights together, in the order in which the model's [`ParamSet`](super::ParamSet) lists them.
+/// A builder of weight tables. Tensors are added in the order in which the model's [`ParamSet`](super::ParamSet)
+/// lists them.
 ///
-/// Tensors belong to no layer until [`layer`](Self::layer) says to which one. First values follow from the role: ones for norms,
-/// zeros for biases, else normal numbers, of a stream of their own for each tensor.
+/// Tensors belong to no layer until [`layer`](Self::layer) is called. Initial values follow from the role: ones for
+/// norms, zeros for biases, and otherwise normally distributed numbers from a stream of their own for each tensor.
 ///
 /// ```
 /// use moeworks_model::{TableBuilder, WeightRole};
@@ -31,20 +32,20 @@ pub struct TableBuilder {
 }
 
 impl TableBuilder {
-    /// A table without tensors, whose random first values have standard deviation `init_std`.
+    /// Returns an empty table whose random initial values have standard deviation `init_std`.
     #[must_use]
     pub fn new(init_std: f32) -> Self {
         Self { specs: Vec::new(), place: WeightPlace::Model, init_std }
     }
 
-    /// Lets the next tensors belong to layer `layer`. Layers come in order, from 0; the gradients of a layer are summed over ranks as
-    /// soon as they are whole.
+    /// Assigns the next tensors to layer `layer`. Layers are added in order from 0; a layer's gradients are reduced
+    /// over ranks as soon as they are complete.
     #[must_use]
     pub fn layer(self, layer: usize) -> Self {
         Self { place: WeightPlace::Layer(layer), ..self }
     }
 
-    /// Lets the next tensors belong to no layer.
+    /// Assigns the next tensors to no layer.
     #[must_use]
     pub fn outside(self) -> Self {
         Self { place: WeightPlace::Model, ..self }
@@ -63,8 +64,9 @@ impl TableBuilder {
         self.push(name.to_owned(), role, shape, init)
     }
 
-    /// Adds the tensors of an MoE layer of `config` in the order of [`MoeWeights::tensors`](moeworks_moe::MoeWeights::tensors), without
-    /// biases and without a gate of shared experts.
+    /// Adds the tensors of an MoE layer of `config` in the order of
+    /// [`MoeWeights::tensors`](moeworks_moe::MoeWeights::tensors), without biases and without a gate of shared
+    /// experts.
     #[must_use]
     pub fn add_moe(mut self, config: &MoeConfig) -> Self {
         let layer = if let WeightPlace::Layer(layer) = self.place { layer } else { 0 };
@@ -81,7 +83,7 @@ impl TableBuilder {
         })
     }
 
-    /// The table.
+    /// Returns the table.
     #[must_use]
     pub fn finish(self) -> WeightTable {
         WeightTable::from_specs(self.specs)

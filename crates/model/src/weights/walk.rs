@@ -1,11 +1,11 @@
-//! The tensors of a model's weights one after another, in the order of its [`WeightTable`](super::WeightTable).
+//! Lists of a model's tensors in the order of its [`WeightTable`](super::WeightTable).
 
 use moeworks_tensor::Tensor;
 
 use super::role::{WeightPlace, WeightRole};
 use super::structs::{AttentionInputs, DecoderWeights, FeedForwardWeights, LayerWeights};
 
-/// Lists the tensors of layers at `$place`, for both kinds of access as in `list_tensors`.
+/// Lists the tensors of layers at `$place`, for reading or for writing as in `list_tensors`.
 macro_rules! list_layers {
     ($list:ident, $place:expr, $layers:expr, $iter:ident, $option:ident $(, $mutable:tt)?) => {
         for (i, layer) in $layers.$iter().enumerate() {
@@ -33,10 +33,10 @@ macro_rules! list_layers {
                 }
                 AttentionInputs::Latent(latent) => {
                     let q = match & $($mutable)? latent.q_down {
-                        Some((down, norm)) => {
-                            add(WeightRole::QDown, & $($mutable)? down.weight);
-                            add_option!(WeightRole::QDownBias, down.bias);
-                            add(WeightRole::QDownNorm, norm);
+                        Some(down) => {
+                            add(WeightRole::QDown, & $($mutable)? down.projection.weight);
+                            add_option!(WeightRole::QDownBias, down.projection.bias);
+                            add(WeightRole::QDownNorm, & $($mutable)? down.norm);
                             WeightRole::QUp
                         }
                         None => WeightRole::Q,
@@ -93,7 +93,7 @@ macro_rules! list_layers {
     };
 }
 
-/// Lists all tensors with place and role, for reading or for writing, so that the order of both is one.
+/// Lists all tensors with place and role, for reading or for writing, so that both have the same order.
 macro_rules! list_tensors {
     ($weights:expr, $iter:ident, $option:ident $(, $mutable:tt)?) => {{
         let weights = $weights;
@@ -134,7 +134,7 @@ macro_rules! list_tensors {
 }
 
 impl LayerWeights {
-    /// The tensors for writing, in the order in which [`DecoderWeights::tensors`] has them.
+    /// Lists the tensors for writing, in the order of [`DecoderWeights::tensors`].
     #[must_use]
     pub fn tensors_mut(&mut self) -> Vec<&mut Tensor> {
         let mut list = Vec::new();
@@ -145,27 +145,27 @@ impl LayerWeights {
 }
 
 impl DecoderWeights {
-    /// Every tensor with its name. Names are `transformers`' in-memory names where it has one; the order is that of the
-    /// computation and never changes for a configuration.
+    /// Lists every tensor with its name: that of `transformers` in memory, if there is one. The order is that of
+    /// computation and is always the same for a configuration.
     #[must_use]
     pub fn tensors(&self) -> Vec<(String, &Tensor)> {
         self.entries().into_iter().map(|(place, role, tensor)| (role.name(place), tensor)).collect()
     }
 
-    /// Lists the tensors as [`DecoderWeights::tensors`] does, for writing. Writing needs memory of its own, not that of a mapped file:
-    /// [`DecoderWeights::compute_copy`] makes a copy.
+    /// Lists the tensors for writing, in the order of [`DecoderWeights::tensors`]. They must not be borrowed from a
+    /// mapped file: [`DecoderWeights::compute_copy`] makes a copy.
     #[must_use]
     pub fn tensors_mut(&mut self) -> Vec<(String, &mut Tensor)> {
         self.entries_mut().into_iter().map(|(place, role, tensor)| (role.name(place), tensor)).collect()
     }
 
-    /// The role of each tensor, in the order of [`DecoderWeights::tensors`].
+    /// Returns the role of each tensor, in the order of [`DecoderWeights::tensors`].
     #[must_use]
     pub fn roles(&self) -> Vec<WeightRole> {
         self.entries().into_iter().map(|(_, role, _)| role).collect()
     }
 
-    /// Every tensor with its place and role, in the order of [`DecoderWeights::tensors`].
+    /// Lists every tensor with its place and role, in the order of [`DecoderWeights::tensors`].
     pub(crate) fn entries(&self) -> Vec<(WeightPlace, WeightRole, &Tensor)> {
         list_tensors!(self, iter, as_ref)
     }
@@ -175,8 +175,8 @@ impl DecoderWeights {
         list_tensors!(self, iter_mut, as_mut, mut)
     }
 
-    /// The state that routers keep besides weights, with the names behind which it is in files. Not among
-    /// [`DecoderWeights::tensors`]: it has no gradient and no optimizer touches it.
+    /// Lists the routers' states with the prefixes of their names in files. They are not among
+    /// [`DecoderWeights::tensors`]: they have no gradient, and the optimizer does not touch them.
     #[must_use]
     pub fn states(&self) -> Vec<(String, &Tensor)> {
         let layers = self.layers.iter().enumerate().filter_map(|(i, layer)| match &layer.feed_forward {
@@ -187,7 +187,7 @@ impl DecoderWeights {
         layers.flat_map(|(at, states)| states.iter().map(move |state| (name(at, state.name), &state.tensor))).collect()
     }
 
-    /// The routers' states for writing, in the order of [`DecoderWeights::states`].
+    /// Lists the routers' states for writing, in the order of [`DecoderWeights::states`].
     pub(crate) fn states_mut(&mut self) -> Vec<&mut Tensor> {
         let layers = self.layers.iter_mut().filter_map(|layer| match &mut layer.feed_forward {
             FeedForwardWeights::Moe(moe) => Some(&mut moe.state),

@@ -1,4 +1,5 @@
-//! Batch invariance of whole models: a token's logits have the same bits alone, in a batch, and in whatever pieces its text came.
+//! Batch invariance of whole models: a token's logits have the same bits alone, in a batch, and in any division of
+//! its text into passes.
 
 use moeworks_model::{Decoder, DecoderWeights, KvCache, LatentAttention, ModelConfig, QkNorm, Variant, WeightRole};
 use moeworks_moe::ScoreOrder;
@@ -11,7 +12,7 @@ fn invariant_contexts() -> impl Iterator<Item = Context> {
     Isa::available().into_iter().map(|isa| Context::cpu(2).with_isa(isa).with_batch_invariance(true))
 }
 
-/// OLMoE's kind of layers, so wide that weights can be in blocks of 32.
+/// A model with OLMoE's kind of layers, wide enough for weights in blocks of 32.
 fn olmoe() -> ModelConfig {
     ModelConfig {
         vocab_size: 200,
@@ -33,13 +34,13 @@ fn olmoe() -> ModelConfig {
     }
 }
 
-/// Shared query heads, a window in the first layer, a shared expert and a dense layer.
+/// A model with grouped query heads, a window in the first layer, a shared expert and a dense layer.
 fn windowed() -> ModelConfig {
     let variant = Variant { window: 40, full_attention_layers: vec![1], dense_layers: vec![0], ..Variant::default() };
     ModelConfig { num_kv_heads: 1, shared_width: 32, dense_width: 64, variant, ..olmoe() }
 }
 
-/// Latent attention, whose keys and values are widened or not by the number of queries otherwise.
+/// A model with latent attention, which otherwise up-projects keys and values depending on the number of queries.
 fn latent() -> ModelConfig {
     let latent = LatentAttention { query_rank: 32, kv_rank: 32, plain_dim: 16, rotary_dim: 16 };
     let variant = Variant { latent: Some(latent), value_dim: 32, ..Variant::default() };
@@ -50,7 +51,7 @@ fn configs() -> [(&'static str, ModelConfig); 3] {
     [("olmoe", olmoe()), ("windowed", windowed()), ("latent", latent())]
 }
 
-/// Weights whose matrices are of a type, in blocks all but the embedding.
+/// Weights with matrices of a type; the embedding is never in blocks.
 fn in_type(ctx: &Context, exact: &DecoderWeights, dtype: DType) -> DecoderWeights {
     if !dtype.is_quantized() {
         return exact.compute_copy(ctx, dtype);
@@ -69,7 +70,7 @@ fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|logit| logit.to_bits()).collect()
 }
 
-/// The logits behind each piece of a text.
+/// Returns the logits after each piece of a text.
 fn logits_in_pieces(
     ctx: &Context,
     decoder: &Decoder,

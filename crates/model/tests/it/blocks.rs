@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::common::{assert_same_bits, fixture, model, random_ids, small_config};
 
-/// A model all of whose matrices have rows of whole blocks, but for experts' hidden width of 24.
+/// A model whose rows are all whole blocks, except for the experts' hidden width of 24.
 fn config() -> ModelConfig {
     ModelConfig { expert_width: 32, dense_width: 64, shared_width: 32, tie_embeddings: false, ..small_config() }
 }
@@ -89,7 +89,7 @@ fn latent_attention_computes_in_blocks() {
     let largest = exact.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
     let mean = exact.iter().zip(&found).map(|(a, b)| (a - b).abs()).sum::<f32>() / exact.len() as f32;
     assert!(mean < 0.02 * largest, "{mean} of {largest}");
-    // A token at a time, on GPUs, which keep narrow vectors in bf16.
+    // One token at a time, on GPUs, which keep latent vectors in bf16.
     for (name, gpu) in Gpu::for_tests() {
         let ctx = ctx.clone().with_gpu(gpu);
         let mut cache = KvCache::new(decoder.config());
@@ -117,7 +117,7 @@ fn a_folder_in_blocks_is_saved_again_with_the_same_bytes() {
         let [a, b] = [&dir, &again].map(|dir| std::fs::read(dir.path().join(file)).unwrap());
         assert!(a == b, "{file}");
     }
-    // From four bits to eight: the numbers stay, up to the coarser of the two.
+    // From int4 to int8 the numbers stay, up to the coarser of the two.
     let wider = tempfile::tempdir().unwrap();
     let quantize = Some(Quantize { ctx: &ctx, dtype: DType::Q8, only_experts: false });
     save_model(wider.path(), &loaded_config, &loaded, &SaveOptions { quantize, ..options }).unwrap();
@@ -138,7 +138,7 @@ fn matrices_without_whole_blocks_stay_and_none_at_all_is_refused() {
     let (decoder, weights) = model(&ctx, ModelConfig { expert_width: 24, ..config() });
     let dir = tempfile::tempdir().unwrap();
     let saved = save_model(dir.path(), decoder.config(), &weights, &options).unwrap();
-    // The second matrix of the experts of the one MoE layer.
+    // The second matrix of the experts of the only MoE layer.
     assert_eq!(saved.num_not_in_blocks, 1);
     let odd =
         ModelConfig { width: 28, num_heads: 2, num_kv_heads: 1, head_dim: 14, expert_width: 12, ..small_config() };

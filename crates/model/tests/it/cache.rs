@@ -1,4 +1,4 @@
-//! What is kept of a sequence while it grows: of a window its tokens alone, of latent attention the narrow vectors.
+//! The memory of KV caches: a sliding window keeps only its tokens, latent attention only the latent vectors.
 
 use moeworks_gpu::Gpu;
 use moeworks_model::KvCache;
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use crate::common::{model, random_ids, small_config};
 use crate::decoder::check_cache;
 
-/// Three layers, the second of which sees all.
+/// Three layers, the second of which has full attention.
 fn windowed(window: usize) -> ModelConfig {
     let variant = Variant { window, full_attention_layers: vec![1], ..Variant::default() };
     ModelConfig { variant, max_seq_len: 1000, ..small_config() }
@@ -54,7 +54,7 @@ proptest! {
     }
 }
 
-/// The bytes that are kept after `len` tokens one by one behind as many at once.
+/// Returns the bytes of a cache after `len` tokens at once and then `len` one by one.
 fn bytes(config: ModelConfig, len: usize) -> usize {
     let ctx = Context::cpu(2);
     let (decoder, weights) = model(&ctx, config);
@@ -71,9 +71,9 @@ fn no_more_is_kept_than_is_needed() {
     let row = |config: &ModelConfig| 4 * 2 * config.num_kv_heads * config.head_dim;
     let all = small_config();
     assert_eq!(bytes(ModelConfig { max_seq_len: 1000, ..all.clone() }, 256), 3 * 512 * row(&all));
-    // Two of three layers keep two windows at most.
+    // Two of three layers keep at most two windows.
     assert_eq!(bytes(windowed(40), 256), (512 + 2 * 80) * row(&all));
-    // A narrow vector of 6 and a rotated part of 4 a token and layer.
+    // A latent vector of 6 and a rotated part of 4 per token and layer.
     assert_eq!(bytes(latent(0, 6), 256), 3 * 512 * 4 * (6 + 4));
 }
 
@@ -86,7 +86,7 @@ fn a_cache_is_cut_where_the_window_still_reaches() {
     let mut cache = KvCache::new(decoder.config());
     decoder.forward_cached(&ctx, &weights, &mut cache, &ids[..100], None).unwrap();
     assert_eq!(cache.truncate(120), 100);
-    // After many tokens at once all are there still.
+    // After a pass over many tokens all of them are kept.
     assert_eq!(cache.truncate(30), 30);
     for &id in &ids[30..200] {
         decoder.forward_cached(&ctx, &weights, &mut cache, &[id], None).unwrap();
@@ -94,14 +94,14 @@ fn a_cache_is_cut_where_the_window_still_reaches() {
     assert_eq!(cache.truncate(199), 199);
     let logits = decoder.forward_cached(&ctx, &weights, &mut cache, &ids[199..], None).unwrap();
     crate::common::assert_close("logits", logits.f32s(), &full.f32s()[199 * 50..], 1e-5);
-    // What the tokens behind position 20 would see is gone.
+    // The tokens in sight of position 20 are gone.
     assert_eq!(cache.truncate(20), 0);
     assert!(cache.is_empty());
     let logits = decoder.forward_cached(&ctx, &weights, &mut cache, &ids, None).unwrap();
     crate::common::assert_close("logits", logits.f32s(), &full.f32s()[199 * 50..], 1e-5);
 }
 
-/// Sequences that go on together, in pieces of so many tokens each, have the logits that each has alone.
+/// Checks that sequences that grow together, by pieces of these lengths, have the logits that each has alone.
 fn check_together(ctx: &Context, config: ModelConfig, count: usize, pieces: &[usize], tolerance: f32) {
     let (decoder, weights) = model(ctx, config);
     let texts: Vec<Vec<u32>> = (0..count as u64).map(|i| random_ids(50, pieces.iter().sum(), i)).collect();
@@ -143,7 +143,7 @@ fn sequences_that_go_on_together_have_the_logits_of_each_alone() {
     };
     let ctx = Context::cpu(2).with_gpu(gpu);
     check_together(&ctx, ModelConfig { max_seq_len: 1000, ..small_config() }, 3, &[5, 1, 1, 60, 1, 1], 1e-4);
-    // Narrow vectors that the GPU attends to, and such as are the host's.
+    // Latent vectors that the GPU attends to, and such as the host does.
     for kv_rank in [6, 260] {
         check_together(&ctx, latent(7, kv_rank), 3, &[5, 1, 1, 60, 1, 1], 1e-4);
     }

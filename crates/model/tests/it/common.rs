@@ -8,7 +8,7 @@ use moeworks_ops::head_loss::IGNORE;
 
 pub(crate) use crate::small_model::{model, random_ids, small_config};
 
-/// For each id the one behind it in its sequence; none for the last.
+/// Returns the next id of each id in its sequence; none for the last.
 pub(crate) fn next_ids(inputs: &[u32], seq_len: usize) -> Vec<u32> {
     let next = |sequence: &[u32]| sequence[1..].iter().copied().chain([IGNORE]).collect::<Vec<_>>();
     inputs.chunks(seq_len).flat_map(next).collect()
@@ -18,7 +18,7 @@ pub(crate) fn batch<'a>(inputs: &'a [u32], targets: &'a [u32], seq_len: usize) -
     TokenBatch { inputs, targets, num_sequences: inputs.len() / seq_len, seq_len, ..TokenBatch::default() }
 }
 
-/// The likeliest ids behind `first`, one after the other.
+/// Returns the likeliest ids after `first`, one by one.
 pub(crate) fn greedy(
     ctx: &Context,
     decoder: &Decoder,

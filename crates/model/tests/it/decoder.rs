@@ -1,4 +1,4 @@
-//! The decoder against itself: what must not change results, and inputs that it must refuse.
+//! The decoder compared with itself: changes that must not affect results, and inputs that it must refuse.
 
 use moeworks_model::KvCache;
 use moeworks_model::{
@@ -44,7 +44,7 @@ fn noisy_config() -> ModelConfig {
     ModelConfig { jitter: Ramp::constant(0.05), capacity_factor: 1.0, shared_width: 8, ..small_config() }
 }
 
-/// Gives what layers take of the logits before them, nothing at first, a share in the result.
+/// Gives weights that start at zero, such as those of gating residuals, an effect on the result.
 pub(crate) fn fill_residuals(weights: &mut DecoderWeights) {
     for (name, tensor) in weights.tensors_mut() {
         if name.ends_with("residual.weight") {
@@ -93,7 +93,7 @@ fn the_number_of_threads_does_not_change_a_bit() {
 #[test]
 fn mixed_precision_is_close_to_f32() {
     let ctx = Context::cpu(2);
-    // All experts for every token: a choice that rounding turns over would be a jump.
+    // All experts for every token: a choice that rounding changes would be a jump.
     let config = ModelConfig { top_k: 5, normalize_weights: false, ..small_config() };
     let (decoder, weights) = model(&ctx, config);
     let options = PassOptions { noise: None, ..options() };
@@ -150,7 +150,7 @@ fn a_step_against_the_gradient_lowers_the_loss_by_what_the_gradient_says() {
             }
             total(&step(&ctx, &decoder, &weights, &options).0)
         };
-        // A step of 1e-4 of the gradient's length down, and from there 2e-4 up: their mean is the slope at the start.
+        // A step of 1e-4 of the gradient's length down, and 2e-4 up from there: their mean is the slope at the start.
         let (down, up) = (shifted(100.0), shifted(-200.0));
         let found = (up - down) / (200.0 * rate);
         assert!((found / slope - 1.0).abs() < 0.02, "{found}, expected {slope} at {}", total(&before));
@@ -159,7 +159,7 @@ fn a_step_against_the_gradient_lowers_the_loss_by_what_the_gradient_says() {
 
 #[test]
 fn a_step_after_the_first_asks_the_system_for_no_memory() {
-    // With more threads the first step may happen to run fewer tasks at a time than a later one.
+    // With more threads the first step may run fewer tasks at a time than a later one.
     let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
     let weights = weights.compute_copy(&ctx, DType::BF16);
@@ -215,7 +215,7 @@ fn evaluation_drops_no_token_whatever_the_capacity() {
     assert!(training.layers.iter().all(|layer| layer.num_dropped > 0));
 }
 
-/// The logits after each prefix of `ids`, cut into pieces as `pieces` says, against those of one full pass.
+/// Compares the logits after each prefix of `ids`, passed in these pieces, with those of one full pass.
 #[test]
 fn who_watches_sees_the_routing_of_every_moe_layer_by_the_rules_asked_for() {
     let ctx = Context::cpu(2);
@@ -249,7 +249,7 @@ fn who_watches_sees_the_routing_of_every_moe_layer_by_the_rules_asked_for() {
     };
     let inference = route(Mode::Infer);
     assert!(inference.iter().zip(&seen).all(|((routing, dropped), (_, same, _))| routing == same && *dropped == 0));
-    // The first layer sees the same input by either rule; what it then drops is for the others to notice.
+    // The first layer sees the same input by either rule; the others notice what it drops.
     let training = route(Mode::TrainForward);
     assert_eq!(training[0].0, inference[0].0);
     // Each of 5 experts keeps at most ceil(0.5 2 52 / 5) = 11 of the 104 choices.
@@ -260,7 +260,7 @@ fn who_watches_sees_the_routing_of_every_moe_layer_by_the_rules_asked_for() {
     assert!(matches!(error, BatchError::Id { id: 50, .. }), "{error}");
 }
 
-/// Decoding in pieces gives the logits of the full pass.
+/// Checks that decoding in pieces gives the logits of the full pass.
 pub(crate) fn check_cache(config: ModelConfig, dtype: DType, pieces: &[usize], tolerance: f32) {
     let ctx = Context::cpu(2);
     let (decoder, weights) = model(&ctx, config);
@@ -367,7 +367,7 @@ fn absurd_configurations_are_refused() {
     }
 }
 
-/// Balance over experts, over groups and of what groups get, each with a weight of its own: DeepSeek-V2's three.
+/// The balance losses over experts, devices and communication, each with its own weight (DeepSeek-V2).
 #[test]
 fn losses_over_experts_and_over_groups_add_up() {
     let ctx = Context::cpu(2);
@@ -391,7 +391,7 @@ fn losses_over_experts_and_over_groups_add_up() {
     }
 }
 
-/// Every loss on routers is reported, from its definition over the layers' statistics, or left out where it has no meaning.
+/// Every loss on routers is reported by its definition over the layers' statistics, or left out if it has no meaning.
 #[test]
 fn the_losses_on_routers_are_those_of_their_definitions() {
     let ctx = Context::cpu(2);

@@ -1,4 +1,5 @@
-//! Checkpoints of every family on a GPU and on its emulations: in f32 as `transformers` computes, in other types as the processor does.
+//! Checkpoints of every family on a GPU and on its emulations: in f32 as in `transformers`, in other types as on the
+//! CPU.
 
 use std::path::{Path, PathBuf};
 
@@ -12,13 +13,14 @@ use crate::common::{assert_close, fixture};
 use crate::fixtures::{compare_logits, compare_training_step, expected_json, input_ids};
 use crate::switch::Case;
 
-/// How much further from f32 a GPU may be than the processor: half as far again, and 2% of the logits where both are near.
+/// The bounds of a GPU's distance from f32: 1.5 times that of the CPU, plus 2% of the logits.
 const TIMES: f64 = 1.5;
 const BESIDES: f64 = 0.02;
 
-/// All of one folder on each GPU: logits, greedy ids, one training step where the folder has gradients, and a text in pieces.
+/// Compares a folder on each GPU: logits, greedy ids, one training step if the folder has gradients, and a text in
+/// pieces.
 pub(crate) fn compare_on_gpus(folder: &Path) {
-    // In which order blocks of threads come is a matter of single operations.
+    // The order of thread blocks is tested with single operations.
     for (name, gpu) in Gpu::for_tests().into_iter().filter(|(name, _)| !name.ends_with("in reverse")) {
         let ctx = Context::cpu(2).with_gpu(gpu);
         println!("{} on the {name}", folder.display());
@@ -36,8 +38,8 @@ pub(crate) fn compare_on_gpus(folder: &Path) {
     }
 }
 
-/// The first text in pieces, as a conversation has them: of f32 the logits of the processor, in bf16 and in the types of the folder as
-/// near to those as the processor is.
+/// Compares the first text, passed in pieces as in a conversation: in f32 with the CPU's logits; in bf16 and in the
+/// folder's types, the distance from f32 must be near the CPU's.
 fn compare_in_pieces(ctx: &Context, folder: &Path, decoder: &Decoder, stored: &DecoderWeights) {
     let (ids, seq_len) = input_ids(&expected_json(folder));
     let ids = &ids[..seq_len];
@@ -58,7 +60,7 @@ fn compare_in_pieces(ctx: &Context, folder: &Path, decoder: &Decoder, stored: &D
     }
 }
 
-/// The length of the difference by that of what was to be found.
+/// Returns the length of the difference relative to that of the exact result.
 fn distance(found: &[f32], exact: &[f32]) -> f64 {
     let length = |xs: &mut dyn Iterator<Item = f32>| xs.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
     length(&mut found.iter().zip(exact).map(|(a, b)| a - b)) / length(&mut exact.iter().copied())

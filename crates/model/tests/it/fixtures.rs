@@ -26,14 +26,14 @@ pub(crate) fn input_ids(expected: &Value) -> (Vec<u32>, usize) {
     (rows.concat(), seq_len)
 }
 
-/// Logits, greedy ids, and the folder written and read again.
+/// Compares logits and greedy ids, and the folder written and read again.
 fn compare_inference(dir: &Path, model_type: &str) {
     let ctx = Context::cpu(2);
     let (decoder, stored) = compare_logits(&ctx, dir);
-    save_and_load(&ctx, (&decoder, &stored), dir, model_type);
+    save_and_load(&ctx, &decoder, &stored, dir, model_type);
 }
 
-/// Logits and greedy ids in f32, whatever the type of the weights; the model, and its weights as they are stored.
+/// Compares logits and greedy ids in f32, whatever the type of the weights. Returns the model and its stored weights.
 pub(crate) fn compare_logits(ctx: &Context, dir: &Path) -> (Decoder, DecoderWeights) {
     let (config, stored) = load_model(ctx, dir).unwrap();
     let weights = stored.compute_copy(ctx, DType::F32);
@@ -54,13 +54,13 @@ fn compare_greedy(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, ex
     assert_eq!(greedy(ctx, decoder, weights, &mut cache, prompt, wanted.len()), wanted);
 }
 
-/// All that [`compare_inference`] compares, and one training step: losses and every gradient.
+/// Compares inference as [`compare_inference`] does, and one training step: losses and every gradient.
 pub(crate) fn compare_with_transformers(dir: &Path, model_type: &str) {
     compare_inference(dir, model_type);
     compare_training_step(&Context::cpu(2), dir);
 }
 
-/// One training step in f32: losses and every gradient.
+/// Compares one training step in f32: losses and every gradient.
 pub(crate) fn compare_training_step(ctx: &Context, dir: &Path) {
     let (config, weights) = load_model(ctx, dir).unwrap();
     let weights = weights.compute_copy(ctx, DType::F32);
@@ -91,14 +91,14 @@ pub(crate) fn compare_training_step(ctx: &Context, dir: &Path) {
     compare_gradients(ctx, &grads, &dir.join("grads"));
 }
 
-/// A figure that `transformers` found.
+/// Returns a figure of `transformers`.
 #[track_caller]
 pub(crate) fn assert_as_expected(expected: &Value, what: &str, found: f64) {
     let wanted = expected[what].as_f64().unwrap();
     assert!((found - wanted).abs() < 1e-4 * wanted.abs().max(1e-3), "{what}: {found}, expected {wanted}");
 }
 
-/// Every gradient; one far smaller than the largest of all, as near as a thirtieth of that one has to be.
+/// Compares every gradient. One far smaller than the largest of all has the tolerance of a thirtieth of that.
 pub(crate) fn compare_gradients(ctx: &Context, grads: &DecoderWeights, expected: &Path) {
     let (_, wanted) = load_model(ctx, expected).unwrap();
     let largest_of = |tensor: &Tensor| tensor.f32s().iter().fold(0.0_f32, |max, x| max.max(x.abs()));
@@ -113,14 +113,9 @@ pub(crate) fn compare_gradients(ctx: &Context, grads: &DecoderWeights, expected:
     }
 }
 
-/// What is written is read back with the same configuration and the same bits, and written again with the same bytes; no
-/// key of the first folder is lost.
-pub(crate) fn save_and_load(
-    ctx: &Context,
-    (decoder, weights): (&Decoder, &DecoderWeights),
-    dir: &Path,
-    model_type: &str,
-) {
+/// Checks that a saved folder is read back with the same configuration and bits, is saved again with the same bytes,
+/// and keeps every key of the original.
+pub(crate) fn save_and_load(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, dir: &Path, model_type: &str) {
     let temporary = tempfile::tempdir().unwrap();
     let (first, second) = (temporary.path().join("first"), temporary.path().join("second"));
     let origin = ModelFolder::open(dir).unwrap();

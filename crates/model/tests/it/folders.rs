@@ -1,4 +1,4 @@
-//! Model folders: every shape survives a round trip, and folders that are not what they say are refused.
+//! Model folders: every kind of model survives a round trip, and inconsistent folders are refused.
 
 use std::cell::Cell;
 use std::fs;
@@ -96,7 +96,7 @@ fn read_json(path: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// A copy of a fixture to do harm to.
+/// A copy of a fixture to damage.
 struct Copy(TempDir);
 
 impl Copy {
@@ -228,14 +228,14 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
     assert!(matches!(dir.fault(), LoadError::Io { .. }));
 }
 
-/// One embedding for all kinds of layers, said for each of them.
+/// The same rotary embedding for every kind of layer, given for each of them.
 #[test]
 fn rotary_parameters_that_are_the_same_for_every_kind_of_layer_are_used() {
     let of = |parameters: Value| Copy::of("qwen3_moe").set("rope_parameters", parameters).load().unwrap();
     let plain = of(json!({"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}));
     let each = json!({"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0});
     assert_eq!(of(json!({"full_attention": each, "sliding_attention": each})), plain);
-    // Of a kind that no layer is nothing is asked.
+    // A kind that no layer has is not checked.
     let other = json!({"rope_type": "default", "rope_theta": 1e4});
     let nested = json!({"full_attention": each, "sliding_attention": other});
     let kinds = json!(["full_attention", "full_attention"]);
@@ -290,7 +290,7 @@ fn tensors_without_elements_need_no_place() {
     assert_same_bits(&weights, &load_model(&ctx, &fixture("mixtral")).unwrap().1);
 }
 
-/// Whether an error is the one expected.
+/// Returns true if an error is the expected one.
 type Check<'a> = &'a dyn Fn(&LoadError) -> bool;
 
 #[test]
@@ -327,8 +327,8 @@ fn a_damaged_shard_is_refused() {
     assert!(matches!(dir.fault(), LoadError::Safetensors(SafetensorsError::Io { .. })));
 }
 
-/// Writes the f32 weights of a fixture both ways. Those that come must not stay: of a tensor on disk there may be three that it is made
-/// of.
+/// Writes the f32 weights of a fixture by both methods. Streamed weights must not stay in memory: at most the three
+/// that a tensor on disk is made of.
 #[track_caller]
 fn assert_written_as_they_come(name: &str) {
     let (ctx, arriving) = (Context::cpu(2), Context::cpu(1));
@@ -396,7 +396,7 @@ fn a_folder_that_cannot_be_made_is_an_error() {
     assert!(error.to_string().contains("file/model"), "{error}");
 }
 
-/// What is taken from the pool to load and run a model whose experts are stored one by one is less than they are.
+/// Loading and running a model whose experts are stored one by one takes less from the pool than the experts' size.
 #[test]
 fn experts_stored_one_by_one_stay_in_their_files() {
     let sizes = ModelConfig { width: 64, num_experts: 8, expert_width: 64, num_layers: 2, ..small_config() };
@@ -414,7 +414,7 @@ fn experts_stored_one_by_one_stay_in_their_files() {
         let expected = decoder.logits(&Context::cpu(2), &weights, &ids, 1, None).unwrap().to_f32_vec();
         let (_, loaded) = load_model(&ctx, dir.path()).unwrap();
         let held = ctx.pool().stats().used_bytes;
-        // Where a shard ends between the gate and the up of an expert, these are brought together.
+        // Gate and up of an expert that are in different shards are copied together.
         let expert_bytes = 3 * 64 * 64 * dtype.size();
         assert!(held < 30_000 + (num_shards - 1) * expert_bytes, "{held} bytes of {all_bytes}");
         assert_eq!(

@@ -1,5 +1,5 @@
-//! GGUF files: small ones made by llama.cpp's own package, with the logits that `transformers` computes from their numbers
-//! (`tests/fixtures/gguf/make.py`), and files that are not what they should be.
+//! GGUF files: small ones made by llama.cpp's own package, with the logits that `transformers` computes from their
+//! numbers (`tests/fixtures/gguf/make.py`), and invalid ones.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -61,7 +61,7 @@ fn logits_and_greedy_tokens_are_those_of_transformers() {
     }
 }
 
-/// Blocks are what we compute with: nothing is unpacked, and nothing copied but rows that change their order.
+/// Products read blocks as they are: nothing is unpacked, and only rows whose order changes are copied.
 #[test]
 fn matrices_in_blocks_stay_in_blocks() {
     let ctx = Context::cpu(2);
@@ -90,7 +90,7 @@ fn matrices_in_blocks_stay_in_blocks() {
     }
 }
 
-/// f16 is multiplied where the file has it: experts take no memory, and no sum is another than in f32.
+/// Products read f16 in the file: experts take no memory, and sums are those of f32.
 #[test]
 fn matrices_in_f16_stay_where_the_file_has_them() {
     for name in ["mixtral", "deepseek2"] {
@@ -147,7 +147,7 @@ fn the_tokenizer_of_a_file_divides_text_by_its_merges() {
     assert_eq!(tokenizer.eos_id(), Some(256));
 }
 
-/// llama.cpp's own vocabularies with texts and the ids that it makes of them.
+/// llama.cpp's own vocabularies with texts and the ids that llama.cpp makes of them.
 #[test]
 fn tokenizers_of_real_files_give_the_ids_that_llama_cpp_gives() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/tokenizers/gguf-vocab");
@@ -233,28 +233,28 @@ fn headers_that_cannot_be_are_refused_with_what_is_wrong() {
     let mut bytes = h().bytes();
     bytes[4] = 1;
     refused("an old version", &bytes, &["version is 1"]);
-    refused("a key twice", &h().key("a", 0, &[1]).key("a", 0, &[1]).bytes(), &["\"a\"", "twice"]);
+    refused("a key twice", &h().key("a", 0, &[1]).key("a", 0, &[1]).bytes(), &["duplicate key \"a\""]);
     refused("an unknown kind of value", &h().key("a", 99, &[1]).bytes(), &["a", "99"]);
     refused("a truth value of 2", &h().key("a", 7, &[2]).bytes(), &["a", "0 or 1"]);
-    refused("a long string", &h().key("a", 8, &u64::MAX.to_le_bytes()).bytes(), &["cut short"]);
+    refused("a long string", &h().key("a", 8, &u64::MAX.to_le_bytes()).bytes(), &["truncated"]);
     let array = |ty: u32, len: u64| [&ty.to_le_bytes()[..], &len.to_le_bytes()].concat();
-    refused("a long array", &h().key("a", 9, &array(4, 1 << 60)).bytes(), &["cut short"]);
-    refused("a long array of arrays", &h().key("a", 9, &array(9, 1 << 40)).bytes(), &["cut short"]);
+    refused("a long array", &h().key("a", 9, &array(4, 1 << 60)).bytes(), &["truncated"]);
+    refused("a long array of arrays", &h().key("a", 9, &array(9, 1 << 40)).bytes(), &["truncated"]);
     refused("deep nesting", &h().key("a", 9, &array(9, 1).repeat(50)).bytes(), &["nested"]);
     refused("an odd alignment", &h().key("general.alignment", 4, &[24, 0, 0, 0]).bytes(), &["general.alignment"]);
     refused("no alignment", &h().key("general.alignment", 4, &[0; 4]).bytes(), &["general.alignment"]);
     let twice = h().tensor("a", &[8], 0, 0).tensor("a", &[8], 0, 32);
-    refused("a tensor twice", &twice.bytes(), &["\"a\"", "twice"]);
+    refused("a tensor twice", &twice.bytes(), &["duplicate tensor \"a\""]);
     refused("tensors on each other", &h().tensor("a", &[16], 0, 0).tensor("b", &[8], 0, 32).bytes(), &["overlap"]);
-    refused("a tensor beyond the end", &h().tensor("a", &[17], 0, 0).bytes(), &["\"a\"", "cut short"]);
-    refused("an offset beyond the end", &h().tensor("a", &[1], 0, 1 << 40).bytes(), &["cut short"]);
+    refused("a tensor beyond the end", &h().tensor("a", &[17], 0, 0).bytes(), &["\"a\"", "truncated"]);
+    refused("an offset beyond the end", &h().tensor("a", &[1], 0, 1 << 40).bytes(), &["truncated"]);
     refused("an offset that overflows", &h().tensor("a", &[1], 0, u64::MAX - 31).bytes(), &["\"a\""]);
     refused("an offset between", &h().tensor("a", &[1], 0, 4).bytes(), &["\"a\""]);
     refused("a shape that overflows", &h().tensor("a", &[1 << 62, 1 << 62], 0, 0).bytes(), &["\"a\""]);
     refused("no dims", &h().tensor("a", &[], 0, 0).bytes(), &["0 dims"]);
     refused("many dims", &h().tensor("a", &[1; 9], 0, 0).bytes(), &["9 dims"]);
     refused("an unknown type", &h().tensor("a", &[1], 77, 0).bytes(), &["\"a\"", "77", "Q4_K"]);
-    refused("half a block", &h().tensor("a", &[16], 8, 0).bytes(), &["whole blocks", "Q8_0"]);
+    refused("half a block", &h().tensor("a", &[16], 8, 0).bytes(), &["not a multiple of Q8_0's block length, 32"]);
     let mut many = h().bytes();
     many[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
     refused("many tensors", &many, &["bad header"]);
@@ -279,7 +279,7 @@ fn models_that_do_not_fit_their_keys_are_refused() {
     };
     let text = |name: &str| [&(name.len() as u64).to_le_bytes()[..], name.as_bytes()].concat();
     let unknown = Header::new().key("general.architecture", 8, &text("rwkv7"));
-    assert!(load(&unknown.bytes()).contains("\"rwkv7\" is not supported; these are: llama, qwen3"));
+    assert!(load(&unknown.bytes()).contains("\"rwkv7\" is not supported; supported are: llama, qwen3"));
     assert!(load(&Header::new().bytes()).contains("general.architecture: is missing"));
     let bytes = std::fs::read(path("llama")).unwrap();
     let replaced = |from: &str, to: &str| {
@@ -288,7 +288,7 @@ fn models_that_do_not_fit_their_keys_are_refused() {
     };
     assert!(
         load(&replaced("blk.1.ffn_norm.weight", "blk.1.ffn_nrom.weight"))
-            .contains("no tensor \"blk.1.ffn_norm.weight\"")
+            .contains("tensor \"blk.1.ffn_norm.weight\" is missing")
     );
     assert!(load(&replaced("llama.block_count", "llama.block_cnuot")).contains("num_hidden_layers"));
     let mut narrow = bytes.clone();
@@ -316,8 +316,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// A file that was good, with bits turned, bytes put in or taken out, and its end cut off: an error or a model, and never
-    /// more memory than the bytes that are there can become (numbers of two bits as f32, and a copy on the way).
+    /// A valid file with flipped bits, inserted or removed bytes, and a truncated end gives an error or a model. It
+    /// takes no more memory than its bytes can become (numbers of two bits as f32, and a copy on the way).
     #[test]
     fn damage_is_an_error_and_takes_no_more_memory_than_the_file_justifies(
         name in 0..MODELS.len(),

@@ -1,5 +1,5 @@
-//! Keys of GGUF headers that change the mathematics: used as `transformers` computes it (`tests/fixtures/gguf/make_rotary.py`),
-//! or refused by name.
+//! Keys of GGUF headers that change the mathematics: computed as in `transformers`
+//! (`tests/fixtures/gguf/make_rotary.py`), or refused by name.
 
 use std::fs;
 use std::path::Path;
@@ -15,8 +15,8 @@ use crate::common::{assert_close, fixture};
 use crate::gguf::path;
 use crate::gguf_parts::{Raw, RawTensor, string};
 
-/// A fixture with keys `[name, type, value]` and tensors of f32 `[name, numbers]` added to its header, or in the place of those
-/// of the same name.
+/// Returns a fixture with keys `[name, type, value]` and f32 tensors `[name, numbers]` added to its header, or
+/// replaced in it.
 pub(crate) fn with(name: &str, keys: &[Value], tensors: &[Value]) -> Result<GgufFile, GgufError> {
     let mut raw = Raw::of(name);
     for key in keys {
@@ -32,7 +32,7 @@ pub(crate) fn with(name: &str, keys: &[Value], tensors: &[Value]) -> Result<Gguf
     GgufFile::of_bytes(Path::new("model.gguf"), Arc::new(raw.bytes()))
 }
 
-/// A value as a header has it: u32, i32, f32, truth value, text, or a list of truth values (9) or of i32 (59).
+/// Encodes a value of a header: u32, i32, f32, boolean, text, or an array of booleans (9) or of i32 (59).
 fn bytes(ty: u32, value: &Value) -> Vec<u8> {
     let list = |of: u32, size: usize, each: &dyn Fn(&Value) -> Vec<u8>| {
         let values = value.as_array().unwrap();

@@ -1,4 +1,4 @@
-//! GGUF models in several files: read from any part, and faults of the parts named.
+//! GGUF models in several files: read from any part, with faults of parts reported.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ pub(crate) struct RawTensor {
     pub(crate) data: Vec<u8>,
 }
 
-/// A fixture taken apart: the bytes of its keys, their number, and its tensors.
+/// A fixture split up: the bytes of its keys, their number, and its tensors.
 pub(crate) struct Raw {
     keys: Vec<u8>,
     num_keys: u64,
@@ -49,7 +49,7 @@ impl Raw {
     pub(crate) fn add_key(&mut self, name: &str, ty: u32, value: &[u8]) {
         let wanted = string(name);
         if let Some(at) = self.keys.windows(wanted.len()).position(|window| window == wanted) {
-            // Another name that nobody reads.
+            // A name that nobody reads.
             self.keys[at + 8..at + wanted.len()].fill(b'x');
         }
         self.keys.extend([&wanted[..], &ty.to_le_bytes(), value].concat());
@@ -62,7 +62,7 @@ impl Raw {
     }
 }
 
-/// One part: with the keys of the model or none, and what it says of the parts.
+/// A part: with the model's keys or none, and with its split keys.
 struct Part<'a> {
     raw: &'a Raw,
     has_keys: bool,
@@ -166,7 +166,7 @@ fn faults_of_parts_are_named() {
     let split = Split::new();
     let num_tensors = split.raw.tensors.len() as u32;
     fs::remove_file(split.path(1, 3)).unwrap();
-    split.refused(&["m-00002-of-00003.gguf", "not there", "2 is missing"]);
+    split.refused(&["m-00002-of-00003.gguf", "not found", "2 is missing"]);
     split.write(2, 3, Some([1, 3, num_tensors]));
     fs::rename(split.path(2, 3), split.path(1, 3)).unwrap();
     split.write(2, 3, Some([1, 3, num_tensors]));
@@ -179,7 +179,7 @@ fn faults_of_parts_are_named() {
     split.write(2, 3, Some([1, 3, num_tensors]));
     fs::copy(split.path(2, 3), split.path(1, 3)).unwrap();
     split.write(2, 3, Some([2, 3, num_tensors]));
-    split.refused(&["m-00003-of-00003.gguf", "is in", "m-00002-of-00003.gguf as well"]);
+    split.refused(&["m-00003-of-00003.gguf", "is also in", "m-00002-of-00003.gguf"]);
     let split = Split::new();
     split.write(0, 3, Some([0, 3, num_tensors + 1]));
     split.refused(&["split.tensors.count", &(num_tensors + 1).to_string(), &num_tensors.to_string()]);

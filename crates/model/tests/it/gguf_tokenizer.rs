@@ -60,7 +60,7 @@ fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-/// Byte-level BPE of the bytes and `more` tokens, of kinds (3: control).
+/// Byte-level BPE of the bytes and of `more` tokens with their kinds (3: control).
 fn byte_level(pre: &str, more: &[(&str, u32)]) -> Keys {
     let json: Value = serde_json::from_str(Tokenizer::bytes().json()).unwrap();
     let mut tokens: Vec<(String, u64)> = Vec::new();
@@ -94,7 +94,7 @@ fn sentence_piece() -> Keys {
     )
 }
 
-/// `fixtures/make_pre_tokenizers.py` has the ids from the tokenizers that the names stand for.
+/// The ids come from the tokenizers that the names stand for (`fixtures/make_pre_tokenizers.py`).
 #[test]
 fn each_division_of_text_gives_the_ids_of_the_tokenizer_it_stands_for() {
     let fixture: Value = serde_json::from_str(include_str!("../fixtures/pre_tokenizers.json")).unwrap();
@@ -119,7 +119,8 @@ fn a_division_that_nobody_knows_is_refused_with_those_that_are_known() {
     assert!(error.contains("\"bert\"") && error.contains("gpt2"), "{error}");
 }
 
-/// llama.cpp begins texts by SentencePiece with a token, others as their division says, and any as the file says.
+/// llama.cpp adds a BOS token with SentencePiece, with other tokenizers as their division requires, and in any case
+/// as the file says.
 #[test]
 fn a_file_adds_what_llama_cpp_adds() {
     let start = |keys: Keys| keys.tokenizer().unwrap().text_start().to_vec();
@@ -140,7 +141,7 @@ fn a_file_adds_what_llama_cpp_adds() {
     let both = named("gpt-2").truth("add_bos_token", true).truth("add_eos_token", true).tokenizer().unwrap();
     assert_eq!(both.encode_source("a").unwrap(), [256, 97, 257]);
     assert_eq!(both.encode_prompt("a", false).unwrap(), [256, 97]);
-    // A conversation begins with it too, once.
+    // A conversation also begins with it, once.
     assert_eq!(both.encode_rendered("a").unwrap(), [256, 97]);
     assert_eq!(both.encode_rendered("<s>a").unwrap(), [256, 97]);
 }

@@ -1,4 +1,4 @@
-//! What passes between the host and a GPU: lists of tokens, counts and sums, and nothing that grows with the model.
+//! Traffic between the host and a GPU: lists of tokens, counts and sums, and nothing that grows with the model.
 
 use moeworks_gpu::{Gpu, Traffic};
 use moeworks_model::{
@@ -15,7 +15,7 @@ use crate::common::{batch, model, next_ids, random_ids, small_config};
 
 const SEQ_LEN: usize = 16;
 
-/// A context with a GPU or its emulation; says so where there is none.
+/// Returns a context with a GPU or its emulation; prints that there is none otherwise.
 fn with_gpu() -> Option<Context> {
     let gpu =
         Gpu::for_a_test().inspect_err(|missing| println!("SKIPPED: what passes to and from a GPU: {missing}")).ok()?;
@@ -26,7 +26,7 @@ fn traffic(ctx: &Context) -> Traffic {
     ctx.gpu().expect("a GPU").traffic()
 }
 
-/// A model with an MoE in each of its two layers; `times` as large in all that does not concern tokens and experts.
+/// A model with an MoE in each of its two layers; `times` scales every size except those of tokens and experts.
 fn config(times: usize) -> ModelConfig {
     let small = small_config();
     ModelConfig {
@@ -41,7 +41,7 @@ fn config(times: usize) -> ModelConfig {
     }
 }
 
-/// What the second of two equal training steps copies.
+/// Returns the copies of the second of two equal training steps.
 fn of_step(ctx: &Context, config: ModelConfig) -> Traffic {
     let (decoder, weights) = model(ctx, config);
     let ids = random_ids(50, 4 * SEQ_LEN, 1);
@@ -66,9 +66,10 @@ fn what_a_training_step_copies_to_and_from_a_gpu_does_not_grow_with_the_model() 
     let Some(ctx) = with_gpu() else { return };
     let (small, large) = (of_step(&ctx, config(1)), of_step(&ctx, config(3)));
     assert_eq!(small, large);
-    // For each layer the counts, sums of scores, of logits and of choices; once the rows of the loss.
+    // For each layer the counts and the sums of scores, logits and choices; once the rows of the loss.
     assert!(small.downloads <= 2 * 4 + 1, "{small:?}");
-    // Ids, targets, positions and the order of ids, of four bytes a token each; the loss takes three numbers of a token.
+    // Ids, targets, positions and the order of ids, four bytes per token each; the loss takes three numbers per
+    // token.
     let tokens = 4 * SEQ_LEN as u64;
     assert!(small.uploaded_bytes <= 6 * 4 * tokens && small.downloaded_bytes <= 3 * 4 * tokens + 1024, "{small:?}");
 }
@@ -98,7 +99,7 @@ fn nor_does_it_with_latent_attention_or_with_sinks_or_with_queries_that_are_cut(
     }
 }
 
-/// What the third token after a prompt copies until it is drawn.
+/// Returns the copies of the third token after a prompt, up to its sampling.
 fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traffic {
     let mut cache = KvCache::new(decoder.config());
     let filters = Filters { temperature: 1.0, top_k: 0, top_p: 0.9, min_p: 0.0 };
@@ -117,7 +118,7 @@ fn of_token(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights) -> Traff
 #[test]
 fn a_latent_cache_that_the_host_attends_to_does_not_pass_for_each_token() {
     let Some(ctx) = with_gpu() else { return };
-    // Rows of 264 numbers, more than there are kernels of attention for.
+    // Rows of 264 numbers, more than the attention kernels support.
     let sizes = LatentAttention { query_rank: 0, kv_rank: 260, plain_dim: 4, rotary_dim: 4 };
     let variant = Variant { latent: Some(sizes), value_dim: 8, ..Variant::default() };
     let config = ModelConfig { num_kv_heads: 4, qk_norm: QkNorm::None, variant, max_seq_len: 500, ..config(1) };
@@ -141,13 +142,13 @@ fn a_decoding_step_waits_for_a_gpu_once() {
     let Some(ctx) = with_gpu() else { return };
     let (decoder, weights) = model(&ctx, config(1));
     let token = of_token(&ctx, &decoder, &weights);
-    // The next id comes back, with a bit that says whether there was a NaN; the id and its position go there, and which row the head
-    // takes is known.
+    // The next id comes back with a bit that tells whether there was a NaN. The id and its position go to the GPU;
+    // the head's row is known.
     assert_eq!((token.downloads, token.downloaded_bytes), (1, 4), "{token:?}");
     assert!(token.uploads <= 3 && token.uploaded_bytes <= 12, "{token:?}");
 }
 
-/// Narrow vectors in bf16, of which there are rows that kernels for other heads take and wider ones.
+/// Latent vectors in bf16, with rows that the kernels of other heads support, and wider ones.
 #[test]
 fn nor_does_it_wait_more_often_with_latent_attention_in_bf16() {
     let Some(ctx) = with_gpu() else { return };
@@ -177,7 +178,7 @@ fn tokens_from_graphs_have_the_logits_of_a_pass_over_all() {
     let ids = random_ids(50, 80, 3);
     let mut cache = KvCache::new(decoder.config());
     decoder.forward_cached(&ctx, &weights, &mut cache, &ids[..3], None).expect("a prompt");
-    // Past 64 tokens, where the cache moves to other memory.
+    // Beyond 64 tokens, where the cache moves to other memory.
     for len in 4..=ids.len() {
         let next =
             decoder.forward_cached(&ctx, &weights, &mut cache, &ids[len - 1..len], None).expect("a token").to_f32_vec();
@@ -201,7 +202,7 @@ fn experts_that_stay_in_the_host_give_the_same_tokens_and_some_are_foreseen() {
     let (_, twin) = model(&Context::cpu(2), config.clone());
     let of_expert = |e: &MoeWeights| (e.gate_up.num_bytes() + e.down.num_bytes()) / config.num_experts;
     let FeedForwardWeights::Moe(experts) = &weights.layers[0].feed_forward else { panic!("a layer of experts") };
-    // Of 30 experts a third find room.
+    // A third of 30 experts fit the cache.
     let gpu = ctx.gpu().expect("a GPU").clone().with_expert_cache(10 * of_expert(experts));
     let with_room = Context::cpu(2).with_gpu(gpu.clone());
     let (mut cache, mut twin_cache) = (KvCache::new(&config), KvCache::new(&config));
@@ -211,7 +212,7 @@ fn experts_that_stay_in_the_host_give_the_same_tokens_and_some_are_foreseen() {
         assert_eq!(found, expected, "after {ids:?}");
     }
     let stats = gpu.expert_cache_stats().expect("a cache");
-    // The prompt went to all experts, each of four tokens to as many as it may in each layer.
+    // The prompt went to all experts; each of four tokens went to as many as it may in each layer.
     assert_eq!(stats.hits + stats.misses, (6 * (5 + 4 * config.top_k)) as u64, "{stats:?}");
     assert!(stats.misses >= 30 && stats.prefetch_hits > 0 && stats.prefetches >= stats.prefetch_hits, "{stats:?}");
     for layer in &weights.layers {

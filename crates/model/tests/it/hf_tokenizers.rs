@@ -1,6 +1,7 @@
-//! Tokenizers of every kind give the ids and texts that Hugging Face's library gives in Python.
+//! Tokenizers of every kind give the ids and texts of Hugging Face's Python library.
 //!
-//! `fixtures/make_tokenizers.py` makes small odd ones and asks that library. `MOEWORKS_TOKENIZERS` may name a file with more.
+//! `fixtures/make_tokenizers.py` makes small unusual ones with that library's results. `MOEWORKS_TOKENIZERS` may name
+//! a file with more.
 
 use serde_json::json;
 

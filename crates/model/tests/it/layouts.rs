@@ -1,4 +1,4 @@
-//! Folders whose matrices do not lie as ours do: floats of few bits, with their scales in tensors of their own, and transposed stacks.
+//! Folders with matrices in other layouts than in memory: MXFP4 and FP8 with separate scales, and transposed stacks.
 
 use moeworks_model::hf::{ModelFolder, SaveOptions, load_model, save_model};
 use moeworks_model::safetensors::ModelFiles;
@@ -10,12 +10,12 @@ use tempfile::TempDir;
 
 use crate::common::{assert_close, assert_same_bits, fixture, random_ids};
 
-/// Bytes without an order.
+/// Pseudo-random bytes.
 fn bytes(len: usize, seed: u64) -> impl Iterator<Item = u8> {
     random_ids(256, len, seed).into_iter().map(|id| id as u8)
 }
 
-/// A matrix, or a stack, in blocks of four-bit floats.
+/// A matrix, or a stack, in MXFP4.
 fn four_bits(ctx: &Context, shape: &[usize], seed: u64) -> Tensor {
     let mut tensor = ctx.empty(shape, DType::Mxfp4);
     let blocks = tensor.slice_mut::<Mxfp4Block>();
@@ -28,7 +28,7 @@ fn four_bits(ctx: &Context, shape: &[usize], seed: u64) -> Tensor {
     tensor
 }
 
-/// A matrix, or a stack, in eight-bit floats: a scale for 128 rows of 128, of gate and up each.
+/// A matrix, or a stack, in FP8: one scale per 128 x 128 block, of gate and up each.
 fn eight_bits(ctx: &Context, shape: &[usize], rows_of_a_tensor: usize, seed: u64) -> Tensor {
     let mut tensor = ctx.empty(shape, DType::F8);
     let blocks_per_row = tensor.cols() / F8_BLOCK_LEN;
@@ -37,7 +37,7 @@ fn eight_bits(ctx: &Context, shape: &[usize], rows_of_a_tensor: usize, seed: u64
         let (row, column) = (index / blocks_per_row, index % blocks_per_row);
         let (matrix, row) = (row / rows_of_a_tensor, row % rows_of_a_tensor);
         let scale = 1e-4 * (1.0 + (matrix + 3 * (row / F8_BLOCK_LEN) + 5 * column) as f32);
-        // All but the largest and NaN.
+        // All values but the largest and NaN.
         *block = F8Block::joined(&std::array::from_fn(|_| random.next().unwrap() & 0xbf), &scale.to_le_bytes());
     }
     tensor
@@ -49,7 +49,7 @@ fn small_gpt_oss(ctx: &Context) -> Decoder {
     Decoder::new(ModelConfig { width: 64, expert_width: 96, num_experts: 5, ..config }).unwrap()
 }
 
-/// That with experts in four bits.
+/// The small GPT-OSS with experts in MXFP4.
 fn gpt_oss(ctx: &Context) -> (Decoder, DecoderWeights) {
     let decoder = small_gpt_oss(ctx);
     let mut seed = 0;
@@ -61,7 +61,7 @@ fn gpt_oss(ctx: &Context) -> (Decoder, DecoderWeights) {
     (decoder, weights)
 }
 
-/// DeepSeek-V3 in eight bits.
+/// A small DeepSeek-V3 in FP8.
 fn deepseek(ctx: &Context) -> (Decoder, DecoderWeights) {
     let (mut config, _) = load_model(ctx, &fixture("deepseek_v3")).unwrap();
     let latent = config.variant.latent.unwrap();
@@ -83,11 +83,12 @@ fn deepseek(ctx: &Context) -> (Decoder, DecoderWeights) {
     (decoder, weights)
 }
 
-/// Saves a model, and loads it into a context of its own: nothing but what is small is copied, then or when it computes; results are
-/// those of the weights in memory, and nearly those of the floats they stand for; and saved again it has the same bytes.
-fn check((decoder, weights): (Decoder, DecoderWeights), method: Option<&str>) {
+/// Saves a model, loads it in a context of its own, and computes with it. Only small tensors may be copied. Results
+/// must equal those of the weights in memory, and be near those of the dequantized weights; saved again it must have
+/// the same bytes.
+fn check(decoder: &Decoder, weights: &DecoderWeights, method: Option<&str>) {
     let (ctx, [first, second]) = (Context::cpu(2), [(); 2].map(|()| TempDir::new().unwrap()));
-    save_model(first.path(), decoder.config(), &weights, &SaveOptions::default()).unwrap();
+    save_model(first.path(), decoder.config(), weights, &SaveOptions::default()).unwrap();
     let (config, loaded) = load_model(&ctx, first.path()).unwrap();
     let held = ctx.pool().stats().used_bytes;
     let of_experts = |(name, _): &(String, &Tensor)| name.contains("experts.") && !name.contains("bias");
@@ -98,12 +99,13 @@ fn check((decoder, weights): (Decoder, DecoderWeights), method: Option<&str>) {
     let before = ctx.pool().stats().used_bytes;
     for num_tokens in [1, 9, 40] {
         let ids = random_ids(config.vocab_size, num_tokens, 3);
-        // Vectors add up two layouts in other orders, and then activations in small integers may round another way; plain loops do not.
+        // Vector code sums the layouts in other orders, and activations in int8 may then round differently; portable
+        // loops do not.
         for (isa, tolerance) in [(Isa::Portable, 1e-6), (ctx.isa(), 1e-4)] {
             let ctx = ctx.clone().with_isa(isa);
             let logits = |weights: &DecoderWeights| decoder.logits(&ctx, weights, &ids, 1, None).unwrap().to_f32_vec();
             let found = logits(&loaded);
-            assert_close("in memory", &found, &logits(&weights), tolerance);
+            assert_close("in memory", &found, &logits(weights), tolerance);
             assert_close("floats", &found, &logits(&floats), 0.05);
         }
     }
@@ -121,18 +123,20 @@ fn check((decoder, weights): (Decoder, DecoderWeights), method: Option<&str>) {
         let of = |files: &ModelFiles| files.get(name).unwrap().0.bytes(name).unwrap().to_vec();
         assert_eq!(of(&before), of(&after), "{name}");
     }
-    // Last, since it makes blocks of them.
-    assert_same_bits(&loaded, &weights);
+    // Last, because it dequantizes them.
+    assert_same_bits(&loaded, weights);
 }
 
 #[test]
 fn experts_in_four_bit_floats_are_multiplied_where_the_file_has_them() {
-    check(gpt_oss(&Context::cpu(2)), Some("mxfp4"));
+    let (decoder, weights) = gpt_oss(&Context::cpu(2));
+    check(&decoder, &weights, Some("mxfp4"));
 }
 
 #[test]
 fn matrices_in_eight_bit_floats_are_multiplied_where_the_file_has_them() {
-    check(deepseek(&Context::cpu(2)), Some("fp8"));
+    let (decoder, weights) = deepseek(&Context::cpu(2));
+    check(&decoder, &weights, Some("fp8"));
 }
 
 #[test]
@@ -141,6 +145,6 @@ fn transposed_experts_are_multiplied_where_the_file_has_them() {
     for dtype in [DType::F32, DType::F16] {
         let decoder = small_gpt_oss(&ctx);
         let weights = decoder.init(&ctx, 7, None).compute_copy(&ctx, DType::F32);
-        check((decoder, weights.compute_copy(&ctx, dtype)), None);
+        check(&decoder, &weights.compute_copy(&ctx, dtype), None);
     }
 }

@@ -19,6 +19,7 @@ mod mistaken;
 mod odd_tokenizers;
 mod pages;
 mod ragged;
+mod replay;
 mod safetensors;
 mod small_model;
 mod special_tokens;

@@ -1,4 +1,4 @@
-//! Files and folders that are something else than their names say: each is named as what it is, with what to do.
+//! Files and folders of other kinds than their names say: errors describe them and give advice.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -84,9 +84,9 @@ fn weights_that_are_another_kind_of_file_are_named() {
     refused(b"<?xml version='1.0'?><Error/>", "XML");
     refused(b"PK\x03\x04 and so on", "zip");
     refused(b"GGUF\x03\0\0\0", "GGUF file");
-    refused(&[0; 4096], "did not end");
+    refused(&[0; 4096], "unfinished download");
     let whole = fs::read(fixture("mixtral").join("model.safetensors")).unwrap();
-    refused(&whole[..whole.len() - 100], "cut short");
+    refused(&whole[..whole.len() - 100], "truncated");
 }
 
 #[test]
@@ -131,14 +131,16 @@ fn weights_in_other_formats_are_named_with_what_to_do() {
         .rename("model.safetensors", "pytorch_model.bin")
         .refused(&["pytorch_model.bin is a safetensors file", "rename"]);
     without().with("model-00001-of-00002.safetensors", b"x").refused(&["model.safetensors.index.json", "all parts"]);
-    without().with("model.safetensors.incomplete", b"x").refused(&["model.safetensors.incomplete", "did not end"]);
+    without()
+        .with("model.safetensors.incomplete", b"x")
+        .refused(&["model.safetensors.incomplete", "unfinished download"]);
     without().with("model-q4.gguf", b"GGUF").refused(&["model-q4.gguf", "give that file"]);
     without().with("adapter_model.safetensors", b"x").refused(&["adapter", "merge_and_unload"]);
     without().with("tf_model.h5", b"\x89HDF").refused(&["tf_model.h5", "save_pretrained"]);
     let index = br#"{"weight_map": {"a": "model-00001-of-00002.safetensors"}}"#;
     without()
         .with("model.safetensors.index.json", index)
-        .refused(&["model-00001-of-00002.safetensors: not there", "download"]);
+        .refused(&["model-00001-of-00002.safetensors: missing", "download"]);
 }
 
 #[test]
@@ -154,7 +156,7 @@ fn folders_that_are_no_models_are_named_with_what_to_do() {
     let outer = Folder::empty();
     fs::create_dir(outer.path("inner")).unwrap();
     fs::write(outer.path("inner/config.json"), "{}").unwrap();
-    outer.is_no_model(&["the folder in it", "inner"]);
+    outer.is_no_model(&["a folder in it", "inner"]);
     Folder::empty().with("notes.txt", b"x").is_no_model(&["neither a run"]);
 }
 
@@ -171,7 +173,7 @@ fn files_that_are_no_models_are_named_with_what_to_do() {
     is("zip.gguf", &["zip"]);
     is("old.bin", &["GGML", "before GGUF"]);
     is("text.gguf", &["does not begin with GGUF"]);
-    is("m.gguf.part", &["did not end"]);
+    is("m.gguf.part", &["unfinished download"]);
     is("config.json", &["give the folder"]);
     is("model.safetensors", &["safetensors file", "give the folder"]);
     for (name, part) in [("lfs.gguf", "git lfs pull"), ("old.bin", "before GGUF"), ("model.safetensors", "safetensors")]
@@ -184,7 +186,7 @@ fn files_that_are_no_models_are_named_with_what_to_do() {
 #[test]
 fn names_of_the_hub_are_told_from_paths() {
     let is = |path: &str, parts: &[&str]| assert_line(&instead_of_model(Path::new(path)), parts);
-    let hub = ["Nothing is downloaded here", "hf download mistralai/Mixtral-8x7B-v0.1"];
+    let hub = ["Nothing is downloaded", "hf download mistralai/Mixtral-8x7B-v0.1"];
     is("mistralai/Mixtral-8x7B-v0.1", &hub);
     is("https://huggingface.co/mistralai/Mixtral-8x7B-v0.1", &hub);
     is("hf://mistralai/Mixtral-8x7B-v0.1", &hub);
@@ -199,7 +201,7 @@ fn names_of_the_hub_are_told_from_paths() {
 fn a_tokenizer_that_is_not_there_or_another_kind_of_file_is_named() {
     Folder::empty().with("tokenizer.model", b"x").has_no_tokenizer(&["tokenizer.model alone", "AutoTokenizer"]);
     Folder::empty().with("vocab.json", b"{}").has_no_tokenizer(&["vocab.json alone", "AutoTokenizer"]);
-    Folder::empty().has_no_tokenizer(&["tokenizer.json", "not there", "download"]);
+    Folder::empty().has_no_tokenizer(&["tokenizer.json", "missing", "download"]);
     Folder::empty().with("tokenizer.json", LFS).has_no_tokenizer(&["tokenizer.json", "git lfs pull"]);
     Folder::empty().with("tokenizer.json", HTML).has_no_tokenizer(&["tokenizer.json", "HTML"]);
     Folder::empty().with("tokenizer.json", b"").has_no_tokenizer(&["tokenizer.json", "empty"]);

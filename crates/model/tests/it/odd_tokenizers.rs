@@ -1,11 +1,11 @@
-//! Odd tokenizers with their ids by Hugging Face's library, for the tests of models and of models in use.
+//! Unusual tokenizers with their ids by Hugging Face's library, for the tests of models and of inference.
 
 use std::path::{Path, PathBuf};
 
 use moeworks_model::Tokenizer;
 use serde_json::{Map, Value};
 
-/// The odd tokenizers, or those of the file that `MOEWORKS_TOKENIZERS` names.
+/// Returns the unusual tokenizers, or those of the file that `MOEWORKS_TOKENIZERS` names.
 pub(crate) fn fixture() -> Value {
     let path = std::env::var_os("MOEWORKS_TOKENIZERS").map(PathBuf::from);
     let path =
@@ -13,7 +13,7 @@ pub(crate) fn fixture() -> Value {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
-/// The characters that stand for bytes.
+/// Returns the characters that stand for bytes.
 fn alphabet() -> Vec<String> {
     let mut after = (256..).filter_map(char::from_u32);
     let is_itself = |byte: u8| matches!(byte, 33..=126 | 0xa1..=0xac | 0xae..=0xff);
@@ -22,7 +22,7 @@ fn alphabet() -> Vec<String> {
         .collect()
 }
 
-/// The `tokenizer.json` of a case, whose vocabulary is a list in the order of ids.
+/// Returns the `tokenizer.json` of a case, whose vocabulary is a list in the order of ids.
 pub(crate) fn whole(mut tokenizer: Value) -> Value {
     let Some(tokens) = tokenizer["model"]["vocab"]["in order"].as_array().cloned() else { return tokenizer };
     let mut vocab = Map::new();
@@ -48,7 +48,7 @@ pub(crate) fn ids(value: &Value) -> Vec<u32> {
     serde_json::from_value(value.clone()).unwrap()
 }
 
-/// A tokenizer without its vocabulary, for messages.
+/// Returns a tokenizer without its vocabulary, for messages.
 pub(crate) fn outline(tokenizer: &Value) -> String {
     let mut outline = tokenizer.clone();
     outline["model"]["vocab"] = Value::Null;

@@ -1,14 +1,14 @@
-//! Pages of documentation that are made from the tables in the code.
+//! Pages of documentation that are generated from tables in the code.
 
 use std::fs;
 use std::path::Path;
 
 use moeworks_model::hf::families_page;
 
-/// What stands between the introduction, which is written by hand, and the rest.
+/// The line between the introduction, written by hand, and the generated part.
 const MARK: &str = "<!-- From here on the page is made from the tables in the code: `MOEWORKS_WRITE_PAGES=1 cargo test -p moeworks-model --test it pages` -->\n";
 
-/// With `MOEWORKS_WRITE_PAGES=1` the page is written anew.
+/// With `MOEWORKS_WRITE_PAGES=1` the page is written instead of compared.
 #[test]
 fn the_page_of_model_families_is_that_of_the_tables() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/model-families.md");

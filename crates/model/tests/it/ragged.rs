@@ -1,4 +1,4 @@
-//! Passes over sequences of different lengths, in blocks of keys and values, and over documents that do not see each other.
+//! Passes over sequences of different lengths in a paged cache, and over documents that do not attend to each other.
 
 use moeworks_model::{
     BatchError, Decoder, DecoderWeights, GradTarget, KvCache, LatentAttention, ModelConfig, PagedKvCache, PassOptions,
@@ -12,13 +12,13 @@ use crate::common::{assert_close, model, next_ids, random_ids, small_config};
 
 const BLOCK_LEN: usize = 8;
 
-/// Three layers, of which two see a window.
+/// Three layers, two of which have a window.
 fn windowed() -> ModelConfig {
     let variant = Variant { window: 10, full_attention_layers: vec![1], ..Variant::default() };
     ModelConfig { variant, max_seq_len: 1000, ..small_config() }
 }
 
-/// Keys and values of narrow vectors.
+/// Latent attention.
 fn latent() -> ModelConfig {
     let latent = LatentAttention { query_rank: 7, kv_rank: 6, plain_dim: 4, rotary_dim: 4 };
     let variant = Variant { latent: Some(latent), value_dim: 5, ..Variant::default() };
@@ -30,7 +30,7 @@ fn configs() -> [(&'static str, ModelConfig); 3] {
     [("plain", plain), ("windowed", windowed()), ("latent", latent())]
 }
 
-/// A text that comes in pieces, a piece a pass, from some pass on.
+/// A text that arrives in pieces, one per pass, from some pass on.
 struct Text {
     ids: Vec<u32>,
     blocks: Vec<u32>,
@@ -38,7 +38,7 @@ struct Text {
     pieces: Vec<usize>,
 }
 
-/// Texts of many lengths in scattered blocks; some are there before others.
+/// Texts of various lengths in scattered blocks; some begin before others.
 fn texts() -> Vec<Text> {
     let pieces: [(usize, &[usize]); 5] = [
         (0, &[1, 1, 1, 1, 1, 1]),
@@ -52,14 +52,14 @@ fn texts() -> Vec<Text> {
         let len: usize = pieces.iter().sum();
         let count = len.div_ceil(BLOCK_LEN) as u32;
         next_block += count;
-        // From the end of its blocks to their beginning: no two follow each other.
+        // Blocks from last to first, so that none are contiguous.
         let blocks = (next_block - count..next_block).rev().collect();
         Text { ids: random_ids(50, len, index as u64), blocks, first_pass, pieces: pieces.to_vec() }
     };
     pieces.into_iter().enumerate().map(text).collect()
 }
 
-/// The logits behind each piece of each text, all texts in common passes.
+/// Returns the logits after each piece of each text, with all texts in common passes.
 fn together(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, texts: &[Text]) -> Vec<Vec<Vec<f32>>> {
     let num_blocks = texts.iter().flat_map(|text| &text.blocks).max().map_or(0, |&block| block as usize + 1);
     let mut cache = PagedKvCache::new(decoder.config(), num_blocks, BLOCK_LEN);
@@ -73,7 +73,7 @@ fn together(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, texts: &
             };
             let start: usize = text.pieces[..pass - text.first_pass].iter().sum();
             let (ids, blocks) = (&text.ids[start..start + len], &text.blocks[..]);
-            parts.push(SequencePart { ids, start, blocks, adapter: None, logits: WantedLogits::Last });
+            parts.push(SequencePart { ids, start, blocks, logits: WantedLogits::Last, ..SequencePart::default() });
             owners.push(owner);
         }
         let logits = decoder.forward_ragged(ctx, weights, &mut cache, &parts, None).unwrap();
@@ -84,7 +84,7 @@ fn together(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, texts: &
     found
 }
 
-/// The logits behind each piece of a text that is alone in a cache of its own.
+/// Returns the logits after each piece of a text that is alone in its own cache.
 fn alone(ctx: &Context, decoder: &Decoder, weights: &DecoderWeights, text: &Text) -> Vec<Vec<f32>> {
     let mut cache = KvCache::new(decoder.config());
     let piece = |&len: &usize| {
@@ -135,7 +135,7 @@ fn a_sequence_goes_on_behind_blocks_of_another_and_behind_a_copy() {
         if let Some((from, to)) = copy {
             cache.copy_block(&ctx, from, to);
         }
-        let part = SequencePart { ids, start, blocks, adapter: None, logits: WantedLogits::Last };
+        let part = SequencePart { ids, start, blocks, logits: WantedLogits::Last, ..SequencePart::default() };
         decoder.forward_ragged(&ctx, &weights, &mut cache, &[part], None).unwrap().f32s().to_vec()
     };
     let first = last(&ids, 0, &[4, 2, 0], None);
@@ -149,7 +149,7 @@ fn logits_come_for_the_tokens_that_want_them() {
     let (decoder, weights) = model(&ctx, small_config());
     let ids = random_ids(50, 12, 3);
     let mut cache = PagedKvCache::new(decoder.config(), 6, BLOCK_LEN);
-    let part = |blocks, logits| SequencePart { ids: &ids, start: 0, blocks, adapter: None, logits };
+    let part = |blocks, logits| SequencePart { ids: &ids, start: 0, blocks, logits, ..SequencePart::default() };
     let parts =
         [part(&[0, 1], WantedLogits::None), part(&[2, 3], WantedLogits::All), part(&[4, 5], WantedLogits::Last)];
     let found = decoder.forward_ragged(&ctx, &weights, &mut cache, &parts, None).unwrap();
@@ -164,7 +164,8 @@ fn parts_that_cannot_be_are_refused() {
     let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
     let mut cache = PagedKvCache::new(decoder.config(), 4, BLOCK_LEN);
-    let ok = SequencePart { ids: &[1, 2], start: 0, blocks: &[0], adapter: None, logits: WantedLogits::Last };
+    let ok =
+        SequencePart { ids: &[1, 2], start: 0, blocks: &[0], logits: WantedLogits::Last, ..SequencePart::default() };
     let mut error = |parts: &[SequencePart<'_>]| {
         decoder.forward_ragged(&ctx, &weights, &mut cache, parts, None).unwrap_err().to_string()
     };
@@ -175,7 +176,7 @@ fn parts_that_cannot_be_are_refused() {
         (vec![SequencePart { start: 7, ..ok }], "sequence 0 has 1 blocks of 8 tokens, but 9 tokens"),
         (vec![SequencePart { blocks: &[4], ..ok }], "sequence 0: block 4 is not one of the cache's 4"),
         (vec![ok, ok], "sequence 1 writes into block 0, which sequence 0 writes into or reads"),
-        (vec![SequencePart { adapter: Some(3), ..ok }], "sequence 0: there is no adapter 3"),
+        (vec![SequencePart { adapter: Some(3), ..ok }], "sequence 0: unknown adapter 3"),
     ];
     for (parts, expected) in cases {
         let found = error(&parts);

@@ -142,9 +142,9 @@ fn a_header_that_is_no_json_object_is_refused() {
 #[test]
 fn names_that_come_twice_are_refused() {
     let entry = r#"{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#;
-    assert_header_fault(format!(r#"{{"a":{entry},"a":{entry}}}"#), 4, r#""a" comes twice"#);
-    assert_header_fault(r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "__metadata__ comes twice");
-    assert_header_fault(r#"{"__metadata__":{"k":"1","k":"2"}}"#, 0, r#""k" comes twice"#);
+    assert_header_fault(format!(r#"{{"a":{entry},"a":{entry}}}"#), 4, r#"duplicate key "a""#);
+    assert_header_fault(r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "duplicate key __metadata__");
+    assert_header_fault(r#"{"__metadata__":{"k":"1","k":"2"}}"#, 0, r#"duplicate key "k""#);
     let twice = r#"{"a":{"dtype":"F32","shape":[1],"shape":[1],"data_offsets":[0,4]}}"#;
     assert_header_fault(twice, 4, "duplicate field `shape`");
 }
@@ -185,7 +185,7 @@ fn sizes_that_overflow_are_refused() {
         format!("[{big},{big}]"),
         "[4294967296,4294967296]".to_owned(),
         "[2305843009213693952]".to_owned(),
-        // The product with a zero is no excuse for dims that cannot be.
+        // A product of zero does not excuse impossible dims.
         format!("[0,{big},{big}]"),
     ] {
         let error = fault(format!(r#"{{"w":{{"dtype":"F32","shape":{shape},"data_offsets":[0,0]}}}}"#), 0);
@@ -274,8 +274,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// The weights of a published model, with bits turned, bytes put in or taken out, and the end cut off: an error or
-    /// tensors, and never more memory than the bytes that are there can become (a norm's f16 as f32, or a copy).
+    /// The weights of a published model with flipped bits, inserted or removed bytes, and a truncated end give an
+    /// error or tensors. They take no more memory than the bytes can become (a norm's f16 as f32, or a copy).
     #[test]
     fn damage_is_an_error_and_takes_no_more_memory_than_the_file_justifies(
         bits in proptest::collection::vec((any::<proptest::sample::Index>(), 0_u8..8), 0..8),
@@ -353,7 +353,7 @@ fn what_is_written_is_read_as_one_file_or_in_shards() {
 #[test]
 fn a_failed_write_leaves_nothing_behind() {
     let folder = Folder::new();
-    // A folder in the way of the rename.
+    // A folder at the target of the rename.
     fs::create_dir(folder.path()).unwrap();
     fs::write(folder.path().join("x"), "x").unwrap();
     assert!(write(&folder.path(), &tensors(&[0; 22]), &BTreeMap::new()).is_err());

@@ -1,10 +1,10 @@
-//! A small model and ids, for the tests of models and of models in use.
+//! A small model and ids, for the tests of models and of inference.
 
 use moeworks_model::{Decoder, DecoderWeights, ModelConfig};
 use moeworks_ops::Context;
 use moeworks_tensor::{Purpose, Random};
 
-/// A small MoE model with something of everything that can be switched.
+/// A small MoE model with most features switched on.
 pub(crate) fn small_config() -> ModelConfig {
     ModelConfig {
         vocab_size: 50,
@@ -30,7 +30,7 @@ pub(crate) fn model(ctx: &Context, config: ModelConfig) -> (Decoder, DecoderWeig
     (decoder, weights)
 }
 
-/// Random ids below `vocab_size`.
+/// Returns random ids below `vocab_size`.
 pub(crate) fn random_ids(vocab_size: usize, len: usize, seed: u64) -> Vec<u32> {
     let random = Random::new(seed, Purpose::Test, 0);
     (0..len as u64).map(|i| random.below(i, vocab_size as u64) as u32).collect()

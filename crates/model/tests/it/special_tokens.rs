@@ -118,7 +118,7 @@ fn a_post_processor_without_ids_is_refused() {
     assert!(error.contains("\"<s>\" has no ids"), "{error}");
 }
 
-/// The same stop for every reader of a tokenizer: the end that is named, the configured ones, and those known by name.
+/// All readers of a tokenizer stop at the same ids: the named end, the configured ones, and those known by name.
 #[test]
 fn tokens_known_by_name_stop_an_answer() {
     let stops = |names: &[&str], configured: &[u32]| {

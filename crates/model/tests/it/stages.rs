@@ -1,4 +1,5 @@
-//! Models cut into stages, weight gradients as tasks, and the order of layers and microbatches: none of them changes a bit.
+//! Models cut into stages, weight gradients as tasks, and the order of layers and microbatches: none of them changes
+//! a bit.
 
 use std::sync::Arc;
 
@@ -17,12 +18,12 @@ use crate::decoder::fill_residuals;
 
 const SEQ_LEN: usize = 9;
 
-/// A model of OLMoE's kind, every layer with experts.
+/// A model of OLMoE's kind with experts in every layer.
 fn olmoe() -> ModelConfig {
     ModelConfig { num_layers: 4, moe_every: 1, qk_norm: QkNorm::Whole, jitter: Ramp::constant(0.05), ..small_config() }
 }
 
-/// Models of which each has something that a cut could tear.
+/// Models with features that a cut into stages could break.
 fn models() -> [(&'static str, ModelConfig); 6] {
     let variant = Variant { dense_layers: vec![0], ..Variant::default() };
     let dense_first = ModelConfig { variant, shared_width: 8, capacity_factor: 1.0, ..olmoe() };
@@ -31,7 +32,7 @@ fn models() -> [(&'static str, ModelConfig); 6] {
     let latent =
         ModelConfig { variant, head_dim: 10, num_kv_heads: 4, qk_norm: QkNorm::None, num_layers: 3, ..olmoe() };
     let router = RouterConfig { gate_residual: true, ..RouterConfig::default() };
-    // With a dense layer between, over which the logits go.
+    // A dense layer between, which passes the logits on.
     let variant = Variant { dense_layers: vec![1], ..Variant::default() };
     let gating_residual = ModelConfig { router, variant, ..olmoe() };
     let router = RouterConfig { kind: RouterKind::Hash, ..RouterConfig::default() };
@@ -81,14 +82,14 @@ impl Model {
         batch(&self.inputs, &self.targets, SEQ_LEN)
     }
 
-    /// The tokens in so many microbatches.
+    /// Returns the tokens in so many microbatches.
     fn microbatches(&self, count: usize) -> Vec<TokenBatch<'_>> {
         let len = self.inputs.len() / count;
         let pieces = self.inputs.chunks(len).zip(self.targets.chunks(len));
         pieces.map(|(inputs, targets)| batch(inputs, targets, SEQ_LEN)).collect()
     }
 
-    /// Gradients of which none is what it was before.
+    /// Returns gradients with values that every pass has to replace.
     fn stale_grads(&self) -> DecoderWeights {
         let grads = self.weights.zeros_like(&self.ctx);
         grads.map_tensors(|tensor| {
@@ -116,7 +117,7 @@ impl Model {
         StagePart::cut(config.num_layers, cuts).into_iter().map(part).collect()
     }
 
-    /// A training step of the stages, one after the other, forward and back.
+    /// Runs a training step of the stages, one after the other, forward and backward.
     fn step_in_stages(&self, stages: &mut [StageWithWeights], options: &PassOptions, when: WeightGrads) -> Step {
         let (ctx, batch) = (&self.ctx, self.batch());
         let (mut stream, mut saved, mut stats): (_, Vec<StageSaved<'_>>, Vec<LayerStats>) =
@@ -164,12 +165,12 @@ struct StageWithWeights {
 struct Step {
     loss_sum: f64,
     stats: Vec<LayerStats>,
-    /// With the number of their stage.
+    /// The tasks, with the index of their stage.
     tasks: Vec<(usize, WeightGradTask)>,
 }
 
-/// Every gradient of the whole is to the bit in the stage that has its weight: the first that has it, which of a shared embedding has
-/// the sum.
+/// Compares every gradient of the whole model, bit by bit, with that of the first stage that has its weight; for a
+/// shared embedding this has the sum.
 fn assert_same_grads(what: &str, stages: &[StageWithWeights], whole: &DecoderWeights) {
     let of_stages: Vec<_> = stages.iter().map(|of| of.grads.tensors()).collect();
     // Some routers have no weight.
@@ -234,7 +235,7 @@ fn stages_give_the_logits_of_the_whole_to_the_bit() {
 fn weight_gradients_that_are_run_late_and_in_any_order_have_the_same_bits() {
     for (name, config) in models() {
         for dtype in [DType::F32, DType::BF16] {
-            // With one sequence experts have so few rows that at once their gradients come beside those of inputs.
+            // With one sequence experts have so few rows that their gradients are computed with those of inputs.
             for num_sequences in [1, 12] {
                 let model = Model::new(&config, dtype, num_sequences);
                 let (_, whole) = model.step(&[model.batch()], &options());

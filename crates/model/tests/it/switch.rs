@@ -1,4 +1,4 @@
-//! Switch Transformers: an encoder that reads, a decoder that answers, compared with what `transformers` computes.
+//! Switch Transformers compared with `transformers`: an encoder reads, a decoder answers.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::common::{assert_close, assert_same_bits, batch, fixture, greedy};
 use crate::fixtures::{TOLERANCE, assert_as_expected, compare_gradients, expected_json, save_and_load};
 
-/// A fixture and what `transformers` makes of it.
+/// A fixture with the results of `transformers`.
 pub(crate) struct Case {
     ctx: Context,
     dir: PathBuf,
@@ -24,7 +24,7 @@ pub(crate) struct Case {
     weights: DecoderWeights,
     expected: Value,
     sources: Vec<u32>,
-    /// What the decoder reads, and what it should predict.
+    /// The decoder's inputs and targets.
     answers: [Vec<u32>; 2],
     num_sequences: usize,
 }
@@ -57,7 +57,7 @@ impl Case {
         TokenBatch { sources: &self.sources, ..answers }
     }
 
-    /// One training step's losses and gradients.
+    /// The losses and gradients of one training step.
     fn step(&self, options: &PassOptions) -> (PassStats, DecoderWeights) {
         let Self { ctx, decoder, weights, .. } = self;
         let mut grads = weights.map_named(|_, tensor| {
@@ -84,7 +84,7 @@ impl Case {
         }
     }
 
-    /// The losses of one step, and every gradient.
+    /// Compares the losses of one step, and every gradient.
     pub(crate) fn compare_step(&self) {
         let (stats, grads) = self.step(&self.options());
         assert_eq!(stats.num_targets, self.answers[1].len());
@@ -94,7 +94,8 @@ impl Case {
         compare_gradients(&self.ctx, &grads, &self.dir.join("grads"));
     }
 
-    /// Logits and loss of answers, greedy ids, and the folder written and read again. Returns how many tokens were dropped.
+    /// Compares logits and loss of answers, greedy ids, and the folder written and read again. Returns the number of
+    /// dropped tokens.
     pub(crate) fn compare(&self) -> usize {
         let Self { ctx, dir, decoder, weights, .. } = self;
         let memory = decoder.encode(ctx, weights, &self.sources(), None).unwrap();
@@ -105,7 +106,7 @@ impl Case {
         assert_as_expected(&self.expected, "cross_entropy", stats.mean_loss());
         assert_eq!(stats.layers.len(), decoder.config().moe_layers().len());
         assert_eq!(self.greedy(), self.wanted_greedy());
-        save_and_load(ctx, (decoder, weights), dir, "switch_transformers");
+        save_and_load(ctx, decoder, weights, dir, "switch_transformers");
         stats.layers.iter().map(|layer| layer.num_dropped).sum()
     }
 
@@ -118,7 +119,7 @@ impl Case {
         greedy(ctx, decoder, weights, &mut KvCache::with_encoder_output(config, memory), &[start], 12)
     }
 
-    /// Without the id that it begins with.
+    /// Returns the expected greedy ids without the one that the decoder begins with.
     fn wanted_greedy(&self) -> Vec<u32> {
         let ids: Vec<u32> = serde_json::from_value(self.expected["greedy"].clone()).unwrap();
         ids[1..].to_vec()

@@ -1,4 +1,4 @@
-//! Tokenizers: bytes, trained BPE, and `tokenizer.json` files from elsewhere, good and bad.
+//! Tokenizers: bytes, trained BPE, and valid and invalid `tokenizer.json` files.
 
 use std::fs;
 
@@ -13,7 +13,7 @@ fn trained() -> Tokenizer {
     Tokenizer::train_bpe(&[&TEXT.repeat(20), "Grüße an die Experten, 世界!"], 400).unwrap()
 }
 
-/// Texts that try divisions of words, bytes and special tokens.
+/// Texts that exercise divisions of words, bytes and special tokens.
 const TEXTS: [&str; 8] = [
     "",
     " ",
@@ -36,7 +36,7 @@ fn an_id_of_the_byte_tokenizer_is_a_byte() {
 
 #[test]
 fn the_way_around_the_library_gives_what_the_library_gives() {
-    // The same file with a token more, which is never used, goes through the library.
+    // The same file with one more token, which is never used, goes through the library.
     let mut json: Value = serde_json::from_str(Tokenizer::bytes().json()).unwrap();
     json["model"]["vocab"]["never"] = 257.into();
     let dir = tempfile::tempdir().unwrap();
@@ -91,7 +91,7 @@ fn long_texts_give_the_same_ids_on_many_threads() {
     let tokenizer = trained();
     let line = tokenizer.encode(TEXT).unwrap();
     let long = TEXT.repeat(20_000);
-    // The last line feed of a line joins nothing, as letters follow it.
+    // The last line feed of a line is not merged, as letters follow it.
     let ids = tokenizer.encode(&long).unwrap();
     assert_eq!(ids.len(), 20_000 * line.len());
     assert!(ids.chunks(line.len()).all(|chunk| chunk == line));

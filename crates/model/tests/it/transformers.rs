@@ -1,7 +1,7 @@
 //! Folders written by us load in `transformers` and compute the same there.
 //!
-//! Needs a Python with torch and transformers: `MOEWORKS_PYTHON`, or `.venv-test/bin/python` in the workspace's root.
-//! Without one the test says so and is skipped.
+//! This needs a Python with torch and transformers: `MOEWORKS_PYTHON`, or `.venv-test/bin/python` in the workspace's
+//! root. Without one the test prints so and is skipped.
 
 use std::fs;
 use std::io::Write;
@@ -44,7 +44,7 @@ for line in sys.stdin:
 
 const TEXTS: [&str; 4] = ["Hello, world!", "  indented\n\n\ttext  ", "Grüße, 世界 \u{1f980}", "fn main() {}\r\n"];
 
-/// The interpreter, or what to do to get one.
+/// Returns the interpreter, or advice to get one.
 fn python() -> Result<PathBuf, String> {
     let path = match std::env::var_os("MOEWORKS_PYTHON") {
         Some(path) => PathBuf::from(path),
@@ -60,8 +60,8 @@ fn python() -> Result<PathBuf, String> {
     }
 }
 
-/// The interpreter; without one says so and returns none. Not by `eprintln!`, which the test harness keeps to itself when a
-/// test passes.
+/// Returns the interpreter; without one prints so and returns none. Not with `eprintln!`, which the test harness
+/// hides when a test passes.
 fn python_or_skip() -> Option<PathBuf> {
     python().map_err(|reason| writeln!(std::io::stderr(), "SKIPPED: the comparison with transformers: {reason}")).ok()
 }
@@ -137,8 +137,8 @@ fn folders_written_here_load_in_transformers_with_the_same_logits_and_ids() {
     }
 }
 
-/// One of each family, or as many as `MOEWORKS_SWEEP` says, drawn anew with another `MOEWORKS_SWEEP_SEED`. All that differ
-/// are named.
+/// One model of each family, or as many as `MOEWORKS_SWEEP` says, drawn with the seed `MOEWORKS_SWEEP_SEED`. All that
+/// differ are named.
 #[test]
 fn random_checkpoints_of_every_family_compute_as_in_transformers() {
     let Some(python) = python_or_skip() else { return };

@@ -1,5 +1,6 @@
-//! The list of a model's weights, against files that are committed: names, shapes, types, cuts over ranks, weight decay, first values and
-//! counts. A line that changes is a checkpoint that no longer loads, or a run that no longer repeats.
+//! The list of a model's weights, compared with committed files: names, shapes, types, sharding, weight decay,
+//! initial values and counts. A line that changes is a checkpoint that no longer loads, or a run that no longer
+//! repeats.
 
 use std::fmt::Write;
 use std::fs;
@@ -14,7 +15,7 @@ use moeworks_moe::{RouterConfig, RouterKind, ScoreFunction};
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
 
-/// A small model, three layers of which the second has experts.
+/// A small model with three layers, the second of which has experts.
 fn base() -> ModelConfig {
     ModelConfig {
         vocab_size: 37,
@@ -34,7 +35,7 @@ fn base() -> ModelConfig {
     }
 }
 
-/// The small model with a router of `kind`, changed by `change`.
+/// Returns the small model with a router of `kind`, changed by `change`.
 fn routed(kind: RouterKind, change: impl FnOnce(&mut RouterConfig)) -> ModelConfig {
     let mut config = ModelConfig { moe_every: 1, ..base() };
     config.router.kind = kind;
@@ -57,7 +58,7 @@ fn encoder(tie_embeddings: bool) -> ModelConfig {
     ModelConfig { moe_every: 1, num_kv_heads: 4, tie_embeddings, activation, top_k: 1, variant, ..base() }
 }
 
-/// Every bias that a model can have, learned positions and layer norms.
+/// A model with every bias, learned positions and layer norms.
 fn with_all_biases() -> ModelConfig {
     let variant = Variant {
         norm: NormKind::Layer,
@@ -109,19 +110,20 @@ fn cases() -> Vec<(&'static str, ModelConfig)> {
     ]
 }
 
-/// FNV-1a of a tensor's bytes.
+/// Returns the FNV-1a hash of a tensor's bytes.
 fn checksum(tensor: &Tensor) -> u64 {
     let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     tensor.bytes().iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-/// The parts of a tensor that `size` ranks have: `whole`, or ranges and their dimension; a plus where gradients are summed over ranks.
+/// Describes the parts of a tensor on `size` ranks: `whole`, or ranges and their dim; a plus if gradients are summed
+/// over ranks.
 fn cut(config: &ModelConfig, table: &WeightTable, spec: &WeightSpec, size: usize) -> String {
     if spec.role.is_of_experts() {
         return "experts".to_owned();
     }
     let of_rank = |rank: usize| {
-        let share = TensorSplit::new(config, table, (rank, size)).expect("a split").share(spec);
+        let share = TensorSplit::new(config, table, rank, size).expect("a split").share(spec);
         let sum = if share.is_summed { "+" } else { "" };
         match share.cut {
             None => format!("whole{sum}"),
@@ -192,7 +194,7 @@ fn names_shapes_cuts_and_first_values_are_those_of_the_golden_lists() {
     }
 }
 
-/// Writes the golden lists anew: `it --ignored writes_the_golden_lists`. What changes has to be meant.
+/// Writes the golden lists: `it --ignored writes_the_golden_lists`. Every change must be intended.
 #[test]
 #[ignore = "writes into the source tree"]
 fn writes_the_golden_lists() {

@@ -1,8 +1,9 @@
-//! Decisions that look at many tokens at once, taken over the tokens of all ranks: they are those of one rank with all of them.
+//! Routing decisions that depend on many tokens, taken over the tokens of all ranks. They equal the decisions of one
+//! rank that has all tokens, in the order of ranks.
 //!
-//! Tokens stand in the order of ranks. Where counts are enough, as for the order in which an expert's capacity is filled, ranks
-//! tell each other counts, K E of each; where all tokens are put in an order (priorities, rerouting, experts that choose) they
-//! gather what decides, take the same decision and each keeps its part.
+//! Filling an expert's capacity in the order of tokens needs only counts, K E per rank, which the ranks gather.
+//! Decisions that order all tokens (priorities, rerouting, expert choice) gather their inputs; every rank then takes
+//! the same decision and keeps its own part.
 
 use std::ops::Range;
 
@@ -13,52 +14,52 @@ use super::ExpertRanks;
 use crate::overflow::{self, RemainingCapacity, WithinCapacity};
 use crate::{DispatchRule, NO_EXPERT};
 
-/// The tokens of all ranks as one rank sees them. All ranks make the same calls.
+/// The tokens of all ranks as seen from one rank. All ranks must make the same calls.
 pub(crate) struct CrossRank<'a> {
     ranks: &'a ExpertRanks,
-    /// Tokens of each rank.
+    /// The number of tokens of each rank.
     lens: Vec<usize>,
     own: Range<usize>,
 }
 
-/// Choices of a rank's tokens.
+/// The choices of one rank's tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct ChoiceIds<'a> {
-    /// `[T, K]`
+    /// `[T, K]`: the experts.
     pub(crate) ids: &'a [u32],
     pub(crate) top_k: usize,
     pub(crate) num_experts: usize,
 }
 
 impl<'a> CrossRank<'a> {
-    /// This rank has `num_tokens`.
+    /// Gathers the numbers of tokens; this rank has `num_tokens`. All ranks call it.
     pub(crate) fn of(ranks: &'a ExpertRanks, num_tokens: usize) -> Self {
         let world = ranks.world();
         let mut lens = vec![0_u64; world.size()];
         ranks.attempt((), || world.all_gather(&[num_tokens as u64], &mut lens));
         let mut lens: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
-        // Also where nobody answers.
+        // Set here as well, in case the communication failed.
         lens[world.rank()] = num_tokens;
         let start = lens[..world.rank()].iter().sum();
         Self { ranks, lens, own: start..start + num_tokens }
     }
 
-    /// Tokens of all ranks.
+    /// Returns the number of tokens of all ranks.
     pub(crate) fn num_tokens(&self) -> usize {
         self.lens.iter().sum()
     }
 
-    /// The places of this rank's tokens among all.
+    /// Returns the range of this rank's tokens among those of all ranks.
     pub(crate) fn own(&self) -> Range<usize> {
         self.own.clone()
     }
 
-    /// This rank's rows of those of all tokens, `width` wide.
+    /// Returns this rank's rows of a matrix with `width` columns and a row for each token of all ranks.
     pub(crate) fn own_rows<'r, T>(&self, all: &'r [T], width: usize) -> &'r [T] {
         &all[self.own.start * width..self.own.end * width]
     }
 
-    /// `[tokens of all ranks, width]`: everybody's rows `own [T, width]`.
+    /// Gathers the rows `own [T, width]` of every rank: `[tokens of all ranks, width]`.
     pub(crate) fn gather<T: Pod>(&self, own: &[T], width: usize) -> Vec<T> {
         let counts: Vec<usize> = self.lens.iter().map(|len| len * width).collect();
         let mut all = vec![T::zeroed(); self.num_tokens() * width];
@@ -66,7 +67,8 @@ impl<'a> CrossRank<'a> {
         all
     }
 
-    /// `[tokens of all ranks, K]`: everybody's choices, and the largest K, to which those of ranks with a smaller one are filled.
+    /// Gathers the choices of all ranks, `[tokens of all ranks, K]`. Returns them with the largest K of any rank;
+    /// shorter rows are padded with [`NO_EXPERT`].
     pub(crate) fn choices(&self, ids: &[u32], top_k: usize) -> (Vec<u32>, usize) {
         let width = self.largest(top_k);
         if width == top_k {
@@ -103,7 +105,8 @@ impl<'a> CrossRank<'a> {
         WithinCapacity { is_within: own.flat_map(|row| &row[..top_k]).copied().collect(), num_tokens }
     }
 
-    /// `[K, E]`: choices of each place (first, second ..) and expert that are served before those of this rank's first token.
+    /// Returns `[K, E]`: for each rank of a choice (first, second ..) and each expert the choices that are served
+    /// before those of this rank's first token.
     fn counts_before(&self, ids: &[u32], top_k: usize, num_experts: usize) -> Vec<u32> {
         let (world, e) = (self.ranks.world(), num_experts);
         let mut own = vec![0_u32; self.largest(top_k) * e];
@@ -115,7 +118,7 @@ impl<'a> CrossRank<'a> {
         let mut before = vec![0; own.len()];
         for (rank, counts) in all.chunks(own.len()).enumerate() {
             for at in 0..own.len() {
-                // Of the ranks before this one those of the same place count, of all ranks those of earlier places.
+                // Choices of the same rank count on the ranks before this one, choices of lower rank on all ranks.
                 let same = if rank < world.rank() { counts[at] } else { 0 };
                 before[at] += same + counts[at % e..at].iter().step_by(e).sum::<u32>();
             }
@@ -123,8 +126,8 @@ impl<'a> CrossRank<'a> {
         before
     }
 
-    /// Adds to `counts [parts, E]`, of parts of `len` tokens of which the first is number `first`, what other ranks have in the same
-    /// parts: they can only share the first and the last one.
+    /// Adds the counts of other ranks to `counts [token groups, E]`. A group has `len` consecutive tokens of all
+    /// ranks and this rank's first group has the index `first`. Ranks can share only their first and last group.
     pub(crate) fn join_counts(&self, counts: &mut [u32], first: usize, num_experts: usize) {
         const NONE: u32 = u32::MAX;
         let (world, width) = (self.ranks.world(), num_experts + 1);

@@ -1,8 +1,9 @@
-//! The way of one dispatch's tokens to the ranks of their experts and back, in chunks.
+//! Expert-parallel dispatch and combine: sends tokens to the ranks of their experts and brings the results back, in
+//! chunks.
 //!
-//! A token goes once to each rank that has experts for it, together with its choices; there its rows through these experts are
-//! weighed and summed, and the sum comes back. A chunk is a run of tokens. All chunks are dispatched before the first comes back,
-//! each while another is computed.
+//! A token is sent once to each rank that holds some of its experts, together with its choices. That rank computes
+//! the experts' outputs and returns their weighted sum. A chunk is a run of tokens. All chunks are dispatched before
+//! the first is combined, and each is in flight while another is computed.
 
 use std::ops::Range;
 
@@ -16,49 +17,51 @@ use moeworks_tensor::{DType, Tensor};
 use super::LayerRanks;
 use crate::{Dispatch, NO_EXPERT};
 
-/// Which tokens go to which rank, and which come from where.
+/// The ranks that this rank's tokens go to, and the tokens that arrive from other ranks.
 pub(crate) struct EpDispatch {
     ranks: LayerRanks,
-    /// None where the ranks could not agree.
+    /// Empty if no token moves, or if the ranks could not agree.
     chunks: Vec<Chunk>,
     num_choices: usize,
 }
 
-/// A run of this rank's tokens, and what arrives of those of others: A tokens.
+/// A run of this rank's tokens, and the A tokens that arrive from all ranks in the same chunk.
 pub(crate) struct Chunk {
     plan: RowPlan,
-    /// The choices `[A, K]` of what arrived that are experts held here: others have no row.
+    /// The choices `[A, K]` of the arrived tokens. Only choices of experts held here have a row.
     arrived: SortedChoices,
 }
 
-/// Rows `[T, D]` that go to the ranks of their experts, and the form in which they go.
+/// Rows `[T, D]` to send to the ranks of their experts, and their format on the wire.
 #[derive(Clone, Copy)]
 pub(crate) struct SentRows<'a> {
     pub(crate) rows: &'a Tensor,
     pub(crate) wire: Wire,
 }
 
-/// What a chunk's work gives back, and in which form it goes.
+/// The tensors that a chunk's work sends back, each with its format on the wire.
 pub(crate) type Outcome = Vec<(Tensor, Wire)>;
 
-/// A token's choices as it takes them along: the experts' numbers, then the weights; [`NOWHERE`] for a choice without row.
+/// The expert number of a choice without a row, in the f32 rows (expert numbers, then weights) that describe a
+/// token's choices.
 const NOWHERE: f32 = -1.0;
 
 impl Chunk {
-    /// What operations on the experts held here take.
+    /// Returns the arrived choices in the form that the operations on experts take.
     pub(crate) fn arrived(&self) -> &SortedChoices {
         &self.arrived
     }
 
-    /// A.
+    /// Returns A, the number of arrived tokens.
     pub(crate) fn num_arrived(&self) -> usize {
         self.plan.num_received()
     }
 }
 
 impl EpDispatch {
-    /// The way of the tokens of `dispatch`, which have `num_choices` choices each, in `num_chunks` chunks, to all experts but those
-    /// that `is_fetched` says are here. The ranks tell each other how many tokens they send, and their choices.
+    /// Plans the dispatch of the tokens of `dispatch`, with `num_choices` choices each, in `num_chunks` chunks.
+    /// Tokens go to all experts except those fetched to this rank (`is_fetched`). The ranks exchange the numbers of
+    /// tokens and their choices.
     pub(crate) fn new(
         ctx: &Context,
         ranks: &LayerRanks,
@@ -70,7 +73,7 @@ impl EpDispatch {
         if num_chunks == 0 {
             return Self { ranks: ranks.clone(), chunks: Vec::new(), num_choices };
         }
-        // Some routers choose as many experts as the tokens at hand ask for: ranks make room for the most of any of them.
+        // With some routers K depends on the tokens, so the ranks agree on the largest.
         let mut widest = [num_choices as u32];
         ranks.attempt((), || ranks.group().all_reduce(&mut widest, Reduce::Max));
         let (num_own, num_choices) = (num_choices, widest[0] as usize);
@@ -98,14 +101,15 @@ impl EpDispatch {
         Self { ranks: ranks.clone(), chunks: plans.into_iter().zip(told).map(chunk).collect(), num_choices }
     }
 
-    /// The chunks, in the order of tokens.
+    /// Returns the chunks, in the order of tokens.
     pub(crate) fn chunks(&self) -> &[Chunk] {
         &self.chunks
     }
 
-    /// Takes `rows` `[T, D]` there in the form of `wire`; `meanwhile` is done while the first are under way. `work` makes of the
-    /// rows `[A, D]` that arrive of a chunk what goes back; `home` gets the chunk's tokens and for each part the sums of what
-    /// came back, `[tokens, ..]`.
+    /// Dispatches `rows [T, D]` in the format of `wire`, computes and combines, chunk by chunk. `meanwhile` runs
+    /// while the first chunk is in flight. `work` turns the arrived rows `[A, D]` of a chunk into the tensors to send
+    /// back. `home` receives the chunk's range of tokens and, for each of these tensors, the sums that came back,
+    /// `[tokens, ..]`.
     pub(crate) fn there_and_back(
         &self,
         ctx: &Context,
@@ -138,12 +142,13 @@ impl EpDispatch {
         }
     }
 
-    /// K: the most choices that a token of any rank has.
+    /// Returns K: the most choices that a token of any rank has.
     pub(crate) fn num_choices(&self) -> usize {
         self.num_choices
     }
 
-    /// Of each chunk, where what arrived lies when all chunks are one: by source rank, then by token.
+    /// Returns for each chunk the position of each arrived token in a single merged chunk, which is ordered by source
+    /// rank, then by token.
     pub(crate) fn places(&self) -> Vec<Vec<u32>> {
         let num_sources = self.ranks.group().size();
         let mut places: Vec<Vec<u32>> =
@@ -163,7 +168,7 @@ impl EpDispatch {
 /// The ranks that each token goes to.
 struct Targets {
     ranks: Vec<usize>,
-    /// Where those of each token begin; one more for the end.
+    /// Offsets of each token's ranks, and the end.
     starts: Vec<usize>,
 }
 
@@ -190,8 +195,8 @@ impl Targets {
     }
 }
 
-/// `[T, 2 K]`: what each token, which has `num_own` choices here, takes along. Numbers of experts are exact in f32: there are at
-/// most 2^24.
+/// Returns `[T, 2 K]`: each token's choices, as expert numbers and weights, padded from `num_own` to K. Expert
+/// numbers are exact in f32, because there are at most 2^24 experts.
 fn choices(
     ctx: &Context,
     dispatch: &Dispatch,
@@ -219,7 +224,8 @@ fn choices(
     choices
 }
 
-/// Of the choices `told` `[A, 2 K]` of tokens from each rank, those that are for this one.
+/// Sorts the choices that are for this rank among `told [A, 2 K]`, the choices of the tokens that arrived from each
+/// rank.
 fn own_choices(ctx: &Context, ranks: &LayerRanks, recv_counts: &[usize], told: &Tensor) -> SortedChoices {
     let (num_choices, num_held) = (told.cols() / 2, ranks.held().len());
     let shape = [told.rows(), num_choices];
@@ -241,7 +247,7 @@ fn own_choices(ctx: &Context, ranks: &LayerRanks, recv_counts: &[usize], told: &
     sort_choices(ctx, &ids, &weights, num_held, None)
 }
 
-/// The choices of a rank that holds no expert.
+/// Returns the sorted choices of a rank that holds no expert.
 fn without_experts(ctx: &Context, shape: &[usize; 2]) -> SortedChoices {
     let mut token_rows = ctx.empty(shape, DType::U32);
     token_rows.u32s_mut().fill(NO_ROW);

@@ -1,4 +1,4 @@
-//! Forward and backward of experts that live on several ranks.
+//! Forward and backward of experts that are spread over several ranks.
 
 use std::time::Instant;
 
@@ -23,22 +23,22 @@ pub(crate) struct ExpertsInput<'a> {
     /// `[T, D]`
     pub(crate) x: &'a Tensor,
     pub(crate) dispatch: &'a Dispatch,
-    /// K of the routing.
+    /// K of the routing, on this rank.
     pub(crate) num_choices: usize,
     pub(crate) is_training: bool,
     pub(crate) is_forward_only: bool,
 }
 
-/// What backward needs of forward: the tokens that arrived, and what the experts held here saved of them.
+/// The state that backward needs from forward: the arrived tokens, and the saved state of the experts held here.
 pub(crate) struct RanksSaved {
     ranks: LayerRanks,
     ep_dispatch: EpDispatch,
-    /// Of each chunk; none where no backward pass follows.
+    /// The saved state of each chunk; empty after a forward-only pass.
     parts: Vec<SavedPart>,
-    /// Experts that came here, with their part of forward; none either.
+    /// The fetched experts with their saved state; none after a forward-only pass.
     shadows: Option<ShadowsSaved>,
     width: usize,
-    /// Choices of a token of this rank.
+    /// Choices per token on this rank.
     num_own: usize,
 }
 
@@ -48,17 +48,17 @@ struct SavedPart {
     experts: ExpertsSaved,
 }
 
-/// What [`RanksSaved::backward`] finds.
+/// The result of [`RanksSaved::backward`].
 pub(crate) struct RanksBackward {
     /// `[T, D]` f32: the gradient of the input.
     pub(crate) dx: Tensor,
     /// `[T K]` f32: the gradient of each choice's weight.
     pub(crate) dweights: Tensor,
-    /// What the gradients of the weights held here are computed of.
+    /// The inputs of the weights' gradients.
     pub(crate) task: RanksTask,
 }
 
-/// The gradients of the experts held here, still to be computed: of each chunk.
+/// The inputs of the gradients of the experts held here, for each chunk.
 pub(crate) struct RanksTask {
     parts: Vec<TaskPart>,
     shadows: Option<ShadowTask>,
@@ -71,13 +71,13 @@ struct TaskPart {
 }
 
 impl RanksSaved {
-    /// Takes tokens `x [T, D]` through their experts, wherever these are: `y [T, D]` f32.
+    /// Sends tokens `x [T, D]` through their experts on all ranks. Returns `y [T, D]`, f32.
     pub(crate) fn forward(ctx: &Context, ranks: &LayerRanks, input: ExpertsInput<'_>) -> (Tensor, Self) {
         let ExpertsInput { weights, activation, x, dispatch, num_choices, is_training, is_forward_only } = input;
         let start = Instant::now();
         let wire = ranks.exchange().wire;
         let fetched = shadow::choose(ranks, &input);
-        // Where every expert is here no token moves.
+        // No token moves if every expert was fetched.
         let num_chunks = if fetched.len() == ranks.placement().num_experts() { 0 } else { ranks.num_chunks() };
         let has_fetched = !fetched.is_empty();
         let fetch = || Shadows::fetch(ctx, ranks, &input, fetched);
@@ -109,7 +109,7 @@ impl RanksSaved {
         (y, Self { ranks: ranks.clone(), ep_dispatch, parts, shadows, width: x.cols(), num_own: num_choices })
     }
 
-    /// Goes back from `dy [T, D]`, f32 or bf16, the gradient of the output.
+    /// Computes the gradients from `dy [T, D]`, f32 or bf16, the gradient of the output.
     pub(crate) fn backward(
         &self,
         ctx: &Context,
@@ -155,12 +155,12 @@ impl RanksSaved {
         RanksBackward { dx, dweights, task: RanksTask { parts, shadows } }
     }
 
-    /// Does `work`, which a meter that listens calls `name`.
+    /// Runs `work` and reports its time as `name` to the meter, if there is one.
     pub(crate) fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
         self.ranks.time(name, work)
     }
 
-    /// `[T K]` of this rank's K choices from that of as many as were sent.
+    /// Cuts `[T K]` from the K that was sent to this rank's own K.
     fn own_choices(&self, ctx: &Context, sent: Tensor) -> Tensor {
         let (most, own) = (self.ep_dispatch.num_choices(), self.num_own);
         if most == own {
@@ -173,7 +173,7 @@ impl RanksSaved {
         choices
     }
 
-    /// What the weight gradients are computed from: all chunks as one, so that each expert's weights are read and written once.
+    /// Merges the chunks' inputs of the weight gradients, so that each expert's gradient is read and written once.
     pub(crate) fn merged(&self, ctx: &Context, task: &RanksTask) -> MergedChunks {
         let of = |saved: &SavedPart, task: &TaskPart| ChunkTensors {
             x: saved.x.clone(),
@@ -187,7 +187,7 @@ impl RanksSaved {
 }
 
 impl RanksSaved {
-    /// Adds to `grads` the gradients of experts that were fetched, each on the rank that gave it. `x` and `dy` are this rank's.
+    /// Adds to `grads` the gradients of fetched experts, each on the rank that owns it. `x` and `dy` are this rank's.
     pub(crate) fn shadow_weight_grads(
         &self,
         ctx: &Context,
@@ -202,7 +202,7 @@ impl RanksSaved {
     }
 }
 
-/// Writes the rows of `part` over those of `whole` from row `first` on. (Elements, where `whole` has one dimension.)
+/// Writes the rows of `part` over those of `whole` from row `first` on; elements if `whole` has one dimension.
 fn put(whole: &mut Tensor, first: usize, part: &Tensor) {
     let start = first * if whole.shape().len() > 1 { whole.cols() } else { 1 };
     whole.f32s_mut()[start..start + part.len()].copy_from_slice(part.f32s());

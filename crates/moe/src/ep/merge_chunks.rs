@@ -1,4 +1,4 @@
-//! The chunks of a layer put together again, in the order of one chunk: what the gradients of weights are computed from.
+//! Merges the chunks of a layer into one, for the gradients of the weights.
 
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
@@ -8,8 +8,8 @@ use moeworks_tensor::{DType, Tensor};
 use super::EpDispatch;
 use crate::NO_EXPERT;
 
-/// Of all that arrived: inputs and gradients of outputs `[A, D]` by source and token, and what forward and backward left
-/// `[R, A F]` by expert.
+/// All arrived tokens: inputs and output gradients `[A, D]` by source rank and token, and pre-activations and their
+/// gradients `[R, A F]` by expert.
 pub(crate) struct MergedChunks {
     x: Tensor,
     dy: Tensor,
@@ -18,7 +18,7 @@ pub(crate) struct MergedChunks {
     rows: SortedChoices,
 }
 
-/// The tensors of a chunk: inputs and gradients of outputs of what arrived, pre-activations and their gradients.
+/// The tensors of a chunk: inputs and output gradients of the arrived tokens, pre-activations and their gradients.
 pub(super) struct ChunkTensors {
     pub(super) x: Tensor,
     pub(super) dy: Tensor,
@@ -27,13 +27,13 @@ pub(super) struct ChunkTensors {
 }
 
 impl MergedChunks {
-    /// What weight gradients take.
+    /// Returns the inputs of the weight gradients.
     pub(crate) fn inputs(&self) -> (WeightGradInputs<'_>, ExpertRows<'_>) {
         let inputs = WeightGradInputs { x: &self.x, dy: &self.dy, saved: &self.saved, dh: &self.dh, weighed: None };
         (inputs, self.rows.rows())
     }
 
-    /// Merges the tensors of the chunks of `ep_dispatch`; without any chunk there is nothing for the experts held here.
+    /// Merges the tensors of the chunks of `ep_dispatch`. Without chunks the result is empty.
     pub(super) fn new(
         ctx: &Context,
         ep_dispatch: &EpDispatch,
@@ -71,7 +71,7 @@ impl MergedChunks {
         Self { x, dy, saved, dh: merge(|chunk| &chunk.dh, num_rows, &moved), rows }
     }
 
-    /// The choices of all chunks, sorted as if they had been one.
+    /// Sorts the choices of all chunks as if they had been one chunk.
     fn sorted(ctx: &Context, ep_dispatch: &EpDispatch, places: &[Vec<u32>], num_held: usize) -> SortedChoices {
         let k = ep_dispatch.num_choices();
         let shape = [places.iter().map(Vec::len).sum::<usize>(), k];
@@ -110,7 +110,7 @@ impl MergedChunks {
     }
 }
 
-/// Where each row of a chunk lies among all rows.
+/// Returns the position of each row of a chunk among the rows of all chunks.
 fn moves(chunk: &SortedChoices, places: &[u32], all: &SortedChoices) -> Vec<u32> {
     let k = chunk.token_rows.cols();
     let mut to = vec![0; chunk.tokens.len()];

@@ -1,13 +1,14 @@
-//! An MoE layer whose experts live on several ranks.
+//! Expert parallelism: an MoE layer whose experts are spread over several ranks.
 //!
-//! Each rank has tokens of its own and decides for them alone. They are then sent to the ranks that hold their experts
-//! ([`EpDispatch`]), are computed there together with those of other ranks, weighed and summed, and the sums come back to where the
-//! tokens started, to be summed over ranks. Backward takes the same ways: gradients of outputs go there, those of inputs and of
-//! the weights of choices come back. By which hops, in which form and in how many chunks is an [`Exchange`]. The hops change no
-//! bit of the result, the number of chunks its rounding (products of few rows and of many sum in different orders).
+//! Each rank routes its own tokens and sends them to the ranks that hold their experts ([`EpDispatch`]). Those ranks
+//! compute the experts for the tokens of all ranks and return weighted sums, which the tokens' ranks add up. Backward
+//! sends output gradients the same way and gets back the gradients of the inputs and of the choices' weights. An
+//! [`Exchange`] holds the algorithm, the wire format and the number of chunks. The algorithm does not change a bit of
+//! the result; the number of chunks changes its rounding, because GEMMs of few rows and of many sum in different
+//! orders.
 //!
-//! The routing is that of one rank with all tokens: what looks at many tokens at once is decided over those of all ranks
-//! ([`CrossRank`]), and so is what losses say ([`ExpertRanks::merge_stats`]).
+//! The routing equals that of one rank with all tokens. Decisions that depend on many tokens are taken over those of
+//! all ranks ([`CrossRank`]), and losses are computed from merged statistics ([`ExpertRanks::merge_stats`]).
 
 mod cross_rank;
 mod ep_dispatch;
@@ -21,7 +22,7 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moeworks_comm::{Combining, CommError, Communicator, Dispatching, Hierarchy, Meter, Reduce, RowPlan};
+use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, PendingCombine, PendingDispatch, Reduce, RowPlan};
 use moeworks_ops::Context;
 use moeworks_plan::{Exchange, Moving, Placement, Placements, Wire};
 use moeworks_tensor::Tensor;
@@ -33,16 +34,16 @@ pub(crate) use experts::{ExpertsInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
 use tuning::Tuning;
 
-/// One rank's part in all layers whose experts live on several ranks. Cloning shares it.
+/// One rank's handle to all expert-parallel layers. Clones share it.
 ///
-/// A communication that fails does not end a pass: its rows are zeros, the rest of the pass communicates no more, and
-/// [`failure`](Self::failure) says what happened. The caller looks there after each pass.
+/// A failed communication does not end a pass: its rows are zeros and the rest of the pass communicates no more. The
+/// caller checks [`failure`](Self::failure) after each pass.
 #[derive(Clone)]
 pub struct ExpertRanks {
     inner: Arc<Inner>,
 }
 
-/// One rank's part in one layer: the ranks, and the layer's placement. Cloning shares it.
+/// One rank's handle to one expert-parallel layer: the ranks and the layer's placement. Clones share it.
 #[derive(Clone)]
 pub struct LayerRanks {
     ranks: ExpertRanks,
@@ -50,19 +51,19 @@ pub struct LayerRanks {
     held: Arc<[usize]>,
 }
 
-/// The ways in which tokens and experts meet, and who listens.
+/// The options of expert parallelism.
 #[derive(Clone)]
 pub struct EpOptions {
-    /// The way of tokens.
+    /// The algorithm, wire format and chunks of the exchange of tokens.
     pub exchange: Exchange,
-    /// The choice of what moves, tokens or experts; the same on all ranks of the group.
+    /// The rule by which tokens or experts move. It must be equal on all ranks of the group.
     pub moving: Moving,
-    /// A meter of the work of layers with experts.
+    /// A meter for the time of the layers' parts.
     pub meter: Option<Arc<Meter>>,
 }
 
 impl From<Exchange> for EpOptions {
-    /// Tokens move, by `exchange`, and nobody listens.
+    /// Moves tokens by `exchange`, without a meter.
     fn from(exchange: Exchange) -> Self {
         Self { exchange, moving: Moving::Tokens, meter: None }
     }
@@ -70,7 +71,7 @@ impl From<Exchange> for EpOptions {
 
 struct Inner {
     world: Box<dyn Communicator>,
-    /// Of the ranks that hold the experts between them.
+    /// The group of ranks that hold the experts between them.
     hierarchy: Hierarchy,
     placements: Placements,
     options: EpOptions,
@@ -79,12 +80,12 @@ struct Inner {
 }
 
 impl ExpertRanks {
-    /// `world` are all ranks that have tokens, `group` those that hold the experts between them, as `placements` says: one
-    /// placement for all layers or one for each. A call that all ranks of the group make. Panics if the placements are of another
-    /// number of ranks.
+    /// Creates the handle. `world` has all ranks that have tokens, `group` the ranks that hold the experts between
+    /// them. `placements` has one placement for all layers or one for each. All ranks of the group make this call.
+    /// Panics if the placements are for another number of ranks.
     ///
     /// # Errors
-    /// [`CommError`]: a rank died, hangs, or called something else.
+    /// [`CommError`] if a rank died, hangs, or made another call.
     pub fn new(
         world: Box<dyn Communicator>,
         group: Box<dyn Communicator>,
@@ -93,11 +94,11 @@ impl ExpertRanks {
     ) -> Result<Self, CommError> {
         let (placements, options) = (placements.into(), options.into());
         assert_eq!(placements.num_ranks(), group.size(), "ranks of a placement");
-        let (hierarchy, tuning, failure) = (Hierarchy::of(group)?, Mutex::default(), Mutex::default());
+        let (hierarchy, tuning, failure) = (Hierarchy::from_comm(group)?, Mutex::default(), Mutex::default());
         Ok(Self { inner: Arc::new(Inner { world, hierarchy, placements, options, tuning, failure }) })
     }
 
-    /// The part in layer number `layer`. Panics if the layer has no placement.
+    /// Returns the handle to the layer of index `layer`. Panics if the layer has no placement.
     #[must_use]
     pub fn layer(&self, layer: usize) -> LayerRanks {
         let placement = self.placements().layer(layer);
@@ -106,7 +107,7 @@ impl ExpertRanks {
         LayerRanks { ranks: self.clone(), placement: Arc::new(placement), held }
     }
 
-    /// The placements of all layers.
+    /// Returns the placements of all layers.
     #[must_use]
     pub fn placements(&self) -> &Placements {
         &self.inner.placements
@@ -116,7 +117,7 @@ impl ExpertRanks {
         self.inner.options.moving
     }
 
-    /// Does `work`, which a meter that listens calls `name`.
+    /// Runs `work` and reports its time as `name` to the meter, if there is one.
     pub fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
         match &self.inner.options.meter {
             Some(meter) => meter.time(name, work),
@@ -124,19 +125,19 @@ impl ExpertRanks {
         }
     }
 
-    /// All ranks that have tokens.
+    /// Returns the communicator of all ranks that have tokens.
     #[must_use]
     pub fn world(&self) -> &dyn Communicator {
         &*self.inner.world
     }
 
-    /// The ranks that hold the experts between them.
+    /// Returns the communicator of the ranks that hold the experts between them.
     #[must_use]
     pub fn group(&self) -> &dyn Communicator {
         self.inner.hierarchy.comm()
     }
 
-    /// How tokens go.
+    /// Returns the algorithm, wire format and chunks of the exchange of tokens.
     #[must_use]
     pub fn exchange(&self) -> &Exchange {
         &self.inner.options.exchange
@@ -146,13 +147,13 @@ impl ExpertRanks {
         &self.inner.hierarchy
     }
 
-    /// The first communication that failed.
+    /// Returns the first communication error, if any.
     #[must_use]
     pub fn failure(&self) -> Option<CommError> {
         self.inner.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Makes of the statistics of this rank's tokens those of all ranks' tokens, the same bits on all ranks.
+    /// Merges the statistics of all ranks' tokens into `layers`, with the same bits on all ranks.
     pub fn merge_stats(&self, layers: &mut [LayerStats]) {
         self.attempt((), || stats::merge(self.world(), layers));
         self.tune(layers);
@@ -163,8 +164,8 @@ impl ExpertRanks {
         self.attempt((), || self.world().all_reduce(values, Reduce::Sum));
     }
 
-    pub(crate) fn start_dispatch(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<Dispatching> {
-        // What is of two bytes a number already is not made longer.
+    pub(crate) fn start_dispatch(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<PendingDispatch> {
+        // Rows in bf16 are not widened for the wire.
         let wire = if rows.dtype() == moeworks_tensor::DType::BF16 && wire == Wire::F32 { Wire::Bf16 } else { wire };
         self.time("dispatch", || self.attempt(None, || plan.start_dispatch(self.hierarchy(), rows, wire).map(Some)))
     }
@@ -173,24 +174,29 @@ impl ExpertRanks {
         &self,
         ctx: &Context,
         plan: &RowPlan,
-        started: Option<Dispatching>,
+        started: Option<PendingDispatch>,
     ) -> Option<Tensor> {
         let started = started?;
         let finish = || plan.finish_dispatch(self.hierarchy(), started, ctx.pool()).map(Some);
         self.time("dispatch", || self.attempt(None, finish))
     }
 
-    pub(crate) fn start_combine(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<Combining> {
+    pub(crate) fn start_combine(&self, plan: &RowPlan, rows: &Tensor, wire: Wire) -> Option<PendingCombine> {
         self.time("combine", || self.attempt(None, || plan.start_combine(self.hierarchy(), rows, wire).map(Some)))
     }
 
-    pub(crate) fn finish_combine(&self, ctx: &Context, plan: &RowPlan, started: Option<Combining>) -> Option<Tensor> {
+    pub(crate) fn finish_combine(
+        &self,
+        ctx: &Context,
+        plan: &RowPlan,
+        started: Option<PendingCombine>,
+    ) -> Option<Tensor> {
         let started = started?;
         let finish = || plan.finish_combine(self.hierarchy(), started, ctx.pool()).map(Some);
         self.time("combine", || self.attempt(None, finish))
     }
 
-    /// What `call` gives; `otherwise` if it fails, or anything failed before.
+    /// Runs `call`. Returns `otherwise` if it fails or if a communication failed before.
     pub fn attempt<R>(&self, otherwise: R, call: impl FnOnce() -> Result<R, CommError>) -> R {
         if self.failure().is_some() {
             return otherwise;
@@ -209,13 +215,13 @@ impl fmt::Debug for ExpertRanks {
 }
 
 impl LayerRanks {
-    /// The ranks of the group that hold each expert of the layer.
+    /// Returns the layer's placement: the ranks of the group that hold each expert.
     #[must_use]
     pub fn placement(&self) -> &Placement {
         &self.placement
     }
 
-    /// The layer's experts that this rank holds, ascending.
+    /// Returns the layer's experts that this rank holds, ascending.
     #[must_use]
     pub fn held(&self) -> &[usize] {
         &self.held
@@ -237,7 +243,7 @@ impl fmt::Debug for LayerRanks {
 }
 
 impl PartialEq for LayerRanks {
-    /// Whether both are the same part.
+    /// Returns whether both are handles to the same layer of the same ranks.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.ranks.inner, &other.ranks.inner) && self.placement == other.placement
     }

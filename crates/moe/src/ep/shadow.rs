@@ -1,7 +1,7 @@
-//! Experts whose weights come to the tokens: for the length of a pass every rank has them, computes its own tokens for them, and
-//! their gradients go home (adaptive parallelism, Tutel 2206.03382, section 3.1; shadowing of popular experts, FasterMoE, PPoPP
-//! 2022, section 4.2). None of them is expert parallelism, all of them data parallelism; which of them is chosen for each layer
-//! and step, from the counts that the router made.
+//! Shadowed experts: experts whose weights move to the tokens. For one pass every rank fetches their weights and
+//! computes its own tokens; their gradients are summed on the owners (adaptive parallelism, Tutel 2206.03382, section
+//! 3.1; shadowing of popular experts, FasterMoE, PPoPP 2022, section 4.2). Fetching no expert is expert parallelism,
+//! fetching all of them data parallelism. The choice is made for each layer and step from the routing's counts.
 
 use moeworks_comm::CommError;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
@@ -17,10 +17,10 @@ use moeworks_tensor::{DType, Tensor};
 use super::{ExpertsInput, LayerRanks};
 use crate::{Dispatch, MoeWeights, NO_EXPERT, is_left_out};
 
-/// S experts that are here for a pass, and this rank's tokens for them.
+/// S experts fetched for a pass, and this rank's tokens for them.
 pub(crate) struct Shadows {
     ranks: LayerRanks,
-    /// S of them, those of one owner after those of another.
+    /// The S experts, ordered by owner.
     experts: Vec<usize>,
     /// `[S, ..]`
     gate_up: Tensor,
@@ -30,13 +30,13 @@ pub(crate) struct Shadows {
     rows: SortedChoices,
 }
 
-/// They, and what forward left.
+/// Fetched experts and the saved state of their forward pass.
 pub(crate) struct ShadowsSaved {
     shadows: Shadows,
     saved: ExpertsSaved,
 }
 
-/// What backward of this rank's tokens through them gives.
+/// The result of backward through the fetched experts for this rank's tokens.
 pub(crate) struct ShadowsBackward {
     /// `[T, D]`
     pub(crate) dx: Tensor,
@@ -45,13 +45,14 @@ pub(crate) struct ShadowsBackward {
     pub(crate) task: ShadowTask,
 }
 
-/// What backward leaves for the weights' gradients.
+/// The state that the weights' gradients need from backward.
 pub(crate) struct ShadowTask {
     dh: Tensor,
     weighed: Option<Tensor>,
 }
 
-/// Chooses the experts to fetch for a pass, in the order of their owners. All ranks of the group call this and get the same.
+/// Chooses the experts to fetch for a pass, in the order of their owners. All ranks of the group make this call and
+/// get the same result.
 pub(crate) fn choose(ranks: &LayerRanks, input: &ExpertsInput<'_>) -> Vec<usize> {
     let ExpertsInput { x, dispatch, .. } = *input;
     let placement = ranks.placement();
@@ -73,7 +74,8 @@ pub(crate) fn choose(ranks: &LayerRanks, input: &ExpertsInput<'_>) -> Vec<usize>
     chosen
 }
 
-/// The costs that the choice weighs, over `links` by ranks of so many `flops`.
+/// Returns the costs that the choice weighs, over `links` between ranks of `flops` floating-point operations a
+/// second.
 fn costs(ranks: &LayerRanks, input: &ExpertsInput<'_>, links: Links, flops: f64) -> MoveCosts {
     let ExpertsInput { weights, x, .. } = *input;
     let &Exchange { algorithm, wire, .. } = ranks.exchange();
@@ -82,16 +84,16 @@ fn costs(ranks: &LayerRanks, input: &ExpertsInput<'_>, links: Links, flops: f64)
     MoveCosts {
         algorithm,
         links,
-        // Only forward do rows go there in the form of a dispatch.
+        // Of the four transfers of a pass only forward's dispatch has `wire`'s format; the others have that of sums.
         row_bytes: (bytes(wire) + 3.0 * bytes(wire.of_sums())) / 4.0,
         expert_bytes: [params * weights.gate_up.dtype().size() as f64, 4.0 * params],
-        // A product forward and two backward.
+        // One GEMM forward and two backward, of two operations for each parameter.
         row_compute_s: 6.0 * params / flops,
     }
 }
 
 impl Shadows {
-    /// Fetches `experts` and takes the choices for them out of `choices` `[T, 2 K]` (see [`EpDispatch`](super::EpDispatch)).
+    /// Fetches the weights of `experts` and sorts this rank's choices of them.
     pub(crate) fn fetch(ctx: &Context, ranks: &LayerRanks, input: &ExpertsInput<'_>, experts: Vec<usize>) -> Self {
         let ExpertsInput { weights, activation, dispatch, num_choices, .. } = *input;
         let gather = |tensor: &Tensor| {
@@ -107,12 +109,12 @@ impl Shadows {
         Self { ranks: ranks.clone(), experts, gate_up, down, biases, activation, rows }
     }
 
-    /// Whether `expert` is one of them.
+    /// Returns whether `expert` is among the fetched ones.
     pub(crate) fn has(&self, expert: usize) -> bool {
         self.experts.contains(&expert)
     }
 
-    /// What they make of `x [T, D]`: `[T, D]`. Where the pass is forward only nothing is saved.
+    /// Computes the fetched experts' part of the output, `[T, D]`, for `x [T, D]`. A forward-only pass saves nothing.
     pub(crate) fn forward(self, ctx: &Context, x: &Tensor, is_forward_only: bool) -> (Tensor, Option<ShadowsSaved>) {
         let biases = self.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down });
         let options = (None, is_forward_only);
@@ -121,7 +123,7 @@ impl Shadows {
         (y, saved.map(|saved| ShadowsSaved { shadows: self, saved }))
     }
 
-    /// Sums `[S, ..]` over ranks; each owner adds the sums of its experts to `held` `[held, ..]`.
+    /// Sums `[S, ..]` over the ranks. Each owner adds the sums of its experts to `held [held, ..]`.
     fn bring_home(&self, grads: &Tensor, held: &mut Tensor) {
         let size = grads.len() / self.experts.len().max(1);
         let counts: Vec<usize> = owned(&self.ranks, &self.experts).iter().map(|owned| owned.len() * size).collect();
@@ -142,7 +144,7 @@ impl Shadows {
 }
 
 impl ShadowsSaved {
-    /// From `dy [T, D]`, the gradient of the output.
+    /// Computes the gradients from `dy [T, D]`, the gradient of the output.
     pub(crate) fn backward(&self, ctx: &Context, dy: &Tensor) -> ShadowsBackward {
         let Self { shadows, saved } = self;
         let rows = shadows.rows.rows();
@@ -155,8 +157,8 @@ impl ShadowsSaved {
         ShadowsBackward { dx: back.dx, dweights, task: ShadowTask { dh: back.dh, weighed: back.weighed } }
     }
 
-    /// Computes the gradients of their weights from this rank's tokens `x` and gradients `dy`, sums them over the ranks and adds
-    /// them to those of their owners.
+    /// Computes the fetched experts' weight gradients from this rank's tokens `x` and output gradients `dy`, sums
+    /// them over the ranks and adds them on the owners.
     pub(crate) fn weight_grads(
         &self,
         ctx: &Context,
@@ -186,14 +188,14 @@ impl ShadowsSaved {
     }
 }
 
-/// Of each rank, the experts that it gives to the others: each comes from the first that holds it.
+/// Returns for each rank the experts that it sends to the others. An expert's owner is the first rank that holds it.
 fn owned(ranks: &LayerRanks, experts: &[usize]) -> Vec<Vec<usize>> {
     let placement = ranks.placement();
     let of_rank = |rank| experts.iter().copied().filter(|&e| placement.ranks_of(e)[0] == rank).collect();
     (0..placement.num_ranks()).map(of_rank).collect()
 }
 
-/// Puts the rows of `experts` in everybody's `[held, ..]` together.
+/// Gathers the rows of `experts` from every rank's `held [held, ..]` into `whole`.
 fn gather(ranks: &LayerRanks, experts: &[usize], held: &Tensor, whole: &mut Tensor) -> Result<(), CommError> {
     let bytes = whole.num_bytes() / experts.len().max(1);
     let owned = owned(ranks, experts);
@@ -207,7 +209,7 @@ fn gather(ranks: &LayerRanks, experts: &[usize], held: &Tensor, whole: &mut Tens
     ranks.hierarchy().all_gather_v(&own, whole.bytes_mut(), &counts)
 }
 
-/// This rank's choices of `experts`, sorted by them.
+/// Sorts this rank's choices of `experts` by expert.
 fn own_rows(ctx: &Context, experts: &[usize], dispatch: &Dispatch, num_choices: usize) -> SortedChoices {
     let mut of_rows = vec![NO_EXPERT; dispatch.num_rows()];
     for (place, &expert) in experts.iter().enumerate() {

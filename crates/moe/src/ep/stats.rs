@@ -1,4 +1,4 @@
-//! The statistics of all ranks' tokens from those of each rank's.
+//! Merges the statistics of all ranks' tokens.
 
 use moeworks_comm::{CommError, Communicator};
 
@@ -25,7 +25,7 @@ pub(super) fn merge(world: &dyn Communicator, layers: &mut [LayerStats]) -> Resu
     Ok(())
 }
 
-/// A layer's statistics as numbers; the number of experts and what is the same on all ranks left out.
+/// Flattens a layer's statistics to numbers, without the number of experts and values that are equal on all ranks.
 fn to_numbers(layer: &LayerStats) -> Vec<f64> {
     let counts = |counts: &[u32]| counts.iter().map(|&n| f64::from(n)).collect::<Vec<f64>>();
     let floats = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
@@ -56,7 +56,7 @@ fn to_numbers(layer: &LayerStats) -> Vec<f64> {
     numbers
 }
 
-/// What [`to_numbers`] made numbers of.
+/// Rebuilds statistics from the numbers of [`to_numbers`].
 fn from_numbers(e: usize, free: ZeroComputationShare, numbers: &mut impl Iterator<Item = f64>) -> LayerStats {
     let mut number = || numbers.next().unwrap_or(0.0);
     let mut stats = LayerStats { free, ..LayerStats::empty(e) };

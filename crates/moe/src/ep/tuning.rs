@@ -1,4 +1,4 @@
-//! In how many chunks tokens go: as told, or as measured.
+//! The number of chunks of an exchange: fixed, or tuned by measurement.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,20 +9,21 @@ use moeworks_plan::ChunkTuner;
 use super::ExpertRanks;
 use crate::LayerStats;
 
-/// What is known of the passes so far.
+/// The measurements of the passes so far.
 #[derive(Debug, Default)]
 pub(super) struct Tuning {
     tuner: ChunkTuner,
-    /// Seconds of this rank in layers since the last statistics were merged: backward of one pass, and forward of the next.
+    /// This rank's seconds in layers since the last merge of statistics: backward of one pass and forward of the
+    /// next.
     seconds: f64,
     /// Backward passes of layers in that time.
     num_backward: usize,
-    /// Whether a pass that is no training had its part in it.
+    /// True if a pass other than training contributed to the seconds.
     is_disturbed: bool,
 }
 
 impl ExpertRanks {
-    /// The number of chunks for a layer's next pass.
+    /// Returns the number of chunks for a layer's next pass.
     pub(crate) fn num_chunks(&self) -> usize {
         match self.exchange().chunks {
             0 => self.tuning().tuner.chunks(),
@@ -42,8 +43,8 @@ impl ExpertRanks {
         tuning.num_backward += 1;
     }
 
-    /// Tells the tuner what a pass took on the slowest rank, and what is to be expected of the next. `layers` are the merged
-    /// statistics, so that all ranks do the same.
+    /// Reports to the tuner the time of a pass on the slowest rank and the expected load of the next. `layers` are
+    /// merged statistics, so that all ranks decide alike.
     pub(super) fn tune(&self, layers: &[LayerStats]) {
         let mut tuning = self.tuning();
         let tuning = &mut *tuning;
@@ -63,7 +64,8 @@ impl ExpertRanks {
         tuning.tuner.observe(load, seconds.filter(|seconds| seconds.is_finite()));
     }
 
-    /// The rows of the fullest rank of a group in the MoE layer with `place` others before it, if ranks that hold the same expert share its rows evenly.
+    /// Returns the rows of the fullest rank of a group in the MoE layer of index `place`, if the ranks that hold the
+    /// same expert share its rows evenly.
     fn largest_load(&self, place: usize, layer: &LayerStats) -> f64 {
         let Some(placement) = self.placements().nth(place) else { return 0.0 };
         let mut loads = vec![0.0; placement.num_ranks()];

@@ -20,7 +20,7 @@ use crate::weights::is_left_out;
 use crate::zero_computation::{self, ZeroComputationChoices, ZeroComputationGrads};
 use crate::{MoeConfig, MoeWeights, RouterInput};
 
-/// The gradient of a layer's weights, to be computed when it suits.
+/// A deferred computation of the gradients of a layer's weights.
 pub struct MoeGradTask {
     saved: Arc<Saved>,
     dy: Tensor,
@@ -31,30 +31,30 @@ pub struct MoeGradTask {
     config: MoeConfig,
 }
 
-/// The inputs of the experts' gradients besides what forward saved.
+/// The inputs of the experts' gradients besides forward's saved state.
 enum ExpertsTask {
     Here {
         dh: Tensor,
         weighed: Option<Tensor>,
-        /// The gradients of the matrices are there already.
+        /// True if backward has written the gradients of the matrices already.
         is_done: bool,
     },
     Ranks(RanksTask),
 }
 
-/// The gradients that go back from the experts.
+/// The gradients that come back from the experts.
 struct ExpertsBack {
     /// `[T, D]`
     dx: Tensor,
-    /// `[T K]`: of each choice's weight.
+    /// `[T K]`: the gradient of each choice's weight.
     dweights: Tensor,
     task: ExpertsTask,
 }
 
 impl MoeLayer {
-    /// The gradient of the input `[T, D]` (f32), and the weights' gradients as a task. `dy` is `[T, D]`, f32 or bf16, the
-    /// gradient of `y`; `input` holds what the losses on the router say, and perhaps more: a [`LossGrad`](crate::LossGrad) or a
-    /// [`BackwardInput`]. `weights` are those of forward.
+    /// Returns the gradient of the input, `[T, D]` f32, and a task for the weights' gradients. `dy` is the gradient
+    /// of `y`, `[T, D]`, f32 or bf16. `input` is a [`LossGrad`](crate::LossGrad), the gradients of the auxiliary
+    /// losses, or a [`BackwardInput`]. `weights` must be those of forward.
     #[must_use]
     pub fn backward<'a>(
         &self,
@@ -67,7 +67,7 @@ impl MoeLayer {
         let BackwardInput { losses, d_next_router_logits, wgrad } = input.into();
         let saved = &saved.inner;
         assert_eq!(dy.shape(), saved.x.shape(), "gradient of an MoE layer's output");
-        // Every product with it would round it again, row by row.
+        // Convert once here, or every GEMM that takes it would convert it again.
         let dy = &into_type(ctx, dy.clone(), weights.gate_up.dtype());
         let ExpertsBack { mut dx, mut dweights, task: experts } = self.experts_backward(ctx, weights, saved, dy, wgrad);
         let free = saved.exact_x.as_ref().map(|x| {
@@ -125,14 +125,14 @@ impl MoeLayer {
 }
 
 impl MoeGradTask {
-    /// `[T, E]` f32: the gradient of the logits of the MoE layer before; none if this one does not look at them.
+    /// Returns `[T, E]` f32: the gradient of the previous MoE layer's logits; `None` without gating residuals.
     #[must_use]
     pub fn d_previous_logits(&self) -> Option<&Tensor> {
         self.router.as_ref()?.dprevious.as_ref()
     }
 
-    /// Computes the gradients of all weights of the layer and writes or adds them to those of `target`. An expert without rows gets
-    /// zeros, or is left as it is.
+    /// Computes the gradients of all weights of the layer and writes or adds them to `target`. An expert without rows
+    /// gets zeros, or is left unchanged if [`WgradTarget::only_used`] is true.
     pub fn run(self, ctx: &Context, target: WgradTarget<'_>) {
         let WgradTarget { write, only_used, grads } = target;
         let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
@@ -150,12 +150,12 @@ impl MoeGradTask {
         self.run_rest(ctx, write, merged.as_ref(), grads);
     }
 
-    /// Whether backward has found the gradients of the experts' matrices.
+    /// Returns whether backward has computed the gradients of the experts' matrices already.
     fn is_done(&self) -> bool {
         matches!(self.experts, ExpertsTask::Here { is_done: true, .. })
     }
 
-    /// Does the products of experts; where ranks have a meter it learns how long they took.
+    /// Runs the experts' GEMMs and reports their time to the ranks' meter, if there is one.
     fn timed<R>(&self, work: impl FnOnce() -> R) -> R {
         match &self.saved.experts {
             ExpertsPart::Ranks(saved) => saved.time("experts, weights", work),
@@ -163,7 +163,7 @@ impl MoeGradTask {
         }
     }
 
-    /// The rows that arrived from all ranks, where experts live on several.
+    /// Merges the rows that arrived from all ranks; none if all experts are on this rank.
     fn merged(&self, ctx: &Context) -> Option<MergedChunks> {
         match (&self.saved.experts, &self.experts) {
             (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) => Some(saved.merged(ctx, task)),
@@ -171,7 +171,7 @@ impl MoeGradTask {
         }
     }
 
-    /// The inputs of the experts' gradients, and their rows.
+    /// Returns the inputs of the experts' gradients and their rows.
     fn inputs<'a>(&'a self, merged: Option<&'a MergedChunks>) -> (WeightGradInputs<'a>, ExpertRows<'a>) {
         let Saved { x, experts, dispatch, .. } = &*self.saved;
         match (experts, &self.experts, merged) {
@@ -184,7 +184,7 @@ impl MoeGradTask {
         }
     }
 
-    /// All but the experts' matrices.
+    /// Computes all gradients except those of the experts' matrices.
     fn run_rest(self, ctx: &Context, write: Write, merged: Option<&MergedChunks>, grads: &mut MoeWeights) {
         let Saved { x, router, .. } = &*self.saved;
         if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {

@@ -17,7 +17,7 @@ use crate::shared::{SharedPass, SharedSaved};
 use crate::zero_computation::{self, ZeroComputationChoices};
 use crate::{Dispatch, DispatchRule, MoeWeights, RouterInput, Routing, ZeroComputationShare};
 
-/// A router's decision with the dispatch that follows from it.
+/// A router's decision and the dispatch made from it.
 struct Dispatched {
     routing: Routing,
     router: RouterSaved,
@@ -26,11 +26,11 @@ struct Dispatched {
 }
 
 impl MoeLayer {
-    /// The layer's output `y [T, D]` (f32) for `x [T, D]` (f32 or bf16), and what backward needs.
+    /// Returns the layer's output `y [T, D]` (f32) for `x [T, D]` (f32 or bf16), and the state that backward needs.
     ///
-    /// Products of experts are taken in their weights' type, those of the router in f32. `input` holds what the router looks at
-    /// besides x, and perhaps what the output is added to: a [`RouterInput`] or a [`ForwardInput`]. Panics if `weights`, `x` or
-    /// expert ids have other shapes than the configuration says.
+    /// The experts' GEMMs run in the type of their weights, the router's in f32. `input` is a [`RouterInput`] or a
+    /// [`ForwardInput`], which also has a tensor to add the output to. Panics if the shapes of `weights`, `x` or
+    /// expert ids do not match the configuration.
     #[must_use]
     pub fn forward<'a>(
         &self,
@@ -54,7 +54,7 @@ impl MoeLayer {
             is_training: !input.is_inference,
             is_forward_only: input.is_forward_only,
         };
-        // A GPU adds it where outputs are added up; the CPU, or what comes over ranks, at the end.
+        // A GPU adds it where it sums the experts' outputs; the CPU and expert-parallel layers add it at the end.
         let is_early = ctx.gpu().is_some() && self.ranks.is_none();
         let (early, late) = if is_early { (base, None) } else { (None, base) };
         let (mut y, experts_saved) = self.experts_forward(ctx, experts, early);
@@ -81,7 +81,7 @@ impl MoeLayer {
         (y, MoeSaved { inner: Arc::new(saved) })
     }
 
-    /// Adds the outputs of experts without computation to `y`; returns the exact input that these look at, where there are any.
+    /// Adds the outputs of the zero-computation experts to `y`. Returns their input in f32, if there are any.
     fn add_zero_computation(
         &self,
         ctx: &Context,
@@ -96,7 +96,7 @@ impl MoeLayer {
         Some(exact_x)
     }
 
-    /// Decides which experts the tokens of `x` go to, and which rows are theirs.
+    /// Routes the tokens of `x` and dispatches them.
     fn dispatch(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, input: &RouterInput<'_>) -> Dispatched {
         let router = self.router(weights, input);
         let ranks = self.ranks.as_ref().filter(|_| router.decides_across_ranks());
@@ -116,7 +116,7 @@ impl MoeLayer {
         Dispatched { routing, router: saved, num_rerouted, dispatch }
     }
 
-    /// The sum of the experts' outputs, added to `base` if it is given.
+    /// Sums the experts' outputs onto `base`, if given.
     fn experts_forward(&self, ctx: &Context, input: ExpertsInput<'_>, base: Option<&Tensor>) -> (Tensor, ExpertsPart) {
         if let Some(ranks) = &self.ranks {
             let (y, saved) = RanksSaved::forward(ctx, ranks, input);
@@ -138,7 +138,8 @@ fn add_shared(ctx: &Context, experts: ExpertsInput<'_>, y: &mut Tensor) -> Optio
     Some(saved)
 }
 
-/// The sums of a routing's choices; `are_wanted` where they will surely be looked at.
+/// Sums the weights of a routing's choices. The sums are computed at once if `are_wanted`, otherwise when they are
+/// read.
 fn choice_sums_of(ctx: &Context, routing: &Routing, are_wanted: bool) -> Late<ChoiceSums> {
     let ((ids, weights), num_experts) = (routing.tensors(), routing.num_experts());
     if are_wanted {

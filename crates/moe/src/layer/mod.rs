@@ -1,11 +1,11 @@
 //! The MoE layer: router, dispatch, experts and shared experts, in three phases.
 //!
-//! Forward keeps the input, the router's probabilities, the routing, the dispatch and the experts' pre-activations;
-//! neither the experts' outputs nor their activations. Backward gives the input's gradient at once and leaves the
-//! weights' gradients, the router's included, as a task.
+//! Forward saves the input, the router's probabilities, the routing, the dispatch and the experts' pre-activations,
+//! but neither the experts' outputs nor their activations. Backward returns the input's gradient at once and leaves
+//! the weights' gradients, the router's included, as a task.
 //!
-//! With choices i_1..i_k and their weights w, `y = sum_j w_j expert_ij(x) + shared(x)`. The choice itself has no gradient:
-//! the router learns through w and through the losses on its scores.
+//! With choices i_1..i_k and weights w, `y = sum_j w_j expert_ij(x) + shared(x)`. The discrete choice has no
+//! gradient: the router learns through w and through the losses on its scores.
 
 mod backward;
 mod forward;
@@ -22,20 +22,20 @@ use crate::{ConfigError, ExpertIds, LossGrad, MoeConfig, MoeWeights, RouterInput
 pub use backward::MoeGradTask;
 pub use saved::MoeSaved;
 
-/// An MoE layer: its configuration, checked. Weights are arguments.
+/// An MoE layer with a validated configuration. Weights are arguments of its methods.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoeLayer {
     config: MoeConfig,
-    /// The ranks that hold the experts, if not all are here.
+    /// The ranks that hold the experts; none if all are on this rank.
     ranks: Option<LayerRanks>,
 }
 
-/// The inputs of a layer's forward pass besides `x`. A [`RouterInput`] alone becomes one.
+/// The inputs of a layer's forward pass besides `x`. A [`RouterInput`] converts to one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ForwardInput<'a> {
     /// The router's inputs.
     pub router: RouterInput<'a>,
-    /// `[T, D]` f32: the stream that the layer's output is added to; none for the output alone.
+    /// `[T, D]` f32: a tensor to add the layer's output to, such as the residual stream; none for the output alone.
     pub base: Option<&'a Tensor>,
 }
 
@@ -45,15 +45,15 @@ impl<'a> From<&RouterInput<'a>> for ForwardInput<'a> {
     }
 }
 
-/// The inputs of a layer's backward pass besides the gradient of its output. A [`LossGrad`] alone becomes one.
+/// The inputs of a layer's backward pass besides the gradient of its output. A [`LossGrad`] converts to one.
 pub struct BackwardInput<'a> {
-    /// The gradients by the losses on the router.
+    /// The gradients of the auxiliary losses.
     pub losses: &'a LossGrad,
-    /// `[T, E]` f32: the gradient of this router's logits by those of the next MoE layer, its
-    /// [`MoeGradTask::d_previous_logits`]. In a model with [gating residuals](crate::RouterConfig::gate_residual).
+    /// `[T, E]` f32: the gradient of this router's logits from the next MoE layer, its
+    /// [`MoeGradTask::d_previous_logits`]; used with [gating residuals](crate::RouterConfig::gate_residual).
     pub d_next_router_logits: Option<&'a Tensor>,
-    /// The place of the weights' gradients: those of the experts' matrices are then written in the backward pass, beside those of
-    /// the inputs, which takes less time. The task is run with the same target.
+    /// The target of the weights' gradients, if known already. Backward then computes those of the experts' matrices
+    /// together with the input's gradient, which is faster. The task must run with the same target.
     pub wgrad: Option<WgradTarget<'a>>,
 }
 
@@ -63,57 +63,63 @@ impl<'a> From<&'a LossGrad> for BackwardInput<'a> {
     }
 }
 
-/// The place of the gradients of a layer's weights.
+/// The destination of the gradients of a layer's weights.
 pub struct WgradTarget<'a> {
-    /// Whether they replace what is there or are added to it.
+    /// The choice of replacing the gradients or adding to them.
     pub write: Write,
-    /// Whether the gradients of experts without tokens stay as they are even if others are replaced: for a caller who keeps them zero.
+    /// True to leave the gradients of experts without tokens unchanged even when others are replaced; for callers who
+    /// keep them at zero.
     pub only_used: bool,
     /// The gradients: f32, or bf16 for the experts' matrices.
     pub grads: &'a mut MoeWeights,
 }
 
 impl<'a> WgradTarget<'a> {
-    /// Gradients of all experts, written to `grads` as `write` says.
+    /// Creates a target for the gradients of all experts.
     pub fn new(write: Write, grads: &'a mut MoeWeights) -> Self {
         Self { write, only_used: false, grads }
     }
 }
 
 impl MoeLayer {
-    /// A layer of `config`, or what is wrong with it.
+    /// Creates a layer.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for an invalid setting.
     pub fn new(config: MoeConfig) -> Result<Self, ConfigError> {
         config.validate()?;
         Ok(Self { config, ranks: None })
     }
 
-    /// A layer of `config` whose experts live on the ranks of `ranks`: weights are those of the experts held here, in their
-    /// order. All ranks of the group make the same calls of [`forward`](Self::forward) and [`backward`](Self::backward),
-    /// each with tokens of its own, or none. Panics if the placement is of another number of experts.
+    /// Creates a layer whose experts are spread over `ranks`. Its weights are those of the experts on this rank, in
+    /// ascending order. All ranks of the group must make the same calls of [`forward`](Self::forward) and
+    /// [`backward`](Self::backward), each with its own tokens, or none. Panics if the placement is for another number
+    /// of experts.
     pub fn over_ranks(config: MoeConfig, ranks: LayerRanks) -> Result<Self, ConfigError> {
         assert_eq!(ranks.placement().num_experts(), config.num_experts, "experts of a placement");
         Ok(Self { ranks: Some(ranks), ..Self::new(config)? })
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &MoeConfig {
         &self.config
     }
 
-    /// Checks expert ids `[T, K]` that are to be handed in for `num_tokens` tokens, in [`RouterInput::expert_ids`].
+    /// Checks the expert ids `[T, K]` of `num_tokens` tokens for [`RouterInput::expert_ids`].
     ///
     /// # Errors
-    /// [`RoutingError`]: the scheme takes none, or the list has another length, an id that no expert has, or an expert twice for a
-    /// token.
+    /// [`RoutingError`] if the scheme takes no expert ids, or if the list has a wrong length, an id out of range, or
+    /// an expert twice for a token.
     pub fn expert_ids(&self, ctx: &Context, num_tokens: usize, ids: &[u32]) -> Result<ExpertIds, RoutingError> {
         ExpertIds::new(ctx, &self.config, num_tokens, ids)
     }
 
-    /// The decision alone: the experts that each token of `x [T, D]` goes to. Arguments as in [`forward`](Self::forward).
+    /// Chooses the experts of each token of `x [T, D]` without running them. The arguments are those of
+    /// [`forward`](Self::forward).
     ///
-    /// Fails if a logit is not finite. `forward` does not: there such a token's output is NaN, so that a training step shows
-    /// it in its loss.
+    /// Fails if a logit is not finite. `forward` does not fail: the token's output is then NaN, which shows in the
+    /// loss of a training step.
     pub fn route(
         &self,
         ctx: &Context,
@@ -124,8 +130,9 @@ impl MoeLayer {
         Ok(self.router(weights, input).checked(ctx, x)?.routing)
     }
 
-    /// Predicts the experts `[T, K]` of the tokens of `x [T, D]`, where `x` is what the layer's input will probably be: none where
-    /// this says nothing of them, as its router looks at more. Arguments as in [`forward`](Self::forward).
+    /// Predicts the experts `[T, K]` of the tokens from `x [T, D]`, an estimate of the layer's input. `None` if the
+    /// router needs more than its input, or if the experts are on several ranks. The arguments are those of
+    /// [`forward`](Self::forward).
     #[must_use]
     pub fn predict_experts(
         &self,
@@ -139,14 +146,14 @@ impl MoeLayer {
         is_of_input.then(decide)
     }
 
-    /// Sends experts that were [predicted](Self::predict_experts) to a GPU, where they otherwise stay in the host's memory
-    /// (`moeworks_gpu::Gpu::with_expert_cache`).
+    /// Copies [predicted](Self::predict_experts) experts to the GPU ahead of their use, when experts are kept in host
+    /// memory (`moeworks_gpu::Gpu::with_expert_cache`).
     pub fn prefetch_experts(&self, ctx: &Context, weights: &MoeWeights, ids: &Tensor) {
         let num_experts = weights.gate_up.shape()[0];
         send_experts_ahead(ctx, weights.experts(self.config.activation), num_experts, ids.u32s());
     }
 
-    /// Does `work`; where ranks have a meter it learns how long it took.
+    /// Runs `work` and reports its time to the ranks' meter, if there is one.
     fn timed<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
         match &self.ranks {
             Some(ranks) => ranks.time(name, work),

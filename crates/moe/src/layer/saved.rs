@@ -1,4 +1,4 @@
-//! The part of forward that backward needs, and what forward decided.
+//! The saved state of a forward pass, and its decisions.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::router::RouterSaved;
 use crate::shared::SharedSaved;
 use crate::{Dispatch, ExpertIds, LayerStats, Routing, ZeroComputationShare};
 
-/// The values that backward needs of forward, and the decision. Cloning shares the tensors.
+/// The state that backward needs from forward, with the routing and its statistics. Clones share the tensors.
 #[derive(Clone)]
 pub struct MoeSaved {
     pub(super) inner: Arc<Saved>,
@@ -20,15 +20,15 @@ pub struct MoeSaved {
 
 pub(super) struct Saved {
     pub(super) x: Tensor,
-    /// `x` in f32, where there are experts without computation.
+    /// `x` in f32; only with zero-computation experts.
     pub(super) exact_x: Option<Tensor>,
     pub(super) router: RouterSaved,
     pub(super) routing: Routing,
     pub(super) choice_sums: Late<ChoiceSums>,
     pub(super) free: ZeroComputationShare,
-    /// Groups of experts.
+    /// The number of groups of experts.
     pub(super) num_groups: usize,
-    /// Whether the layer takes expert ids.
+    /// True if the routing scheme takes expert ids.
     pub(super) takes_expert_ids: bool,
     pub(super) num_rerouted: usize,
     pub(super) dispatch: Dispatch,
@@ -36,49 +36,51 @@ pub(super) struct Saved {
     pub(super) shared: Option<SharedSaved>,
 }
 
-/// The part that the experts saved of forward.
+/// The experts' saved state.
 #[allow(clippy::large_enum_variant)] // one for each layer
 pub(super) enum ExpertsPart {
-    /// Nothing where no backward pass was to follow.
+    /// All experts on this rank; none after a forward-only pass.
     Here(Option<ExpertsSaved>),
     Ranks(RanksSaved),
 }
 
 impl MoeSaved {
-    /// The experts that each token went to.
+    /// Returns the experts of each token.
     #[must_use]
     pub fn routing(&self) -> &Routing {
         &self.inner.routing
     }
 
-    /// The row of each choice.
+    /// Returns the dispatch: the row of each choice.
     #[must_use]
     pub fn dispatch(&self) -> &Dispatch {
         &self.inner.dispatch
     }
 
-    /// The expert ids of this pass, to be handed in to another pass over the same tokens in
-    /// [`RouterInput::expert_ids`](crate::RouterInput::expert_ids): with the same weights and inputs it gives the same bits. None where the scheme takes none.
+    /// Returns this pass's expert ids, for [`RouterInput::expert_ids`](crate::RouterInput::expert_ids) of another
+    /// pass over the same tokens. With the same weights and inputs that pass gives the same bits. `None` if the
+    /// routing scheme takes none.
     #[must_use]
     pub fn expert_ids(&self) -> Option<ExpertIds> {
         let Saved { routing, .. } = &*self.inner;
         self.inner.takes_expert_ids.then(|| ExpertIds::of_routing(routing))
     }
 
-    /// `[T, E]`: each token's distribution over the experts: the softmax of its logits or its scores divided by their sum.
+    /// Returns `[T, E]`: each token's distribution over the experts, the softmax of its logits or its scores divided
+    /// by their sum.
     #[must_use]
     pub fn probs(&self) -> &[f32] {
         self.inner.router.scores.probs.f32s()
     }
 
-    /// `[T, E]` f32: the router's logits before noise and temperature, which the next MoE layer looks at; kept with
-    /// [gating residuals](crate::RouterConfig::gate_residual) alone.
+    /// Returns `[T, E]` f32: the router's logits before noise and temperature, an input of the next MoE layer. Saved
+    /// only with [gating residuals](crate::RouterConfig::gate_residual).
     #[must_use]
     pub fn logits(&self) -> Option<&Tensor> {
         Some(&self.inner.router.residual.as_ref()?.logits)
     }
 
-    /// The statistics of the routing.
+    /// Computes the statistics of the routing.
     #[must_use]
     pub fn stats(&self) -> LayerStats {
         let Saved { x, router, choice_sums, num_rerouted, dispatch, .. } = &*self.inner;
@@ -105,7 +107,7 @@ impl MoeSaved {
         }
     }
 
-    /// `[G]`: the tokens of each group of experts; empty where there is one group.
+    /// Counts the tokens of each group of experts, `[G]`; empty if there is one group.
     fn tokens_per_group(&self) -> Vec<u32> {
         let Saved { routing, free, num_groups, .. } = &*self.inner;
         if *num_groups < 2 {

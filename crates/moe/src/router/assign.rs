@@ -1,7 +1,7 @@
-//! Choices that tokens do not make alone: experts choose tokens, or both are assigned to each other.
+//! Routing decisions over all tokens: expert choice, balanced assignment by auction, and Sinkhorn's iteration.
 //!
-//! Scores are `[T, E]`, finite. All results are the same on any number of threads: ties go to the lower index, sums are cut
-//! by shape.
+//! Scores are `[T, E]`, finite. Results do not depend on the number of threads: ties go to the lower index, and sums
+//! are split into blocks by shape alone.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
@@ -11,7 +11,8 @@ use moeworks_ops::router_rows::{Offer, best_offers};
 
 use super::blocks;
 
-/// The `count` tokens with the highest score of each expert, highest first (2202.09368): `[E][count]`.
+/// Chooses for each expert the `count` tokens with its highest scores, highest first: `[E][count]` (expert choice,
+/// 2202.09368).
 pub(crate) fn expert_choice(ctx: &Context, scores: &[f32], num_experts: usize, count: usize) -> Vec<Vec<u32>> {
     let num_tokens = scores.len() / num_experts;
     let count = count.min(num_tokens);
@@ -29,7 +30,7 @@ pub(crate) fn expert_choice(ctx: &Context, scores: &[f32], num_experts: usize, c
     chosen
 }
 
-/// A place at an expert: its price and who has it.
+/// A slot of an expert in the auction: its price and the token that has it.
 #[derive(Clone, Copy, PartialEq)]
 struct Place {
     price: f32,
@@ -38,7 +39,7 @@ struct Place {
 
 impl Eq for Place {}
 
-/// The cheapest place is the greatest; of places of one price the one that has been taken first is.
+/// Orders the cheapest place as the greatest; among equal prices a free one, then the one with the lower token.
 impl Ord for Place {
     fn cmp(&self, other: &Self) -> Ordering {
         other.price.total_cmp(&self.price).then_with(|| other.token.cmp(&self.token))
@@ -51,24 +52,25 @@ impl PartialOrd for Place {
     }
 }
 
-/// Rounds of the auction, each with a fifth of the increment before, the first with an eighth of the range of the scores.
+/// Rounds of the auction. The first has an increment of an eighth of the scores' range, each further one a fifth of
+/// the previous.
 const AUCTION_ROUNDS: usize = 5;
 
-/// Bidders from which on bids are worth the other threads.
+/// The number of bidders from which bids are computed on several threads.
 const MANY_BIDDERS: usize = 512;
 
-/// The expert of each token so that the sum of the scores is the highest and the experts' loads differ by at most one,
-/// the first experts taking what does not divide: an auction for places (Bertsekas), as in BASE layers (2103.16716).
+/// Assigns each token to an expert so that the sum of the scores is maximal and the experts' loads differ by at most
+/// one; the first experts take the remainder. This is Bertsekas' auction, as in BASE layers (2103.16716).
 ///
-/// All tokens without a place bid at once for the expert of highest score less price, so much that they would be as content
-/// with their second best; an expert's places go to the highest bids, and its price is that of its cheapest place. A round
-/// begins with no token at any place and with all places of an expert at that price: where they keep their own, tokens push
-/// each other along them, at ten times the bids. The sum is within `T` times the last increment of the best, that is `T`
-/// times 1/5000 of the scores' range, whatever the prices that a round begins with.
+/// In each step all tokens without a place bid for the expert of highest score less price, by as much as it exceeds
+/// their second best. An expert's places go to the highest bids, and its price is that of its cheapest place. A round
+/// begins with all places empty and all of an expert's places at its current price. Keeping the prices of single
+/// places would take ten times the bids, because tokens would evict each other one by one. The sum is within `T`
+/// times the last increment of the optimum, that is `T/5000` times the scores' range, whatever the initial prices.
 pub(crate) fn auction(ctx: &Context, scores: &[f32], num_experts: usize) -> Vec<u32> {
     let num_tokens = scores.len() / num_experts;
     let (low, high) = scores.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, h), &s| (l.min(s), h.max(s)));
-    // Prices are some ranges high, which must be numbers.
+    // Prices reach some multiples of the range and must stay finite.
     if high.max(-low) > f32::MAX / 1024.0 {
         let smaller: Vec<f32> = scores.iter().map(|score| score / 1024.0).collect();
         return auction(ctx, &smaller, num_experts);
@@ -91,7 +93,7 @@ pub(crate) fn auction(ctx: &Context, scores: &[f32], num_experts: usize) -> Vec<
     chosen
 }
 
-/// The price of an expert's cheapest place; infinite without any.
+/// Returns the price of an expert's cheapest place; infinite if it has none.
 fn price_of(places: &BinaryHeap<Place>) -> f32 {
     places.peek().map_or(f32::INFINITY, |place| place.price)
 }
@@ -116,7 +118,7 @@ fn auction_round(ctx: &Context, scores: &[f32], experts: &mut [BinaryHeap<Place>
             let lead = if lead.is_finite() { lead } else { 0.0 };
             let price = next_price(prices[expert as usize], lead + increment);
             let cheapest = experts[expert as usize].peek_mut();
-            // Somebody may have bid more in the meantime.
+            // An earlier bid of this step may have raised the price.
             if let Some(mut place) = cheapest.filter(|place| price > place.price) {
                 let evicted = std::mem::replace(&mut *place, Place { price, token: Some(token) });
                 next.extend(evicted.token);
@@ -132,22 +134,22 @@ fn auction_round(ctx: &Context, scores: &[f32], experts: &mut [BinaryHeap<Place>
     }
 }
 
-/// A price that has risen, also where the rise is lost in rounding.
+/// Raises a price, at least by one unit in the last place.
 fn next_price(price: f32, rise: f32) -> f32 {
     let next = price + rise;
     if next > price { next } else { price.next_up() }
 }
 
-/// Iterations of [`sinkhorn`] at most.
+/// The maximum of iterations of [`sinkhorn`].
 const SINKHORN_ITERATIONS: usize = 100;
-/// The mean change of the columns' factors, times E, below which it ends.
+/// The mean relative change of the columns' factors below which [`sinkhorn`] ends.
 const SINKHORN_TOLERANCE: f64 = 1e-4;
 
-/// The logarithm of each expert's factor c in the balanced matrix `r_t exp(logit_te) c_e`, whose rows add up to 1/T and
-/// columns to 1/E: Sinkhorn's iteration, as in Megatron-LM.
+/// Returns the logarithms of the experts' factors c in the balanced matrix `r_t exp(logit_te) c_e`, whose rows sum to
+/// 1/T and columns to 1/E. This is Sinkhorn's iteration as in Megatron-LM.
 pub(crate) fn sinkhorn(ctx: &Context, logits: &[f32], num_experts: usize) -> Vec<f32> {
     let num_tokens = logits.len() / num_experts;
-    // Each row over its largest, which the row's factor makes good.
+    // Each row is divided by its largest entry; the row's factor absorbs that.
     let mut matrix = vec![0.0; logits.len()];
     let rows = blocks::of_mut(&mut matrix, num_experts).zip(blocks::of(logits, num_experts));
     blocks::for_each(ctx, rows, |_, (matrix, logits)| {
@@ -165,8 +167,8 @@ pub(crate) fn sinkhorn(ctx: &Context, logits: &[f32], num_experts: usize) -> Vec
         for part in partial.chunks(num_experts) {
             sums.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
         }
-        // The sum of r over all tokens would grow without bound where a column is nearly 0; where all others are, its factor
-        // would fall to 0.
+        // The bounds keep factors finite: a column near 0 would let r grow without bound, and if all others are near
+        // 0, this column's factor would fall to 0.
         let factor = |sum: &f64| (1.0 / (num_experts as f64 * sum.max(1e-30))).max(1e-200);
         let next: Vec<f64> = sums.iter().map(factor).collect();
         let change: f64 = next.iter().zip(&factors).map(|(a, b)| (a / b - 1.0).abs()).sum::<f64>();
@@ -178,7 +180,7 @@ pub(crate) fn sinkhorn(ctx: &Context, logits: &[f32], num_experts: usize) -> Vec
     factors.iter().map(|c| c.ln() as f32).collect()
 }
 
-/// The sums of some rows' columns, each row times the factor that makes it add up to `1/T` with the columns' factors.
+/// Sums the columns of some rows, each row scaled so that its product with `factors` is `1/T`.
 fn column_sums(rows: &[f32], factors: &[f64], num_tokens: usize, sums: &mut [f64]) {
     sums.fill(0.0);
     for row in rows.chunks(factors.len()) {
@@ -187,7 +189,7 @@ fn column_sums(rows: &[f32], factors: &[f64], num_tokens: usize, sums: &mut [f64
     }
 }
 
-/// The inner product, in lanes that vectors can hold.
+/// Computes the inner product with eight partial sums, which the compiler vectorises.
 fn inner(row: &[f32], factors: &[f64]) -> f64 {
     const LANES: usize = 8;
     let mut lanes = [0.0; LANES];

@@ -17,7 +17,7 @@ fn every_expert_takes_its_best_tokens_the_lower_index_at_a_tie() {
     assert_eq!(expert_choice(&Context::cpu(2), &[], 2, 1), [[0; 0], [0; 0]]);
 }
 
-/// All assignments with the given room, by brute force.
+/// Returns the best sum of scores over all assignments within `room`, by brute force.
 fn best_sum(scores: &[f32], num_experts: usize, room: &mut [usize]) -> f64 {
     if scores.is_empty() {
         return 0.0;
@@ -86,7 +86,7 @@ fn sinkhorn_makes_rows_and_columns_even() {
     }
 }
 
-/// Enough tokens that bids are made and sums taken on several threads.
+/// 1500 tokens, enough that bids and sums use several threads.
 #[test]
 fn assignments_are_the_same_on_any_number_of_threads() {
     let (num_tokens, num_experts) = (1500, 13);
@@ -101,7 +101,7 @@ fn assignments_are_the_same_on_any_number_of_threads() {
     let mut loads = vec![0; num_experts];
     first.0.iter().for_each(|&e| loads[e as usize] += 1);
     assert!(loads.iter().all(|&load| load == 115 || load == 116), "{loads:?}");
-    // No two tokens gain by changing places, but for the last increment.
+    // Swapping two tokens gains no more than the last increment.
     let score = |t: usize, e: u32| f64::from(scores[t * num_experts + e as usize]);
     for (a, b) in (0..num_tokens).zip((0..num_tokens).skip(7)) {
         let (own, other) = (first.0[a], first.0[b]);

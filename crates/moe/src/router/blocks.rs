@@ -1,10 +1,10 @@
-//! Work on rows of several tensors at once, block by block.
+//! Parallel work on the rows of several tensors, block by block.
 
 use std::sync::{Mutex, PoisonError};
 
 use moeworks_ops::Context;
 
-/// Rows of one task. Sums over rows are cut here, so that results do not depend on the threads.
+/// Rows per task. Sums over rows are split at these blocks, so that results do not depend on the threads.
 pub(crate) const ROWS: usize = 128;
 
 /// Runs `task` on each item, in any order and on any thread.
@@ -18,12 +18,12 @@ pub(crate) fn for_each<B: Send>(ctx: &Context, items: impl Iterator<Item = B>, t
     });
 }
 
-/// The blocks of `ROWS` rows of width `width`.
+/// Splits `values` into blocks of `ROWS` rows of width `width`.
 pub(crate) fn of<T>(values: &[T], width: usize) -> std::slice::Chunks<'_, T> {
     values.chunks(ROWS * width)
 }
 
-/// The blocks of `ROWS` rows of width `width`, for writing.
+/// Splits `values` into mutable blocks of `ROWS` rows of width `width`.
 pub(crate) fn of_mut<T>(values: &mut [T], width: usize) -> std::slice::ChunksMut<'_, T> {
     values.chunks_mut(ROWS * width)
 }

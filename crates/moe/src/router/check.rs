@@ -1,4 +1,4 @@
-//! Checks of a router's settings against each other. The range of each by itself is in the table of settings.
+//! Checks of a router's settings against each other. The table of settings has the range of each.
 
 use super::config::{RouterConfig, num_modalities};
 use super::scheme::{Check, RouterOption, Sizes, at_most, wrong};
@@ -7,7 +7,7 @@ use crate::Section as _;
 use crate::overflow::Overflow;
 
 impl RouterConfig {
-    /// Checks every setting, for `num_experts` computing experts of which a token takes `top_k`.
+    /// Checks every setting for `num_experts` computing experts, of which a token takes `top_k`.
     pub(crate) fn validate(&self, num_experts: usize, top_k: usize) -> Check {
         let sizes = Sizes { num_experts, top_k };
         self.check_ranges()?;
@@ -23,10 +23,10 @@ impl RouterConfig {
         at_most("router.zero_experts", self.num_zero_computation(), 1 << 16)
     }
 
-    /// Checks the own settings of a scheme by themselves.
+    /// Checks the settings of the scheme `kind` against their ranges.
     ///
     /// # Errors
-    /// The first that is out of its range.
+    /// For the first setting out of its range.
     pub fn check_scheme(&self, kind: RouterKind) -> Check {
         self.schemes.get(kind).check_ranges()
     }

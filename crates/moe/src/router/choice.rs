@@ -1,14 +1,14 @@
-//! The choice of one token: which experts, by scores, groups and bias.
+//! The selection of one token's experts by scores, groups and bias.
 
 use super::config::GroupScore;
 use crate::NO_EXPERT;
 
-/// Writes the experts with the highest `scores` to `ids`, highest first; the lower index wins a tie. Negative infinity is
-/// never chosen: what is left over is [`NO_EXPERT`].
+/// Writes the experts with the highest `scores` to `ids`, highest first; the lower index wins a tie. Negative
+/// infinity is never chosen; unused entries are [`NO_EXPERT`].
 pub(crate) fn top_k(scores: &[f32], ids: &mut [u32]) {
     let (mut count, mut least) = (0, f32::NEG_INFINITY);
     for (expert, &score) in scores.iter().enumerate() {
-        // What is no number takes a place that is left, and nobody else's.
+        // A NaN takes a free place but displaces no other score.
         let is_wanted = if count < ids.len() { score != f32::NEG_INFINITY } else { score > least };
         if !is_wanted {
             continue;
@@ -27,8 +27,8 @@ pub(crate) fn top_k(scores: &[f32], ids: &mut [u32]) {
     ids[count..].fill(NO_EXPERT);
 }
 
-/// Writes the fewest experts whose probabilities add up to `p` to `ids`, likeliest first, the lower index at a tie
-/// (2403.07652); at least one, at most as many as `ids` takes.
+/// Writes the fewest experts whose probabilities sum to at least `p` to `ids`, likeliest first, the lower index at a
+/// tie (2403.07652): at least one, at most `ids.len()`.
 pub(crate) fn top_p(probs: &[f32], p: f32, ids: &mut [u32]) {
     top_k(probs, ids);
     let mut sum = 0.0;
@@ -48,14 +48,16 @@ pub(crate) fn positive(gates: &[f32], ids: &mut [u32]) {
     ids.iter_mut().filter(|id| **id != NO_EXPERT && gates[**id as usize] <= 0.0).for_each(|id| *id = NO_EXPERT);
 }
 
-/// Cuts the rows of `ids [T, from]` to the longest: `[T, K]` and K, at least 1. What is no expert stands at the end of rows.
+/// Cuts the rows of `ids [T, from]` to the longest one. Returns `[T, K]` and K, at least 1. [`NO_EXPERT`] must come
+/// last in a row.
 pub(crate) fn compact(ids: &[u32], from: usize) -> (Vec<u32>, usize) {
     let count = |ids: &[u32]| ids.iter().take_while(|&&id| id != NO_EXPERT).count();
     let longest = ids.chunks(from).map(count).max().unwrap_or(1).max(1);
     (ids.chunks(from).flat_map(|ids| &ids[..longest]).copied().collect(), longest)
 }
 
-/// The experts of each token from the tokens of each expert, best-scored first, the lower index at a tie; as [`compact`].
+/// Inverts the tokens of each expert to the experts of each token, best-scored first, the lower index at a tie.
+/// Returns `[T, K]` and K, like [`compact`].
 pub(crate) fn invert(tokens: &[Vec<u32>], scores: &[f32]) -> (Vec<u32>, usize) {
     let e = tokens.len();
     let mut of_token = vec![Vec::new(); scores.len() / e.max(1)];
@@ -73,7 +75,7 @@ pub(crate) fn invert(tokens: &[Vec<u32>], scores: &[f32]) -> (Vec<u32>, usize) {
     (ids, longest)
 }
 
-/// Puts the `scores` of all experts outside the `top_groups` best of `num_groups` groups out of reach.
+/// Sets the `scores` of all experts outside the `top_groups` best of `num_groups` groups to negative infinity.
 pub(crate) fn limit_groups(scores: &mut [f32], num_groups: usize, top_groups: usize, by: GroupScore) {
     if top_groups >= num_groups {
         return;

@@ -1,22 +1,22 @@
-//! Clustered hashes (Roller et al., "Hash layers", 2106.04426, section 3.1): ids whose embeddings are near each other go to
-//! the same expert. The clusters are those of k-means over the embeddings of a trained model: Lloyd's iteration from a start by
-//! k-means++ (Arthur and Vassilvitskii, 2007).
+//! Clustered hashes (Roller et al., "Hash layers", 2106.04426, section 3.1): token ids with similar embeddings go to
+//! the same expert. The clusters are those of k-means over the embeddings of a trained model: Lloyd's iteration
+//! started by k-means++ (Arthur and Vassilvitskii, 2007).
 
 use moeworks_ops::Context;
 use moeworks_tensor::{Purpose, Random};
 
 use super::{blocks, choice};
 
-/// Rounds at most; it ends before if no id changes its cluster.
+/// The maximum of rounds. The iteration ends earlier if no id changes its cluster.
 const MAX_ROUNDS: usize = 100;
 
-/// The stream of random numbers of the start.
+/// The random stream of the initial centres.
 const STREAM: u64 = 0x636c_7573;
 
-/// `[ids, K]`: the `top_k` of `num_experts` clusters whose centres are nearest to the embedding of each id, the nearest
-/// first, the lower one at a tie. `embedding` is `[ids, width]`.
+/// Returns `[ids, K]`: for each id the `top_k` of `num_experts` clusters whose centres are nearest to its embedding,
+/// nearest first, the lower index at a tie.
 ///
-/// Panics if `top_k` is more than `num_experts`.
+/// Panics if `top_k` exceeds `num_experts`.
 #[must_use]
 pub fn clustered_hash(
     ctx: &Context,
@@ -50,7 +50,8 @@ struct Clusters<'a> {
 }
 
 impl Clusters<'_> {
-    /// The first centres: each a point, drawn with the probability of its squared distance to the nearest one so far.
+    /// Draws the initial centres from the points, each with a probability proportional to its squared distance to the
+    /// nearest centre so far (k-means++).
     fn begin(&mut self, count: usize, random: &Random) {
         let mut squares = vec![1.0; self.points.len() / self.width.max(1)];
         for i in 0..count as u64 {
@@ -71,7 +72,7 @@ impl Clusters<'_> {
         }
     }
 
-    /// `[points, k]`: the nearest centres of each point.
+    /// Returns `[points, k]`: the nearest centres of each point.
     fn nearest(&self, ctx: &Context, k: usize) -> Vec<u32> {
         let mut nearest = vec![0; self.points.len() / self.width.max(1) * k];
         let inputs = blocks::of_mut(&mut nearest, k).zip(blocks::of(self.points, self.width));
@@ -85,8 +86,8 @@ impl Clusters<'_> {
         nearest
     }
 
-    /// Makes each centre the mean of its points. One without points becomes the point that is farthest from
-    /// all centres.
+    /// Moves each centre to the mean of its points. A centre without points moves to the point farthest from all
+    /// centres.
     fn move_centres(&mut self, count: usize, nearest: &[u32]) {
         let (mut sums, mut sizes) = (vec![0.0; count * self.width], vec![0_u32; count]);
         for (&cluster, point) in nearest.iter().zip(self.points.chunks(self.width)) {
@@ -106,7 +107,7 @@ impl Clusters<'_> {
         }
     }
 
-    /// The point farthest from the nearest of all centres, the first at a tie; none if every point is a centre.
+    /// Returns the point farthest from its nearest centre, the first at a tie; `None` if every point is a centre.
     fn farthest(&self) -> Option<&[f32]> {
         let least = |point: &[f32]| {
             self.centres.chunks(self.width).fold(f64::INFINITY, |least, centre| least.min(distance(point, centre)))
@@ -117,7 +118,7 @@ impl Clusters<'_> {
     }
 }
 
-/// The squared distance.
+/// Returns the squared distance.
 fn distance(point: &[f32], centre: &[f64]) -> f64 {
     point.iter().zip(centre).map(|(&x, centre)| (f64::from(x) - centre).powi(2)).sum()
 }

@@ -1,5 +1,5 @@
-//! Choices that are not each token's own: experts choose tokens, both are assigned to each other, or a full expert sends
-//! tokens on. Where tokens are on several ranks, all of them decide cross_rank.
+//! Routing decisions that depend on other tokens: expert choice, balanced assignment and rerouting. If tokens are on
+//! several ranks, these decisions are taken over all of them.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -11,14 +11,15 @@ use crate::ep::CrossRank;
 use crate::overflow::{self, Overflow, RemainingCapacity};
 
 impl ScoreRouter<'_> {
-    /// Whether what is decided for a token depends on the tokens of other ranks, so that all of them take part in the pass.
+    /// Returns whether a token's routing depends on the tokens of other ranks, so that all ranks must take part in
+    /// the pass.
     pub(crate) fn decides_across_ranks(&self) -> bool {
         let rule = self.rule(None);
         let has_choices = !self.input.is_inference && self.scheme().is_global() && self.input.expert_ids.is_none();
         has_choices || rule.is_shared() || self.input.has_gshard_loss
     }
 
-    /// `[T, E]` of all ranks' tokens from those of this rank's.
+    /// Gathers the rows of all ranks' tokens, `[T, E]`, from those of this rank.
     pub(super) fn of_all<'r>(&self, rows: &'r [f32], num_experts: usize) -> Cow<'r, [f32]> {
         match self.cross_rank {
             Some(cross_rank) => cross_rank.gather(rows, num_experts).into(),
@@ -26,17 +27,18 @@ impl ScoreRouter<'_> {
         }
     }
 
-    /// The places of this rank's tokens, `num_tokens`, among all.
+    /// Returns the range of this rank's `num_tokens` tokens among those of all ranks.
     pub(super) fn own_tokens(&self, num_tokens: usize) -> Range<usize> {
         self.cross_rank.map_or(0..num_tokens, CrossRank::own)
     }
 
-    /// Whether choices move to experts with capacity left.
+    /// Returns whether choices beyond the capacity are rerouted.
     pub(super) fn reroutes(&self) -> bool {
         self.router().overflow == Overflow::Reroute && self.config.capacity_factor != 0.0 && !self.input.is_inference
     }
 
-    /// Moves choices to experts with capacity left, if that is the scheme; returns how many of `ids [T, K]`.
+    /// Reroutes choices `ids [T, K]` to experts with capacity left, if the configuration says so. Returns the number
+    /// of moved choices.
     pub(super) fn reroute(&self, ids: &mut Tensor, ranking: &Tensor) -> usize {
         if !self.reroutes() {
             return 0;

@@ -1,4 +1,4 @@
-//! The backward of a router: from the gradients of its weights and of the losses on its scores to those of its logits.
+//! Backward of a router: from the gradients of the expert weights and of the auxiliary losses to those of the logits.
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::add_assign;
@@ -17,33 +17,33 @@ use super::weigh::{WeightRule, is_normalized};
 use super::{load, rows};
 use crate::{LossGrad, ModalityStats, MoeWeights, NO_EXPERT};
 
-/// The gradients that come to a router.
+/// The gradients that arrive at a router.
 #[derive(Clone, Copy)]
 pub(crate) struct RouterGrads<'a> {
-    /// `[T, K]`: of the weights.
+    /// `[T, K]`: the gradient of the expert weights.
     pub(crate) dweights: &'a Tensor,
-    /// `[T, K]`: the experts that the weights have been used for.
+    /// `[T, K]`: the experts to which these weights were applied.
     pub(crate) used: &'a Tensor,
-    /// By the losses on the router.
+    /// The gradients of the auxiliary losses.
     pub(crate) losses: &'a LossGrad,
-    /// `[T, E]`: of the logits by those of the next layer, if these look at them.
+    /// `[T, E]`: the gradient of the logits from the next layer, with gating residuals.
     pub(crate) d_next_router_logits: Option<&'a Tensor>,
 }
 
-/// The gradients of a router's weights, to be computed when it suits.
+/// A deferred computation of the gradients of a router's weights.
 pub(crate) struct RouterGradTask {
     dlogits: Tensor,
-    /// Gradient of what the learned noise's deviations are taken of.
+    /// The gradient of the pre-activation of the learned noise's deviations.
     draw: Option<Tensor>,
-    /// Gradient of the logits of the layer before.
+    /// The gradient of the previous layer's logits.
     pub(crate) dprevious: Option<Tensor>,
-    /// The tensors that the backward of the logits left.
+    /// Tensors left by the backward of the logits, for the weights' gradients.
     left: Vec<Tensor>,
 }
 
 impl ScoreRouter<'_> {
-    /// Adds the gradient of `x` through the router to `dx`; what is left to do for its weights, none for a router without weights.
-    /// The gradient of the logits of the layer before comes back in the task.
+    /// Adds the gradient of `x` through the router to `dx`. Returns a task for the router's weights, which also holds
+    /// the gradient of the previous layer's logits; `None` for a router without weights.
     pub(crate) fn backward(
         &self,
         ctx: &Context,
@@ -107,7 +107,7 @@ impl ScoreRouter<'_> {
         softmax_top_k_backward(ctx, &scores, is_normalized(self.config), grads)
     }
 
-    /// The gradient of the logits where a GPU made the scores.
+    /// Returns the gradient of the logits if a GPU computed the scores.
     fn fused_score_grads(&self, ctx: &Context, saved: &RouterSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
         let (num_tokens, e) = (saved.scores.probs.rows(), saved.scores.probs.cols());
         let mut part = (num_tokens.max(1), 0);
@@ -129,7 +129,7 @@ impl ScoreRouter<'_> {
         score_top_k_backward(ctx, &scored, &rule, grads).expect("a GPU")
     }
 
-    /// The gradient of the logits, before noise and temperature, token by token.
+    /// Returns the gradient of the logits before noise and temperature, computed token by token.
     fn logit_grads(&self, ctx: &Context, saved: &RouterSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
         let (num_tokens, e) = (saved.scores.probs.rows(), saved.scores.probs.cols());
         let dprobs = ProbGrads::of(saved, losses);
@@ -162,14 +162,14 @@ impl ScoreRouter<'_> {
         dlogits
     }
 
-    /// The gradient of each gate by the L1 loss, times T.
+    /// Returns the gradient of each gate by the L1 loss, times T.
     fn l1(&self, losses: &LossGrad) -> f32 {
         losses.l1 * self.scheme().l1_weight(self.weights)
     }
 }
 
 impl RouterGradTask {
-    /// Writes or adds the gradients of the router's weights, from the layer's input.
+    /// Writes or adds the gradients of the router's weights; `x` is the layer's input.
     pub(crate) fn run(self, ctx: &Context, saved: &RouterSaved, x: &Tensor, write: Write, grads: &mut MoeWeights) {
         let noisy = saved.input_noise.map(|noise| noise.apply(ctx, x));
         let x = noisy.as_ref().unwrap_or(x);
@@ -191,7 +191,7 @@ fn add_importance(dweights: &mut Tensor, used: &[u32], importance: &[f32]) {
     }
 }
 
-/// The gradient of what the noise's deviations `softplus(r)` are taken of: `dlogit n sigmoid(r)`.
+/// Returns the gradient of r, where the noise's deviation is `softplus(r)`: `dlogit n sigmoid(r)`.
 fn noise_grads(ctx: &Context, saved: &RouterSaved, dlogits: &Tensor) -> Tensor {
     let mut draw = dlogits.copied(ctx.pool());
     let LogitNoise::Learned(deviations, draws) = &saved.noise else { return draw };
@@ -221,8 +221,8 @@ impl RouterSaved {
         }
     }
 
-    /// The sequence-wise balance loss (DeepSeek-V3), the mean of the sequences' `sum_i f_i P_i`, with `f_i` expert i's share
-    /// of the sequence's choices times E and `P_i` its mean probability there.
+    /// Computes the sequence-wise balance loss (DeepSeek-V3): the mean over the sequences of `sum_i f_i P_i`, with
+    /// `f_i` expert i's share of the sequence's choices times E and `P_i` its mean probability there.
     pub(crate) fn sequence_loss(&self) -> f64 {
         let (e, sequences) = (self.scores.probs.cols(), self.sequences());
         let loss = match &self.sums_of_pieces {
@@ -235,9 +235,9 @@ impl RouterSaved {
         e as f64 * loss
     }
 
-    /// The auxiliary loss of GShard (2006.16668, algorithm 1), the mean of the local groups' `(1/E) sum_i c_i m_i`, with
-    /// `c_i` the share of the group's tokens whose first choice is expert i and `m_i` its mean probability there.
-    /// `firsts [E]` are the first choices of all tokens.
+    /// Computes GShard's auxiliary loss (2006.16668, algorithm 1): the mean over the local groups of `(1/E) sum_i c_i
+    /// m_i`, with `c_i` the share of the group's tokens whose first choice is expert i and `m_i` its mean probability
+    /// there. `firsts [E]` counts the first choices of all tokens.
     pub(crate) fn gshard_loss(&self, firsts: &[u32]) -> f64 {
         let (num_tokens, e) = (self.scores.probs.rows(), self.scores.probs.cols());
         let is_one_group = self.shared_groups.is_none() && (self.group_len == 0 || self.group_len >= num_tokens);
@@ -251,24 +251,24 @@ impl RouterSaved {
         sum / e as f64
     }
 
-    /// The gradients of the distributions by the sequence-wise loss.
+    /// Returns the gradient of the distributions by the sequence-wise loss.
     fn sequence_grads(&self, losses: &LossGrad) -> TokenGroupGrads {
         let e = self.scores.probs.cols();
         self.sequences().grads(e, f64::from(losses.sequence) * e as f64)
     }
 
-    /// The first `first_k` choices of each token.
+    /// Returns the first `first_k` choices of each token.
     fn counted(&self, first_k: usize) -> CountedChoices<'_> {
         let (ids, top_k, num_experts) = (self.ids.u32s(), self.ids.cols(), self.scores.probs.cols());
         CountedChoices { ids, top_k, first_k, num_experts }
     }
 
-    /// The choices of each sequence.
+    /// Returns the sequences as groups of tokens, with all choices.
     fn sequences(&self) -> TokenGroups {
         TokenGroups::of(self.counted(self.ids.cols()), self.seq_len, None)
     }
 
-    /// The result of `get` for the first choices of each local group.
+    /// Calls `get` with the local groups and the first choices of their tokens.
     fn of_groups<R>(&self, get: impl FnOnce(&TokenGroups) -> R) -> R {
         match &self.shared_groups {
             Some(groups) => get(groups),
@@ -276,7 +276,7 @@ impl RouterSaved {
         }
     }
 
-    /// The statistics of the tokens of each modality; empty where there is one.
+    /// Computes the statistics of each modality's tokens; empty if there is one modality.
     pub(crate) fn modality_stats(&self) -> Vec<ModalityStats> {
         if self.modalities.is_empty() {
             return Vec::new();
@@ -301,7 +301,7 @@ impl RouterSaved {
     }
 }
 
-/// One token's part of what was saved.
+/// One token's saved state.
 struct Row<'a> {
     probs: &'a [f32],
     gates: Option<&'a [f32]>,
@@ -327,8 +327,8 @@ impl Row<'_> {
         }
     }
 
-    /// The gradient of the logits from those of the distribution and of the gates; `gate` is what made gates that are not
-    /// the distribution.
+    /// Computes the gradient of the logits from those of the distribution and of the gates. `gate` is the function
+    /// that made the gates, if they are not the distribution.
     fn logit_grads(&self, gate: Gate, dprobs: &[f32], dgates: &mut [f32], dlogits: &mut [f32]) {
         let Some(gates) = self.gates else {
             for ((d, dprob), dgate) in dlogits.iter_mut().zip(dprobs).zip(&*dgates) {
@@ -348,7 +348,7 @@ impl Row<'_> {
     }
 }
 
-/// The gradients of the distributions by the losses.
+/// The gradients of the distributions by the auxiliary losses.
 struct ProbGrads<'a> {
     balance: &'a [f32],
     /// The gradients of each sequence and of each local group.
@@ -374,7 +374,7 @@ impl<'a> ProbGrads<'a> {
         Self { balance, parts, modalities: &saved.modalities, modality_balance, entropy }
     }
 
-    /// The gradient of the distribution `probs` of token `t`.
+    /// Computes the gradient of the distribution `probs` of token `t`.
     fn fill(&self, t: usize, probs: &[f32], dprobs: &mut [f32]) {
         let e = dprobs.len();
         if self.balance.is_empty() {
@@ -390,7 +390,7 @@ impl<'a> ProbGrads<'a> {
             add(dprobs, &self.modality_balance[modality * e..]);
         }
         if let Some(&entropy) = self.entropy.get(modality).filter(|entropy| **entropy != 0.0) {
-            // Up to a constant, which a distribution does not feel.
+            // Up to a constant, which has no effect through the softmax.
             for (d, &p) in dprobs.iter_mut().zip(probs) {
                 *d -= entropy * p.max(f32::MIN_POSITIVE).ln();
             }

@@ -4,49 +4,50 @@ use moeworks_tensor::{Random, Tensor};
 
 use super::replay::ExpertIds;
 
-/// A capacity that a model has in every pass, in use as in training (`expert_capacity` in Switch Transformers).
+/// A capacity that applies in every pass, training and inference alike (`expert_capacity` in Switch Transformers).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FixedCapacity {
-    /// Tokens of a group that an expert takes: the first of those that choose it. Others get nothing from the layer.
+    /// Tokens of a group that an expert takes: the first that choose it. Further ones get nothing from the layer.
     pub num_tokens: u32,
-    /// Tokens of a group, such as those of a sequence.
+    /// Tokens per group, such as those of a sequence.
     pub group_tokens: usize,
 }
 
 /// The inputs of a router besides the layer's input `x [T, D]`.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterInput<'a> {
-    /// The source of all noise of a training pass, addressed by position, so that each layer and each pass needs a stream
-    /// of its own. `None`: nothing is random.
+    /// The source of all noise of a training pass, addressed by position; each layer and pass needs its own stream.
+    /// `None`: nothing is random.
     pub noise: Option<Random>,
-    /// `[T]`: the tokens' ids, for schemes that look at them; others take an empty list too.
+    /// `[T]`: the token ids, for schemes that use them; may be empty for others.
     pub token_ids: &'a [u32],
-    /// `[T]`: the tokens' modalities, from 0. Empty: by their ids, as
-    /// [`RouterConfig::modality_boundaries`](crate::RouterConfig::modality_boundaries) says. Where experts are reserved, a modality
-    /// that the configuration does not have makes the layer panic.
+    /// `[T]`: the tokens' modalities, from 0. Empty: derived from the ids by
+    /// [`RouterConfig::modality_boundaries`](crate::RouterConfig::modality_boundaries). With reserved experts, a
+    /// modality that the configuration does not have panics.
     pub modalities: &'a [u32],
-    /// Tokens of each sequence, for the sequence-wise loss; 0: that loss is not computed.
+    /// Tokens per sequence, for the sequence-wise loss; 0: that loss is not computed.
     pub seq_len: usize,
-    /// The share of the run that is done, 0 to 1, for what changes over a run.
+    /// The finished share of the run, 0 to 1, for settings that are ramps.
     pub progress: f64,
-    /// The position of the first of these tokens among those of all ranks, by which noise is addressed: so that it does not
-    /// depend on how tokens are shared out.
+    /// The index of this pass's first token among those of all ranks. Noise is addressed by it, so that it does not
+    /// depend on the split of tokens over ranks.
     pub first_token: usize,
-    /// Whether the model is used rather than trained: tokens choose by themselves, whatever the scheme of training, so that
-    /// a token's experts do not depend on other tokens, and nothing is random.
+    /// True when the model is used rather than trained. Tokens then choose their experts themselves even if the
+    /// training scheme does otherwise, so that a token's experts do not depend on other tokens, and nothing is
+    /// random.
     pub is_inference: bool,
-    /// Whether no backward pass follows, so that what it would need of the experts is not kept.
+    /// True if no backward pass follows; the experts' state for it is then not saved.
     pub is_forward_only: bool,
-    /// `[T, E]` f32: the logits of the MoE layer before ([`MoeSaved::logits`](crate::MoeSaved::logits)), for
-    /// [`RouterConfig::gate_residual`](crate::RouterConfig::gate_residual); none in the first, and others look at none.
+    /// `[T, E]` f32: the logits of the previous MoE layer ([`MoeSaved::logits`](crate::MoeSaved::logits)), for
+    /// [`RouterConfig::gate_residual`](crate::RouterConfig::gate_residual); none in the first layer.
     pub previous: Option<&'a Tensor>,
-    /// Whether GShard's loss counts: ranks then tell each other of the first choices in local groups, which without it are each
-    /// rank's own.
+    /// True if GShard's loss is needed. Ranks then exchange the counts of first choices of local groups that span
+    /// ranks.
     pub has_gshard_loss: bool,
-    /// Holds in place of the configuration's capacity, in training and in use.
+    /// A capacity that replaces the configuration's, in training and inference.
     pub capacity: Option<FixedCapacity>,
-    /// `[T, K]`: the experts that tokens go to in place of the router's choice; their weights are computed from the logits of this
-    /// pass. On several ranks all hand ids in, or none.
+    /// `[T, K]`: experts that replace the router's choice; their weights are computed from this pass's logits. On
+    /// several ranks either all pass ids, or none.
     pub expert_ids: Option<&'a ExpertIds>,
 }
 
@@ -70,33 +71,33 @@ impl Default for RouterInput<'_> {
 }
 
 impl RouterInput<'_> {
-    /// A training pass with noise.
+    /// Creates the input of a training pass with noise.
     #[must_use]
     pub fn with_noise(random: Random) -> Self {
         Self { noise: Some(random), ..Self::default() }
     }
 }
 
-/// A use of a pass's stream of random numbers. They begin far apart, so that no two share a number.
+/// A use of a pass's random stream. The uses begin far apart, so that they share no number.
 #[derive(Clone, Copy, Debug)]
 #[repr(u64)]
 pub(crate) enum Draw {
-    /// Factors on the router's input.
+    /// Multiplicative jitter of the router's input.
     Jitter = 0,
-    /// Which elements of the router's input are left out.
+    /// Dropout of the router's input.
     Dropout = 1,
     /// Normal or Gumbel noise on the logits.
     Logits = 2,
-    /// Whether a second expert is used.
+    /// Probabilistic use of the second expert.
     Second = 3,
-    /// Whether a token's choice is random.
+    /// Replacement of a token's choice by a random one.
     IsRandom = 4,
     /// The ranking of a random choice.
     Ranking = 5,
 }
 
 impl Draw {
-    /// The position of number `i` of this use.
+    /// Returns the position of number `i` of this use.
     pub(crate) fn at(self, i: usize) -> u64 {
         ((self as u64) << 48) + i as u64
     }

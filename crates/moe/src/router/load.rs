@@ -1,8 +1,8 @@
-//! The smooth load of experts under noise (Shazeer et al., 1701.06538, appendix A): the probability that a token would
-//! choose an expert if that expert's noise were drawn again, added up over the tokens.
+//! The smooth load of experts under noise (Shazeer et al., 1701.06538, appendix A): the probability that a token
+//! would choose an expert if that expert's noise were drawn again, summed over the tokens.
 //!
 //! `P(t, i) = Phi((c_ti - h_t) / sigma_ti)`, with c the logits before noise and h the K-th highest noisy logit of the
-//! others.
+//! other experts.
 
 use moeworks_ops::router_rows::normal_above;
 use moeworks_ops::{Context, Isa};
@@ -14,19 +14,19 @@ use super::noise::LogitNoise;
 use super::score_router::RouterSaved;
 use crate::NO_EXPERT;
 
-/// The experts at rank K and K + 1 of a token's noisy logits, by which all of its thresholds are known.
+/// The top K + 1 experts of a token's noisy logits, which determine all of its thresholds.
 struct Ranks {
     ids: Vec<u32>,
     noisy: Vec<f32>,
 }
 
 impl Ranks {
-    /// Room for those of tokens that choose `top_k` of `e` experts.
+    /// Allocates for tokens that choose `top_k` of `e` experts.
     fn new(e: usize, top_k: usize) -> Self {
         Self { ids: vec![NO_EXPERT; (top_k + 1).min(e)], noisy: vec![0.0; e] }
     }
 
-    /// Makes them those of token `t`.
+    /// Loads token `t`.
     fn read(&mut self, saved: &RouterSaved, t: usize) {
         let e = self.noisy.len();
         let logits = saved.scores.logits.as_ref().map_or(&[][..], |logits| &logits.f32s()[t * e..(t + 1) * e]);
@@ -34,14 +34,15 @@ impl Ranks {
         choice::top_k(&self.noisy, &mut self.ids);
     }
 
-    /// The thresholds that the experts' noisy logits must be above for them to be chosen; negative infinity if there are no more than K.
+    /// Writes the threshold that each expert's noisy logit must exceed for the expert to be chosen; negative infinity
+    /// if there are at most K experts.
     fn thresholds(&self, top_k: usize, thresholds: &mut [f32]) {
         let at = |rank: usize| self.ids.get(rank).map_or(f32::NEG_INFINITY, |&id| self.noisy[id as usize]);
         thresholds.fill(at(top_k - 1));
         self.ids.iter().take(top_k).for_each(|&id| thresholds[id as usize] = at(top_k));
     }
 
-    /// The expert that `expert` must beat to be chosen; none if there are no more than K.
+    /// Returns the expert that `expert` must beat to be chosen; none if there are at most K experts.
     fn rival(&self, expert: usize, top_k: usize) -> Option<usize> {
         let is_chosen = self.ids[..top_k.min(self.ids.len())].contains(&(expert as u32));
         let at = if is_chosen { top_k } else { top_k - 1 };
@@ -49,7 +50,7 @@ impl Ranks {
     }
 }
 
-/// `[E]`: the smooth load of each expert.
+/// Computes `[E]`: the smooth load of each expert.
 pub(crate) fn smooth_load(ctx: &Context, saved: &RouterSaved, clean: &Tensor) -> Vec<f64> {
     let top_k = saved.top_k;
     let e = clean.cols();
@@ -74,8 +75,8 @@ pub(crate) fn smooth_load(ctx: &Context, saved: &RouterSaved, clean: &Tensor) ->
     load
 }
 
-/// Adds the gradient of the loads, `dload [E]`, to those of the logits before noise and of what the learned deviations are
-/// taken of.
+/// Adds the gradient of the loads, `dload [E]`, to the gradient of the logits before noise and to that of the
+/// pre-activations of the learned deviations.
 pub(crate) fn backward(
     ctx: &Context,
     saved: &RouterSaved,
@@ -120,7 +121,7 @@ fn backward_row(
         dlogits[rival] -= slope;
         if let Some(draw) = draw.as_deref_mut() {
             draw[i] -= slope * u as f32 * LogitNoise::slope(sigma);
-            // The rival's noisy logit moves with its own deviation.
+            // The rival's noisy logit also depends on its own deviation.
             draw[rival] -= slope * noise[rival] / sigmas[rival] * LogitNoise::slope(sigmas[rival]);
         }
     }

@@ -1,4 +1,5 @@
-//! From tokens to logits, and back. The linear map is here; what a scheme does otherwise is in its file.
+//! Logits from tokens, and backward. This file has the linear map; schemes with other logits have them in their
+//! files.
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::{self, add_assign, add_rows, sum_rows};
@@ -12,14 +13,13 @@ use super::blocks;
 use super::noise::{InputNoise, LogitNoise};
 use crate::MoeWeights;
 
-/// Names of weights that several schemes have, as in files behind the router's own.
-///
-/// `[E, D]`: learned noise takes its deviations of it.
+/// `[E, D]`: the weight of the learned noise's deviations. Names of extra weights are appended to the router's own
+/// name in files.
 pub(crate) const NOISE: &str = "noise.weight";
-/// `[P, D]`: the map of tokens to a space of P dimensions.
+/// `[P, D]`: a projection of tokens to P dimensions.
 pub(crate) const PROJECTION: &str = "projection.weight";
 
-/// A router's input: `values [T, D]`, times `noise` if there is any.
+/// A router's input: `values [T, D]`, multiplied by `noise` if there is any.
 #[derive(Clone, Copy)]
 pub(crate) struct NoisyInput<'a> {
     pub(crate) values: &'a Tensor,
@@ -27,23 +27,23 @@ pub(crate) struct NoisyInput<'a> {
 }
 
 impl NoisyInput<'_> {
-    /// The product.
+    /// Returns the input multiplied by the noise.
     pub(crate) fn noisy(&self, ctx: &Context) -> Tensor {
         self.noise.map_or_else(|| self.values.clone(), |noise| noise.apply(ctx, self.values))
     }
 }
 
-/// The logits of a scheme.
+/// The logits of a scheme and the state of their backward.
 pub(crate) struct SchemeLogits {
     /// `[T, E]`, before noise.
     pub(crate) values: Tensor,
     pub(crate) saved: Box<dyn SavedLogits>,
-    /// The scheme's own noise; without it the logits get that of `router.noise_std`.
+    /// The scheme's own noise; if none, the noise of `router.noise_std` applies.
     pub(crate) noise: Option<LogitNoise>,
 }
 
 impl SchemeLogits {
-    /// The linear map of the router's matrix and bias.
+    /// Computes logits by the router's matrix and bias.
     pub(crate) fn linear(ctx: &Context, weights: &MoeWeights, x: NoisyInput<'_>) -> Self {
         let mut values = product(ctx, x, &weights.router);
         add_bias(ctx, weights, &mut values);
@@ -51,57 +51,59 @@ impl SchemeLogits {
         Self { values, saved: Box::new(saved), noise: None }
     }
 
-    /// Logits that nothing learns from.
+    /// Wraps logits that have no learned weights.
     pub(crate) fn unlearned(values: Tensor) -> Self {
         Self { values, saved: Box::new(Unlearned), noise: Some(LogitNoise::None) }
     }
 }
 
-/// The gradients that a pass's logits have got.
+/// The gradients of a pass's logits.
 #[derive(Clone, Copy)]
 pub(crate) struct LogitGrads<'a> {
-    /// `[T, E]`.
+    /// `[T, E]`: the gradient of the logits.
     pub(crate) dlogits: &'a Tensor,
-    /// The gradient of each squared log-sum-exp that is not that of the logits.
+    /// The gradient of each squared log-sum-exp beyond that of the logits (of [`SavedLogits::lower_lse_squared`]).
     pub(crate) z: f32,
 }
 
-/// The part of forward that the backward of logits needs.
+/// The saved state of forward that the logits' backward needs.
 pub(crate) trait SavedLogits: Send + Sync {
-    /// Whether anything is learned of the logits' gradients.
+    /// Returns whether the logits have learned weights.
     fn is_learned(&self) -> bool {
         true
     }
 
-    /// The sum of the squares of the `logits [T, E]`.
+    /// Sums the squares of the `logits [T, E]`.
     fn squared_logits(&self, ctx: &Context, logits: &Tensor) -> Late<Vec<f64>> {
         elementwise::sums_of_squares(ctx, &[logits])
     }
 
-    /// The sum over the tokens of squared log-sum-exps that are not those of the logits.
+    /// Returns the sum over the tokens of squared log-sum-exps besides those of the logits, such as those of a tree's
+    /// inner nodes.
     fn lower_lse_squared(&self) -> f64 {
         0.0
     }
 
-    /// Whether a token can only choose some of the experts, as [`close`](Self::close) says.
+    /// Returns whether a token can choose only some of the experts; see [`close`](Self::close).
     fn has_closed_parts(&self) -> bool {
         false
     }
 
-    /// Puts what a token cannot choose out of reach in `ranking [T, E]`.
+    /// Sets the experts that a token cannot choose to negative infinity in `ranking [T, E]`.
     fn close(&self, _ctx: &Context, _ranking: &mut Tensor) {}
 
-    /// The gradient of the input, and what [`weight_grads`](Self::weight_grads) needs besides the gradient of the logits.
+    /// Returns the gradient of the input, and the tensors that [`weight_grads`](Self::weight_grads) needs besides the
+    /// gradient of the logits.
     fn backward_alone(&self, ctx: &Context, weights: &MoeWeights, grads: LogitGrads<'_>) -> (Tensor, Vec<Tensor>);
 
-    /// Does [`backward_alone`](Self::backward_alone) and adds the gradient of the input to `dx`.
+    /// Runs [`backward_alone`](Self::backward_alone) and adds the gradient of the input to `dx`.
     fn backward(&self, ctx: &Context, weights: &MoeWeights, grads: LogitGrads<'_>, dx: &mut Tensor) -> Vec<Tensor> {
         let (alone, left) = self.backward_alone(ctx, weights, grads);
         add_assign(ctx, dx, &alone);
         left
     }
 
-    /// Writes or adds the gradients of the weights, from what backward `left`, the gradient of the logits and the input.
+    /// Writes or adds the gradients of the weights. `left` are the tensors that backward returned, `x` is the input.
     fn weight_grads(
         &self,
         ctx: &Context,
@@ -113,7 +115,7 @@ pub(crate) trait SavedLogits: Send + Sync {
     );
 }
 
-/// Linear logits.
+/// The saved state of linear logits.
 pub(crate) struct Linear {
     /// The type of the input.
     pub(crate) of: DType,
@@ -145,7 +147,7 @@ impl SavedLogits for Linear {
     }
 }
 
-/// Logits without weights: the router has no backward.
+/// The saved state of logits without weights, which have no backward.
 struct Unlearned;
 
 impl SavedLogits for Unlearned {
@@ -160,7 +162,7 @@ impl SavedLogits for Unlearned {
     fn weight_grads(&self, _: &Context, _: &[Tensor], _: &Tensor, _: &Tensor, _: Write, _: &mut MoeWeights) {}
 }
 
-/// The product of the input and `w [E, D]`, in f32.
+/// Returns the product of the input and `w [E, D]`, in f32.
 pub(crate) fn product(ctx: &Context, x: NoisyInput<'_>, w: &Tensor) -> Tensor {
     x.noise.map_or_else(|| logits(ctx, x.values, w), |noise| noise.linear(ctx, x.values, w))
 }
@@ -171,7 +173,7 @@ fn add_bias(ctx: &Context, weights: &MoeWeights, logits: &mut Tensor) {
     }
 }
 
-/// The linear logits of the input and the deviations of learned noise, `[T, E]` each.
+/// Returns the linear logits of the input and the deviations of learned noise, `[T, E]` each.
 pub(crate) fn with_deviations(ctx: &Context, weights: &MoeWeights, x: NoisyInput<'_>) -> (Tensor, Tensor) {
     let x = x.noisy(ctx);
     let mut values = logits(ctx, &x, &weights.router);
@@ -185,7 +187,7 @@ pub(crate) fn with_deviations(ctx: &Context, weights: &MoeWeights, x: NoisyInput
     (values, deviations)
 }
 
-/// Writes or adds `values`.
+/// Writes or adds `values` to `to`.
 pub(crate) fn store(values: &[f32], write: Write, to: &mut Tensor) {
     for (to, value) in to.f32s_mut().iter_mut().zip(values) {
         *to = if write == Write::Add { *to + value } else { *value };

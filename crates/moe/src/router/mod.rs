@@ -1,8 +1,9 @@
 //! Routers: from a layer's input to a [`Routing`](crate::Routing), and back from the gradient of its weights.
 //!
-//! Every scheme ends in the same value, so that dispatch, experts and statistics do not know which one was used. A scheme is a file
-//! in `schemes/` behind the trait of `scheme.rs` and a line in the table of `schemes/mod.rs`; the steps that all of them share
-//! are `logits`, `scores`, `ranking` and `score_router`, which puts them together.
+//! Every scheme ends in a [`Routing`](crate::Routing), so that dispatch, experts and statistics do not depend on the
+//! scheme. A scheme is a file in `schemes/` behind the trait of `scheme.rs`, and a line in the table of
+//! `schemes/mod.rs`. The steps that all schemes share are `logits`, `scores` and `ranking`; `score_router` composes
+//! them.
 
 mod assign;
 mod blocks;

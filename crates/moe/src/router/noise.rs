@@ -1,6 +1,6 @@
-//! Noise on the router's input: each element times a number uniform in `[1 - eps, 1 + eps]` (Switch, 2101.03961), and
-//! elements left out. And noise on the logits: normal, of a given or of a learned deviation, or Gumbel. It is drawn again
-//! where it is needed, not kept.
+//! Noise on a router's input and logits. The input has multiplicative jitter, uniform in `[1 - eps, 1 + eps]`
+//! (Switch, 2101.03961), and dropout. The logits have Gumbel noise, or normal noise with a given or a learned
+//! deviation. Noise is drawn again in backward instead of being saved.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -13,26 +13,26 @@ use moeworks_tensor::{DType, Random, Tensor};
 
 use super::input::Draw;
 
-/// Elements of one task.
+/// Elements per task.
 const PIECE: usize = 1 << 14;
-/// Rows that are multiplied together: those of a task.
+/// Rows per task of a product.
 const PRODUCT_ROWS: usize = 256;
-/// Elements whose factors are drawn together.
+/// Elements whose factors are drawn at once.
 const BUFFER: usize = 512;
 
-/// The noise of one pass.
+/// The noise on the router's input in one pass.
 #[derive(Clone, Copy)]
 pub(crate) struct InputNoise {
     pub(crate) eps: f32,
-    /// The share of elements left out; the others grow by as much.
+    /// The dropout rate; the other elements are scaled by `1 / (1 - dropout)`.
     pub(crate) dropout: f32,
     pub(crate) random: Random,
-    /// The position of the first element.
+    /// The index of the first element in the random stream.
     pub(crate) first: usize,
 }
 
 impl InputNoise {
-    /// The factors of the elements from `position` on.
+    /// Computes the factors of the elements from `position` on.
     fn factors(&self, ctx: &Context, position: usize, factors: &mut [f32]) {
         let position = self.first + position;
         if self.eps > 0.0 {
@@ -51,7 +51,7 @@ impl InputNoise {
         }
     }
 
-    /// Gives `work` the elements `y` from `position` on, some at a time, with their factors and where they begin.
+    /// Calls `work` with pieces of the elements `y`, which begin at `position`, their factors and their position.
     fn each(&self, ctx: &Context, position: usize, y: &mut [f32], mut work: impl FnMut(&mut [f32], &[f32], usize)) {
         let mut factors = [0.0; BUFFER];
         for (position, y) in (position..).step_by(BUFFER).zip(y.chunks_mut(BUFFER)) {
@@ -61,13 +61,13 @@ impl InputNoise {
         }
     }
 
-    /// `x` (f32 or bf16) times the noise, in f32.
+    /// Returns `x` (f32 or bf16) multiplied by the noise, in f32.
     pub(crate) fn apply(&self, ctx: &Context, x: &Tensor) -> Tensor {
         times_factors(ctx, x, &self.as_factors()).unwrap_or_else(|| self.apply_to_rows(ctx, x, 0..x.rows()))
     }
 
-    /// The product of the noisy `x [T, D]` and `w [E, D]`, both in f32: some rows at a time, which stay in the caches of one thread
-    /// from the noise to the product.
+    /// Returns the product of the noisy `x [T, D]` and `w [E, D]`, in f32. A thread applies the noise to a block of
+    /// rows and multiplies it while it is in its cache.
     pub(crate) fn linear(&self, ctx: &Context, x: &Tensor, w: &Tensor) -> Tensor {
         if ctx.gpu().is_some() {
             return linear(ctx, &self.apply(ctx, x), w, DType::F32);
@@ -82,7 +82,7 @@ impl InputNoise {
         y
     }
 
-    /// For where a GPU multiplies.
+    /// Describes the noise for the GPU's operation.
     fn as_factors(&self) -> Factors {
         let first = (Draw::Jitter.at(self.first), Draw::Dropout.at(self.first));
         Factors { random: self.random, eps: self.eps, dropout: self.dropout, first }
@@ -99,7 +99,7 @@ impl InputNoise {
         y
     }
 
-    /// Multiplies the gradient of the noisy input by the noise, which makes it that of the input.
+    /// Multiplies the gradient of the noisy input by the noise, which gives the gradient of the input.
     pub(crate) fn apply_assign(&self, ctx: &Context, dx: &mut Tensor) {
         if let Some(product) = times_factors(ctx, dx, &self.as_factors()) {
             *dx = product;
@@ -113,16 +113,16 @@ impl InputNoise {
     }
 }
 
-/// The random numbers of the logits of one pass.
+/// The random stream of the logits of one pass.
 #[derive(Clone, Copy)]
 pub(crate) struct LogitDraws {
     pub(crate) random: Random,
-    /// The position of the first logit.
+    /// The index of the first logit in the stream.
     pub(crate) first: usize,
 }
 
 impl LogitDraws {
-    /// The normal numbers of `count` logits from logit `i` on.
+    /// Draws `count` normal numbers from logit `i` on.
     pub(crate) fn normals(&self, isa: Isa, i: usize, count: usize) -> Vec<f32> {
         let mut numbers = vec![0.0; count];
         fill_normals(isa, &self.random, Draw::Logits.at(self.first + i), &mut numbers);
@@ -130,19 +130,19 @@ impl LogitDraws {
     }
 }
 
-/// Random numbers added to the logits.
+/// The noise added to the logits.
 pub(crate) enum LogitNoise {
     None,
-    /// Normal, of this deviation.
+    /// Normal noise of this standard deviation.
     Normal(f32, LogitDraws),
-    /// Normal, of these deviations, `[T, E]`: `softplus` of what is learned.
+    /// Normal noise of these deviations, `[T, E]`: the softplus of a learned function of the token.
     Learned(Tensor, LogitDraws),
-    /// Gumbel.
+    /// Gumbel noise.
     Gumbel(LogitDraws),
 }
 
 impl LogitNoise {
-    /// The noise on `count` logits from logit `i` on, if there is any.
+    /// Draws the noise on `count` logits from logit `i` on; `None` without noise.
     pub(crate) fn of(&self, isa: Isa, i: usize, count: usize) -> Option<Vec<f32>> {
         match self {
             Self::None => None,
@@ -172,7 +172,7 @@ impl LogitNoise {
         });
     }
 
-    /// The deviations of the noise on these logits, where it is normal.
+    /// Returns the deviations of normal noise on `count` logits from logit `i` on; `None` for other noise.
     pub(crate) fn deviations(&self, i: usize, count: usize) -> Option<Cow<'_, [f32]>> {
         match self {
             Self::Normal(std, _) => Some(vec![*std; count].into()),
@@ -181,12 +181,12 @@ impl LogitNoise {
         }
     }
 
-    /// The slope of `softplus` where it is `deviation`.
+    /// Returns the derivative of `softplus` at the point where its value is `deviation`.
     pub(crate) fn slope(deviation: f32) -> f32 {
         -(-deviation).exp_m1()
     }
 
-    /// Whether there is normal noise.
+    /// Returns whether the noise is normal.
     pub(crate) fn is_normal(&self) -> bool {
         matches!(self, Self::Normal(..) | Self::Learned(..))
     }

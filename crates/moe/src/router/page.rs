@@ -1,12 +1,12 @@
-//! The page of routing schemes, `docs/routing-schemes.md`, from their documentation.
+//! Generates the tables of `docs/routing-schemes.md` from the schemes' documentation.
 
 use std::fmt::Write as _;
 
 use super::replay::Replay;
 use super::schemes::{RouterKind, Schemes};
 
-/// The part of `docs/routing-schemes.md` that is made from the table of schemes: a section for each, with its source, the settings that
-/// come with it and its own.
+/// Returns the generated part of `docs/routing-schemes.md`: a section for each scheme with its source, the settings
+/// that come with it and its own settings.
 #[must_use]
 pub fn schemes_page() -> String {
     let mut page = String::new();

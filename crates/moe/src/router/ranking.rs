@@ -1,4 +1,5 @@
-//! The ranking that experts are chosen by: scores, biases, groups and reach, and random choices at the beginning of a run.
+//! The ranking by which experts are chosen: scores, biases, groups, reserved experts, and random choices early in a
+//! run.
 
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Tensor};
@@ -12,7 +13,7 @@ use super::state::EXPERT_BIAS;
 use super::{blocks, choice};
 
 impl ScoreRouter<'_> {
-    /// The modality of each token, where there are several.
+    /// Returns the modality of each token; empty if there is one modality.
     pub(super) fn modalities(&self) -> Vec<u32> {
         let (boundaries, reserved) = self.router().modalities().unwrap_or_default();
         if !self.input.modalities.is_empty() {
@@ -28,7 +29,7 @@ impl ScoreRouter<'_> {
         self.input.token_ids.iter().map(modality).collect()
     }
 
-    /// Whether an expert is in reach of a modality; empty if all are.
+    /// Returns `[M][E]`: whether a modality may use an expert; empty if all may.
     pub(super) fn reach(&self) -> Vec<Vec<bool>> {
         let (boundaries, reserved) = self.router().modalities().unwrap_or_default();
         if reserved.is_empty() {
@@ -41,7 +42,7 @@ impl ScoreRouter<'_> {
             .collect()
     }
 
-    /// `[T, E]`: what experts are chosen by, negative infinity for those out of reach.
+    /// Returns `[T, E]`: the values by which experts are chosen, negative infinity for those that a token cannot use.
     pub(super) fn ranking(&self, ctx: &Context, scores: &Scores, saved: &dyn SavedLogits) -> Tensor {
         let (router, e) = (self.router(), scores.probs.cols());
         let logits = scores.logits.as_ref().expect("only the fused operation keeps no logits");
@@ -60,7 +61,7 @@ impl ScoreRouter<'_> {
             });
             ranking
         } else {
-            // The order of the logits is that of the scores, without their ties.
+            // Logits order experts as scores do, without ties from rounding.
             logits.clone()
         };
         if saved.has_closed_parts() {
@@ -71,7 +72,7 @@ impl ScoreRouter<'_> {
         ranking
     }
 
-    /// In the beginning of a run, some tokens rank experts at random.
+    /// Gives some tokens a random ranking of the experts, early in a run.
     fn randomize(&self, ctx: &Context, ranking: &mut Tensor, has_closed_parts: bool) {
         let probability = self.router().random_probability(self.input.progress) as f32;
         let Some(random) = self.random().filter(|_| probability > 0.0) else { return };
@@ -80,7 +81,7 @@ impl ScoreRouter<'_> {
         blocks::for_each(ctx, blocks::of_mut(own.f32s_mut(), e), |block, rows| {
             for (t, row) in (block * blocks::ROWS..).zip(rows.chunks_mut(e)) {
                 if random.uniform(Draw::IsRandom.at(first + t)) < probability {
-                    // A random choice is one of closed parts, too.
+                    // A closed part of the experts may be drawn as well.
                     let reachable =
                         row.iter_mut().enumerate().filter(|(_, rank)| has_closed_parts || **rank > f32::NEG_INFINITY);
                     reachable.for_each(|(i, rank)| *rank = random.uniform(Draw::Ranking.at((first + t) * e + i)));
@@ -91,7 +92,7 @@ impl ScoreRouter<'_> {
     }
 }
 
-/// Ranks the experts of one token by gates and bias; those out of reach stay so.
+/// Ranks the experts of one token by gates and bias; experts at negative infinity stay there.
 fn rank_row(ranking: &mut [f32], gates: &[f32], logits: &[f32], bias: Option<&[f32]>) {
     for (i, ((rank, &gate), &logit)) in ranking.iter_mut().zip(gates).zip(logits).enumerate() {
         let gate = if gate.is_nan() { 0.0 } else { gate };

@@ -1,11 +1,12 @@
-//! Expert ids that are handed in: a layer sends tokens to these experts in place of its router's choice.
+//! Expert ids passed in to replace a router's choice (routing replay).
 //!
-//! Reinforcement learning replays the routing of its rollouts so, since a router that chooses otherwise in the training pass than
-//! it did in the rollout makes training unstable (Ma et al., "Stabilizing MoE reinforcement learning by aligning training and
-//! inference routers", 2510.11370). A layer that is computed again for its backward pass, and tests, hand ids in, too.
+//! Reinforcement learning replays the routing of its rollouts in training, because training becomes unstable if its
+//! router chooses other experts than the rollout's (Ma et al., "Stabilizing MoE reinforcement learning by aligning
+//! training and inference routers", 2510.11370). Recomputation of a layer for its backward pass uses expert ids as
+//! well.
 //!
-//! The weights of the experts are computed from the live logits, as they are for a choice, and gradients flow through them; losses
-//! on routers see the live scores and the ids. Only the choice itself is skipped.
+//! The experts' weights are computed from the live logits, as they are for a choice, and gradients flow through them.
+//! Losses on the router use the live scores and the given ids. Only the choice itself is skipped.
 
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
@@ -18,20 +19,21 @@ use super::weigh::WeightRule;
 use crate::routing::check_ids;
 use crate::{MoeConfig, NO_EXPERT, Routing, RoutingError};
 
-/// The lists of experts that a scheme takes for tokens.
+/// The lists of expert ids that a scheme accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Replay {
-    /// K experts a token.
+    /// K experts per token.
     TopK,
-    /// Any number of experts, the same for all tokens of a pass; a token with fewer has [`NO_EXPERT`] at its end.
+    /// Any number of experts, equal for all tokens of a pass; a token with fewer has [`NO_EXPERT`] at the end of its
+    /// list.
     AnyNumber,
-    /// None, for this reason.
+    /// No list, for this reason.
     Refused(&'static str),
 }
 
-/// Checked expert ids `[T, K]` of a pass's tokens, for [`RouterInput::expert_ids`](crate::RouterInput::expert_ids). Made by
-/// [`MoeLayer::expert_ids`](crate::MoeLayer::expert_ids) from a list, or by [`MoeSaved::expert_ids`](crate::MoeSaved::expert_ids)
-/// from a pass. Cloning shares the list.
+/// Checked expert ids `[T, K]` of a pass's tokens, for [`RouterInput::expert_ids`](crate::RouterInput::expert_ids).
+/// [`MoeLayer::expert_ids`](crate::MoeLayer::expert_ids) makes them from a list,
+/// [`MoeSaved::expert_ids`](crate::MoeSaved::expert_ids) from a pass. Clones share the list.
 ///
 /// ```
 /// use moeworks_moe::{MoeConfig, MoeLayer, MoeWeights, RouterInput};
@@ -62,13 +64,13 @@ pub struct ExpertIds {
     /// `[T, K]` u32.
     ids: Tensor,
     num_experts: usize,
-    /// Whether it is known that no id is [`NO_EXPERT`].
+    /// True if no id is [`NO_EXPERT`].
     is_whole: bool,
 }
 
 impl RouterConfig {
-    /// Whether expert ids can be handed in: a token's choice is then a list of experts, and its weights are a function of its
-    /// logits and that list.
+    /// Returns whether the scheme accepts expert ids. It does if a token's choice is a list of experts whose weights
+    /// are a function of the token's logits and that list.
     #[must_use]
     pub fn takes_expert_ids(&self) -> bool {
         !matches!(self.scheme().replay(), Replay::Refused(_))
@@ -76,7 +78,7 @@ impl RouterConfig {
 }
 
 impl ExpertIds {
-    /// Checks `ids [T, K]` for `num_tokens` tokens of a layer of `config`.
+    /// Checks `ids [T, K]` of `num_tokens` tokens for a layer of `config`.
     pub(crate) fn new(ctx: &Context, config: &MoeConfig, num_tokens: usize, ids: &[u32]) -> Result<Self, RoutingError> {
         let num_experts = config.num_choosable();
         let top_k = match config.router.scheme().replay() {
@@ -94,32 +96,38 @@ impl ExpertIds {
         Ok(Self { ids: Tensor::from_slice(ctx.pool(), &[num_tokens, top_k], ids), num_experts, is_whole })
     }
 
-    /// The ids of a pass's routing.
+    /// Takes the ids of a pass's routing.
     pub(crate) fn of_routing(routing: &Routing) -> Self {
         let ids = routing.tensors().0.clone();
         let is_whole = routing.is_whole() || !ids.u32s().contains(&NO_EXPERT);
         Self { ids, num_experts: routing.num_experts(), is_whole }
     }
 
-    /// The ids, row by row.
+    /// Returns the ids, row by row.
     #[must_use]
     pub fn ids(&self) -> &[u32] {
         self.ids.u32s()
     }
 
-    /// T.
+    /// Returns T, the number of tokens.
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.ids.rows()
     }
 
-    /// K: the experts that a token has room for.
+    /// Returns K, the most experts that a token can have.
     #[must_use]
     pub fn top_k(&self) -> usize {
         self.ids.cols()
     }
 
-    /// The ids of some of the tokens.
+    /// Returns the number of experts that the layer chooses among.
+    #[must_use]
+    pub fn num_experts(&self) -> usize {
+        self.num_experts
+    }
+
+    /// Returns the ids of a range of tokens.
     #[must_use]
     pub fn rows(&self, ctx: &Context, tokens: std::ops::Range<usize>) -> Self {
         let (k, shape) = (self.top_k(), [tokens.len(), self.top_k()]);
@@ -127,7 +135,26 @@ impl ExpertIds {
         Self { ids, ..self.clone() }
     }
 
-    /// Whether no id is [`NO_EXPERT`].
+    /// Concatenates the ids of several groups of tokens. A group with a smaller K is padded with [`NO_EXPERT`].
+    ///
+    /// # Panics
+    /// If there is no group, or if the groups are for different numbers of experts.
+    #[must_use]
+    pub fn concat(ctx: &Context, groups: &[&Self]) -> Self {
+        let num_experts = groups.first().expect("at least one group").num_experts;
+        assert!(groups.iter().all(|ids| ids.num_experts == num_experts), "expert ids are of one layer");
+        let top_k = groups.iter().map(|ids| ids.top_k()).max().unwrap_or(1);
+        let num_tokens = groups.iter().map(|ids| ids.num_tokens()).sum();
+        let mut all = Vec::with_capacity(num_tokens * top_k);
+        for row in groups.iter().flat_map(|ids| ids.ids().chunks(ids.top_k())) {
+            all.extend_from_slice(row);
+            all.resize(all.len() + top_k - row.len(), NO_EXPERT);
+        }
+        let is_whole = groups.iter().all(|ids| ids.is_whole && ids.top_k() == top_k);
+        Self { ids: Tensor::from_slice(ctx.pool(), &[num_tokens, top_k], &all), num_experts, is_whole }
+    }
+
+    /// Returns whether no id is [`NO_EXPERT`].
     pub(super) fn is_whole(&self) -> bool {
         self.is_whole
     }
@@ -137,14 +164,14 @@ impl ExpertIds {
     }
 }
 
-/// A choice with its weights, `[T, K]` each.
+/// Chosen experts and their weights, `[T, K]` each.
 pub(super) struct Weighed {
     pub(super) ids: Tensor,
     pub(super) weights: Tensor,
 }
 
 impl ScoreRouter<'_> {
-    /// Panics if ids were handed in that are of another layer or of other tokens.
+    /// Panics if the expert ids of the input are for another number of tokens or experts.
     pub(super) fn check_expert_ids(&self, num_tokens: usize) {
         if let Some(given) = self.input.expert_ids {
             let expected = (num_tokens, self.config.num_choosable());
@@ -152,8 +179,8 @@ impl ScoreRouter<'_> {
         }
     }
 
-    /// Puts the ids that were handed in, if there are any, in the place of the choice `own` of a fused operation. Where both are the
-    /// same for a token its weights stay those of that operation, bit for bit.
+    /// Replaces the choice `own` of a fused operation by the expert ids of the input, if any. Tokens for which both
+    /// agree keep the operation's weights, bit for bit.
     pub(super) fn replayed(&self, ctx: &Context, scores: &Scores, own: Weighed) -> Weighed {
         let Some(given) = self.input.expert_ids else { return own };
         let (gates, k, rule) = (scores.gates(), given.top_k(), WeightRule::of(self.config));
@@ -171,7 +198,7 @@ impl ScoreRouter<'_> {
         Weighed { ids: given.tensor().clone(), weights }
     }
 
-    /// `[T, K]`: the ids that were handed in, if there are any.
+    /// Returns the expert ids of the input, `[T, K]`, if any.
     pub(super) fn given_ids(&self) -> Option<Tensor> {
         self.input.expert_ids.map(|given| given.tensor().clone())
     }

@@ -1,9 +1,10 @@
-//! Scores of one token: from logits to a distribution and gates, and back.
+//! Scores of one token: from logits to a distribution and gates, and backward.
 //!
-//! A token has `probs`, a distribution over the experts that the losses and statistics look at, and `gates`, what the
-//! weights of its experts are taken from. With softmax both are the same.
+//! `probs` is a distribution over the experts, for the losses and statistics. `gates` are the values that the
+//! experts' weights are taken from. With softmax they are equal.
 
-/// Sigmoid of each of `logits` into `gates`, and these divided by their sum into `probs`; returns the entropy.
+/// Writes the sigmoid of `logits` to `gates`, and gates divided by their sum to `probs`. Returns the entropy of
+/// `probs`.
 pub(crate) fn sigmoid(logits: &[f32], gates: &mut [f32], probs: &mut [f32]) -> f32 {
     for (gate, &logit) in gates.iter_mut().zip(logits) {
         *gate = 1.0 / (1.0 + (-logit).exp());
@@ -11,14 +12,14 @@ pub(crate) fn sigmoid(logits: &[f32], gates: &mut [f32], probs: &mut [f32]) -> f
     distribute(gates, probs)
 }
 
-/// The positive ones of `logits` into `gates`, and these divided by their sum into `probs`; returns the entropy.
+/// Writes the ReLU of `logits` to `gates`, and gates divided by their sum to `probs`. Returns the entropy of `probs`.
 pub(crate) fn relu(logits: &[f32], gates: &mut [f32], probs: &mut [f32]) -> f32 {
-    // Not `max`, which would lose a NaN.
+    // `max` would drop a NaN.
     gates.iter_mut().zip(logits).for_each(|(gate, &logit)| *gate = if logit < 0.0 { 0.0 } else { logit });
     distribute(gates, probs)
 }
 
-/// Divides `gates` by their sum into `probs` and returns the entropy; all zeros stay so.
+/// Divides `gates` by their sum into `probs` and returns the entropy. All zeros stay zeros.
 fn distribute(gates: &[f32], probs: &mut [f32]) -> f32 {
     let total: f32 = gates.iter().sum();
     let mut entropy = 0.0;
@@ -29,7 +30,8 @@ fn distribute(gates: &[f32], probs: &mut [f32]) -> f32 {
     if total.is_nan() { total } else { entropy }
 }
 
-/// The gradient of logits through a softmax: `dlogits` holds that of the probabilities and becomes theirs.
+/// Computes the gradient of logits through a softmax. `dlogits` holds the gradient of the probabilities and receives
+/// that of the logits.
 pub(crate) fn softmax_backward(probs: &[f32], dlogits: &mut [f32]) {
     let mean = inner(probs, dlogits);
     for (d, &p) in dlogits.iter_mut().zip(probs) {
@@ -37,7 +39,7 @@ pub(crate) fn softmax_backward(probs: &[f32], dlogits: &mut [f32]) {
     }
 }
 
-/// The gradient of what was divided by its sum, `gates`, added to `dgates`, from that of the quotients `probs`.
+/// Adds to `dgates` the gradient through `probs = gates / sum(gates)`.
 pub(crate) fn distribute_backward(gates: &[f32], probs: &[f32], dprobs: &[f32], dgates: &mut [f32]) {
     let total: f32 = gates.iter().sum();
     if total > 0.0 {

@@ -1,9 +1,9 @@
-//! Routers that score every expert for every token: logits, scores, choice, weights, each a step over rows.
+//! The router's steps over all tokens: logits, scores, choice, weights.
 //!
-//! Softmax over logits and the highest K have one fused operation in `ops`, wherever the logits come from; a GPU has a kernel for
-//! other scores, biases and groups; all else is taken step by step.
-//! Backward (in `grads`) goes from the weights to the gates they were taken from, adds what the losses say of the
-//! distribution and of the logits, and ends at the logits. The choice itself has no gradient.
+//! Softmax top-k has a fused operation in `ops`, wherever the logits come from. A GPU has a kernel for other scores,
+//! biases and groups. Everything else runs step by step. Backward (in `grads`) goes from the weights to the gates,
+//! adds the gradients of the losses on the distribution and the logits, and ends at the logits. The discrete choice
+//! has no gradient.
 
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::SortedChoices;
@@ -31,13 +31,13 @@ use crate::ep::CrossRank;
 use crate::overflow::Overflow;
 use crate::{DispatchRule, MoeConfig, MoeWeights, Ramp, Routing, RoutingError};
 
-/// A router at work: what it is, its weights and what it looks at.
+/// A router in a pass: its configuration, weights and inputs.
 #[derive(Clone, Copy)]
 pub(crate) struct ScoreRouter<'a> {
     pub(crate) config: &'a MoeConfig,
     pub(crate) weights: &'a MoeWeights,
     pub(crate) input: &'a RouterInput<'a>,
-    /// The tokens of other ranks, where what is decided depends on them.
+    /// The tokens of other ranks, if the decision depends on them.
     pub(crate) cross_rank: Option<&'a CrossRank<'a>>,
 }
 
@@ -45,65 +45,66 @@ pub(crate) struct ScoreRouter<'a> {
 pub(crate) struct Decision {
     pub(crate) routing: Routing,
     pub(crate) saved: RouterSaved,
-    /// Choices that went to another expert than the token's own, for want of room.
+    /// Choices that were rerouted because their expert was full.
     pub(crate) num_rerouted: usize,
 }
 
-/// The part of forward that backward needs.
+/// The saved state of forward that backward needs.
 pub(crate) struct RouterSaved {
     pub(crate) input_noise: Option<InputNoise>,
-    /// The source of the logits.
+    /// The saved state of the logits.
     pub(crate) logits: Box<dyn SavedLogits>,
     pub(crate) noise: LogitNoise,
     pub(crate) temperature: f32,
-    /// K of this pass.
+    /// K in this pass.
     pub(crate) top_k: usize,
-    /// `[T, E]`: the logits before noise, where the load loss needs them.
+    /// `[T, E]`: the logits before noise, if the load loss needs them.
     pub(crate) clean: Option<Tensor>,
     pub(crate) scores: Scores,
-    /// `[T, K]`: the experts whose gates the weights were taken from.
+    /// `[T, K]`: the experts whose gates became the weights.
     pub(crate) ids: Tensor,
-    /// `[T, K]`
+    /// `[T, K]`: the weights.
     pub(crate) weights: Tensor,
-    /// `[T]`: the modality of each token; empty where there is one.
+    /// `[T]`: the modality of each token; empty if there is one.
     pub(crate) modalities: Vec<u32>,
     pub(crate) seq_len: usize,
-    /// The sums of distributions of some tokens of a sequence from each of these on, for the sequence-wise loss where a GPU has them.
+    /// Start tokens of pieces of sequences and the sums of the pieces' distributions, for the sequence-wise loss on a
+    /// GPU.
     pub(crate) sums_of_pieces: Option<(Vec<u32>, Tensor)>,
-    /// Tokens of each local group; 0: all.
+    /// Tokens per local group; 0: all.
     pub(crate) group_len: usize,
-    /// The first choices in local groups that are shared with other ranks.
+    /// The first choices in local groups that span several ranks.
     pub(crate) shared_groups: Option<TokenGroups>,
-    /// `[E]`: the smooth load under noise; empty without.
+    /// `[E]`: the smooth load under noise; empty without noise.
     pub(crate) smooth_load: Vec<f64>,
     pub(crate) backend: ScoreBackend,
     pub(crate) residual: Option<Residual>,
 }
 
-/// The way in which a pass computes scores and choices.
+/// The implementation that computes scores and choices in a pass.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum ScoreBackend {
-    /// By the fused operation for the highest of a softmax.
+    /// The fused softmax top-k.
     Fused,
-    /// By a GPU's kernel for scores of other kinds.
+    /// A GPU's kernel for other scores.
     GpuScores,
-    /// Row by row on the host.
+    /// Separate steps over rows on the host.
     StepByStep,
 }
 
-/// A choice by logits.
+/// A choice made from logits.
 struct Choice {
     scores: Scores,
-    /// `[T, K]`
+    /// `[T, K]`: the experts.
     ids: Tensor,
-    /// `[T, K]`
+    /// `[T, K]`: their weights.
     weights: Tensor,
     num_rerouted: usize,
-    /// The choices sorted by expert, where that came by the way.
+    /// The choices sorted by expert, if the operation sorted them as well.
     sorted: Option<SortedChoices>,
 }
 
-/// The logits and their sources.
+/// The logits of a pass and the state of their backward.
 struct Logits {
     input_noise: Option<InputNoise>,
     saved: Box<dyn SavedLogits>,
@@ -117,17 +118,17 @@ impl ScoreRouter<'_> {
         &self.config.router
     }
 
-    /// The decision for `x [T, D]`.
+    /// Routes `x [T, D]`.
     pub(crate) fn forward(&self, ctx: &Context, x: &Tensor) -> Decision {
         self.decide(ctx, self.logits(ctx, x))
     }
 
-    /// The decision for `x [T, D]`; fails if a logit is not finite.
+    /// Routes `x [T, D]`; fails if a logit is not finite.
     pub(crate) fn checked(&self, ctx: &Context, x: &Tensor) -> Result<Decision, RoutingError> {
         let logits = self.logits(ctx, x);
         let (values, temperature) = (&logits.values, self.temperature());
         let is_finite = |logit: &f32| (logit / temperature).is_finite();
-        // All of a row at once, which vectors can do.
+        // The fold has no early exit, so that it vectorises.
         let rows = values.f32s().chunks(values.cols()).enumerate();
         for (token, row) in rows.filter(|(_, row)| !row.iter().fold(true, |all, logit| all & is_finite(logit))) {
             let bad = row.iter().enumerate().find(|(_, logit)| !is_finite(logit));
@@ -144,7 +145,7 @@ impl ScoreRouter<'_> {
         let clean = noise.is_normal().then(|| values.copied(ctx.pool()));
         let modalities = self.modalities();
         let backend = self.backend(ctx);
-        // A GPU's fused operation finds them by the way, where it sees the logits themselves.
+        // On a GPU the fused operation sums the squares itself, if the logits have no noise.
         let sees_logits = backend == ScoreBackend::Fused && ctx.gpu().is_some() && matches!(noise, LogitNoise::None);
         let squared_logits = (!sees_logits).then(|| saved_logits.squared_logits(ctx, &values));
         let Choice { scores, ids, weights, num_rerouted, sorted } = match backend {
@@ -189,7 +190,7 @@ impl ScoreRouter<'_> {
         Decision { routing, saved, num_rerouted }
     }
 
-    /// The choice by the fused operation of `values` with `noise`.
+    /// Chooses by fused softmax top-k of `values` with `noise`.
     fn fused(&self, ctx: &Context, mut values: Tensor, noise: &LogitNoise) -> Choice {
         noise.add(ctx, &mut values);
         let logits = noise.is_normal().then(|| values.copied(ctx.pool()));
@@ -200,12 +201,12 @@ impl ScoreRouter<'_> {
         let squared_logits = Late::new(move || vec![of_logits.logits_squared.unwrap_or(0.0)]);
         let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits };
         let Weighed { ids, weights } = self.replayed(ctx, &scores, Weighed { ids, weights });
-        // What was sorted is the own choice.
+        // The sorted choices are the router's own, not the given ones.
         let sorted = sorted.filter(|_| self.input.expert_ids.is_none());
         Choice { scores, ids, weights, num_rerouted: 0, sorted }
     }
 
-    /// The choice by the fused operation for other scores, on a GPU.
+    /// Chooses by the GPU's kernel for other scores.
     fn fused_scores(&self, ctx: &Context, mut values: Tensor, noise: &LogitNoise) -> Choice {
         noise.add(ctx, &mut values);
         let rule = self.score_rule(self.top_k(), self.temperature());
@@ -216,7 +217,7 @@ impl ScoreRouter<'_> {
         Choice { scores, ids, weights, num_rerouted: 0, sorted: None }
     }
 
-    /// The rule of the fused operation for scores, in a pass of this K and temperature.
+    /// Returns the rule of the GPU's kernel for scores, in a pass of this K and temperature.
     pub(crate) fn score_rule(&self, top_k: usize, temperature: f32) -> ScoreRule<'_> {
         let (router, weigh) = (self.router(), WeightRule::of(self.config));
         ScoreRule {
@@ -263,22 +264,22 @@ impl ScoreRouter<'_> {
         Routing::from_tensors(self.config.num_choosable(), ids, weights)
     }
 
-    /// The chosen scheme.
+    /// Returns the chosen scheme.
     pub(super) fn scheme(&self) -> &dyn RoutingScheme {
         self.router().scheme()
     }
 
-    /// K of this pass.
+    /// Returns K in this pass.
     pub(super) fn top_k(&self) -> usize {
         self.scheme().top_k(self.config, self.input)
     }
 
-    /// The source of this pass's noise, in training.
+    /// Returns the source of noise of a training pass.
     pub(super) fn random(&self) -> Option<moeworks_tensor::Random> {
         self.input.noise.filter(|_| !self.input.is_inference)
     }
 
-    /// The random numbers of this pass's logits, in training.
+    /// Returns the random stream of the logits of a training pass.
     pub(super) fn logit_draws(&self) -> Option<LogitDraws> {
         let first = self.input.first_token * self.config.num_choosable();
         self.random().map(|random| LogitDraws { random, first })
@@ -292,7 +293,7 @@ impl ScoreRouter<'_> {
         logits
     }
 
-    /// The logits without those of the layer before.
+    /// Computes the logits without those of the previous layer.
     fn own_logits(&self, ctx: &Context, x: &Tensor) -> Logits {
         let (eps, dropout) = (self.now(self.config.jitter), self.now(self.router().input_dropout));
         let input_noise =
@@ -315,7 +316,7 @@ impl ScoreRouter<'_> {
             return ScoreBackend::StepByStep;
         }
         let has_kernel = ctx.gpu().is_some() && router.is_score_top_k();
-        // The gradients of losses of sequences are those kernels' alone.
+        // Only the score kernels' backward handles the sequence-wise loss.
         let is_fused = router.is_softmax_top_k() && self.temperature() == 1.0;
         let has_gaps = self.input.expert_ids.is_some_and(|given| !given.is_whole());
         if is_fused && !(has_kernel && self.input.seq_len > 0) && !has_gaps {
@@ -327,7 +328,7 @@ impl ScoreRouter<'_> {
         }
     }
 
-    /// Whether a token always gets K experts that compute.
+    /// Returns whether every token certainly gets K experts that compute.
     fn gives_all(&self, backend: ScoreBackend) -> bool {
         let router = self.router();
         let reachable = self.config.num_experts / router.num_groups * router.top_groups;
@@ -335,7 +336,7 @@ impl ScoreRouter<'_> {
         backend == ScoreBackend::Fused || backend == ScoreBackend::GpuScores && is_enough
     }
 
-    /// The value of a setting of training at this time of the run.
+    /// Returns the value of a ramp at this pass's progress.
     fn now(&self, ramp: Ramp) -> f32 {
         ramp.at(self.input.progress) as f32
     }
@@ -349,7 +350,7 @@ impl ScoreRouter<'_> {
         self.scheme().gate(self.router(), self.config.top_k)
     }
 
-    /// `[T, K]`: the experts of each token.
+    /// Chooses `[T, K]`: the experts of each token.
     fn choose(&self, ctx: &Context, scores: &Scores, ranking: &Tensor) -> Tensor {
         let scheme = self.scheme();
         if self.sparsemixer().is_some_and(|mixer| mixer.random.is_some()) {
@@ -361,12 +362,12 @@ impl ScoreRouter<'_> {
         }
     }
 
-    /// `[T, K]`: the experts that stand highest in `ranking [T, E]`.
+    /// Returns `[T, K]`: the experts that rank highest in `ranking [T, E]`.
     pub(super) fn highest(&self, ctx: &Context, ranking: &Tensor) -> Tensor {
         self.rows(ctx, self.top_k(), ranking, &choice::top_k)
     }
 
-    /// `[T, width]`: what `choose` writes for each row of `scores [T, E]`.
+    /// Returns `[T, width]`: the ids that `choose` writes for each row of `scores [T, E]`.
     pub(super) fn rows(
         &self,
         ctx: &Context,
@@ -385,13 +386,13 @@ impl ScoreRouter<'_> {
         ids
     }
 
-    /// The rule of sparsemixer, if that is the scheme.
+    /// Returns the rule of SparseMixer, if it is in use.
     pub(crate) fn sparsemixer(&self) -> Option<Sparsemixer> {
         let jitter = self.router().sparsemixer_jitter;
         (jitter > 0.0).then(|| Sparsemixer { jitter, random: self.random(), first: self.input.first_token })
     }
 
-    /// The choices of sparsemixer in training.
+    /// Draws the choices of SparseMixer.
     fn drawn(&self, ctx: &Context, ranking: &Tensor) -> Tensor {
         let (num_tokens, e, k) = (ranking.rows(), ranking.cols(), self.config.top_k);
         let mut ids = ctx.empty(&[num_tokens, k], DType::U32);
@@ -407,7 +408,7 @@ impl ScoreRouter<'_> {
         ids
     }
 
-    /// The first choices `ids [T, K]` in local groups of all ranks' tokens, where GShard's loss wants them.
+    /// Groups the first choices `ids [T, K]` of all ranks' tokens by local group, if GShard's loss needs them.
     fn shared_groups(&self, ids: &Tensor) -> Option<TokenGroups> {
         let cross_rank = self.cross_rank.filter(|_| self.input.has_gshard_loss)?;
         let (ids, top_k, num_experts) = (ids.u32s(), ids.cols(), self.config.num_choosable());
@@ -415,10 +416,10 @@ impl ScoreRouter<'_> {
         Some(TokenGroups::of(firsts, self.router().local_group, Some(cross_rank)))
     }
 
-    /// The rule by which this router's choices become rows.
+    /// Returns the rule by which this router's choices become rows.
     pub(crate) fn rule<'p>(&self, priority: Option<&'p [f32]>) -> DispatchRule<'p> {
         let router = self.router();
-        // Experts that choose have kept to their capacity.
+        // Expert choice has respected the capacity already.
         let is_unlimited = self.input.is_inference || self.scheme().keeps_to_capacity();
         DispatchRule {
             capacity_factor: if is_unlimited { 0.0 } else { self.config.capacity_factor },
@@ -433,12 +434,12 @@ impl ScoreRouter<'_> {
         }
     }
 
-    /// `[T, K]`: the choices that counters move by, if some of them are not used.
+    /// Returns `[T, K]`: the choices that count towards the capacity, if they differ from the routing's.
     pub(crate) fn capacity_ids<'p>(&self, saved: &'p RouterSaved) -> Option<&'p [u32]> {
         self.scheme().counts_left_out().then(|| saved.ids.u32s())
     }
 
-    /// `[T]`: the score of each token's first choice, if that decides who is served first.
+    /// Returns `[T]`: the score of each token's first choice, if tokens are served by priority.
     pub(crate) fn priority(&self, saved: &RouterSaved) -> Option<Vec<f32>> {
         let has_capacity = self.config.capacity_factor != 0.0 && !self.input.is_inference;
         if self.router().overflow != Overflow::Priority || !has_capacity {
@@ -449,7 +450,7 @@ impl ScoreRouter<'_> {
         Some(rows.map(|(gates, ids)| gates.get(ids[0] as usize).copied().unwrap_or(0.0)).collect())
     }
 
-    /// The weights of the choices `ids [T, K]`.
+    /// Computes the weights of the choices `ids [T, K]`.
     fn weigh(&self, ctx: &Context, scores: &Scores, ids: &Tensor) -> Tensor {
         let (gates, k) = (scores.gates(), ids.cols());
         let e = gates.cols();
@@ -476,10 +477,11 @@ impl ScoreRouter<'_> {
     }
 }
 
-/// Tokens whose distributions are added up at most before the sums go on in f64.
+/// The most tokens of a piece, whose distributions are summed in f32 before the sums go on in f64.
 const PIECE_TOKENS: usize = 128;
 
-/// The tokens from which pieces of at most [`PIECE_TOKENS`] of sequences begin, and the number of tokens.
+/// Returns the start tokens of the pieces (at most [`PIECE_TOKENS`] tokens of one sequence), and the number of
+/// tokens.
 fn pieces_of_sequences(num_tokens: usize, seq_len: usize) -> Vec<u32> {
     let sequences = (0..num_tokens).step_by(seq_len);
     let pieces = sequences.flat_map(|start| (start..(start + seq_len).min(num_tokens)).step_by(PIECE_TOKENS));

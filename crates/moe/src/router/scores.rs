@@ -1,4 +1,4 @@
-//! Scores of all tokens: noise and temperature on the logits, experts out of reach, then the score function, row by row.
+//! The scores of all tokens: noise, temperature and masking of the logits, then the score function, row by row.
 
 use moeworks_ops::late::Late;
 use moeworks_ops::router_rows::{RowSums, softmax_rows};
@@ -10,7 +10,7 @@ use super::blocks::{self, ROWS};
 use super::noise::LogitNoise;
 use super::rows;
 
-/// The function that makes gates of logits.
+/// The function from logits to gates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Gate {
     Softmax,
@@ -21,35 +21,35 @@ pub(crate) enum Gate {
 
 /// The scores of all tokens.
 pub(crate) struct Scores {
-    /// `[T, E]`: a distribution over the experts for each token.
+    /// `[T, E]`: each token's distribution over the experts.
     pub(crate) probs: Tensor,
-    /// `[T, E]`: what weights are taken from, if not the probabilities.
+    /// `[T, E]`: the source of the weights; none if it is the probabilities.
     pub(crate) gates: Option<Tensor>,
-    /// `[T, E]`: the logits that the scores were taken of; none where the fused operation took their memory.
+    /// `[T, E]`: the logits of the scores; none if the fused operation reused their memory.
     pub(crate) logits: Option<Tensor>,
-    /// `[T]`.
+    /// `[T]`: the log-sum-exps of the logits.
     pub(crate) lse: Tensor,
     pub(crate) sums: Late<ScoreSums>,
     /// The sum of the squared logits, before noise and temperature.
     pub(crate) squared_logits: Late<Vec<f64>>,
 }
 
-/// The steps that a token's logits take before scores are taken.
+/// The steps between a token's logits and its scores.
 pub(crate) struct LogitRule<'a> {
     pub(crate) gate: Gate,
     pub(crate) noise: &'a LogitNoise,
     pub(crate) temperature: f32,
-    /// Whether an expert is in reach of a modality: `[M][E]`; empty for all.
+    /// `[M][E]`: whether a modality may use an expert; empty if all may.
     pub(crate) reach: &'a [Vec<bool>],
-    /// `[T]`: the modality of each token; empty where there is one.
+    /// `[T]`: the modality of each token; empty if there is one.
     pub(crate) modalities: &'a [u32],
-    /// Squared log-sum-exps besides those of the logits, which are added to theirs.
+    /// The sum of squared log-sum-exps besides those of the logits; it is added to theirs.
     pub(crate) lower_lse_squared: f64,
 }
 
 impl Scores {
-    /// Scores of `logits [T, E]`. A token with a logit that is not finite gets zeros as logits, by which it chooses the
-    /// first experts, and NaN as scores, which its output then shows.
+    /// Computes the scores of `logits [T, E]`. A token with a non-finite logit gets zero logits, by which it chooses
+    /// the first experts, and NaN scores, which show in its output.
     pub(crate) fn of(ctx: &Context, mut logits: Tensor, rule: &LogitRule<'_>) -> Self {
         let (num_tokens, e) = (logits.rows(), logits.cols());
         let empty = |shape: &[usize]| ctx.empty(shape, DType::F32);
@@ -88,15 +88,15 @@ impl Scores {
         Self { probs, gates, logits: Some(logits), lse, sums, squared_logits: Late::now(vec![0.0]) }
     }
 
-    /// The gates that weights are taken from.
+    /// Returns the gates that weights are taken from.
     pub(crate) fn gates(&self) -> &Tensor {
         self.gates.as_ref().unwrap_or(&self.probs)
     }
 }
 
 impl LogitRule<'_> {
-    /// Noise, temperature and reach on the `logits` of `num_tokens` tokens from `first` on. A token that is spoilt has NaN
-    /// throughout.
+    /// Applies noise, temperature and masking to the `logits` of `num_tokens` tokens from `first` on. A token with a
+    /// non-finite logit becomes NaN throughout.
     fn change(&self, isa: Isa, first: usize, logits: &mut [f32], num_tokens: usize) {
         let e = logits.len() / num_tokens.max(1);
         if let Some(noise) = self.noise.of(isa, first * e, logits.len()) {
@@ -114,7 +114,7 @@ impl LogitRule<'_> {
         }
     }
 
-    /// Puts what is out of reach of token `t` out of the choice.
+    /// Masks the experts that token `t` may not use.
     fn mask(&self, t: usize, logits: &mut [f32]) {
         if let Some(reach) = self.reach.get(self.modalities.get(t).copied().unwrap_or(0) as usize) {
             logits.iter_mut().zip(reach).filter(|(_, is_near)| !**is_near).for_each(|(l, _)| *l = f32::NEG_INFINITY);
@@ -123,7 +123,7 @@ impl LogitRule<'_> {
 }
 
 impl Gate {
-    /// The gates of one token and, in place of the softmax in `probs`, these divided by their sum; returns the entropy.
+    /// Writes the gates of one token, and to `probs` the gates divided by their sum. Returns the entropy of `probs`.
     fn open(self, logits: &[f32], gates: &mut [f32], probs: &mut [f32]) -> f32 {
         match self {
             Self::Relu => rows::relu(logits, gates, probs),

@@ -1,34 +1,35 @@
-//! Sparsemixer (Liu et al., 2409.12136, after 2304.08612 and 2310.00811), as in `modeling_phimoe.py` of transformers: the two
-//! experts of a token and their weights, and the estimate of the router's gradient.
+//! SparseMixer (Liu et al., 2409.12136, after 2304.08612 and 2310.00811), as in `modeling_phimoe.py` of transformers:
+//! a token's two experts, their weights, and an estimate of the router's gradient.
 //!
-//! For each choice the experts whose logit s has `(top - s) / max(|s|, top) <= 2 jitter` are close, `top` the highest logit;
-//! the second choice goes without the first one's expert. After training the choice is the highest, and its weight its share
-//! in a softmax over the close ones. In training it is drawn from that softmax, and the weight of one that is not the
-//! highest counts a third, but for one in four: with that, the gradient of the softmax's share, which is what backward
-//! takes, estimates that of the expected output by Heun's third-order method.
+//! For each choice the candidates are the experts whose logit s has `(top - s) / max(|s|, top) <= 2 jitter`, with
+//! `top` the highest logit. The second choice excludes the first one's expert. In inference the choice is the highest
+//! logit, weighted by its share in a softmax over the candidates. In training the choice is drawn from that softmax;
+//! the weight of a choice that is not the highest is multiplied by a third with a probability of 3/4. Backward takes
+//! the gradient of the softmax share, which then estimates the gradient of the expected output by Heun's third-order
+//! method.
 
 use moeworks_tensor::Random;
 
 use super::input::Draw;
 use crate::NO_EXPERT;
 
-/// The factor on the weight of a choice that is not the highest, in transformers' digits of a third.
+/// The factor on the weight of a choice that is not the highest, with the digits that transformers uses for a third.
 const THIRD: f32 = 0.3333;
-/// The share of choices on which it stands.
+/// The probability of that factor.
 const THIRD_SHARE: f32 = 0.75;
 
-/// The rule of a pass.
+/// The parameters of SparseMixer in a pass.
 #[derive(Clone, Copy)]
 pub(crate) struct Sparsemixer {
     pub(super) jitter: f32,
-    /// In training.
+    /// The source of random choices; none outside training.
     pub(super) random: Option<Random>,
-    /// The position of the first token, by which it draws.
+    /// The index of the first token in the random stream.
     pub(super) first: usize,
 }
 
 impl Sparsemixer {
-    /// The two experts of token `t` with these `logits`; `gates` is room for as many.
+    /// Chooses the two experts of token `t` with these `logits`; `gates` is scratch of the same length.
     pub(super) fn choose(&self, t: usize, logits: &[f32], gates: &mut [f32], ids: &mut [u32]) {
         let count = ids.len();
         for choice in 0..count {
@@ -40,7 +41,7 @@ impl Sparsemixer {
         }
     }
 
-    /// The weights of the experts `ids` of token `t`; `gates` is room.
+    /// Computes the weights of the experts `ids` of token `t`; `gates` is scratch.
     pub(super) fn weigh(&self, t: usize, logits: &[f32], gates: &mut [f32], ids: &[u32], weights: &mut [f32]) {
         for (choice, (&id, weight)) in ids.iter().zip(weights).enumerate() {
             let highest = self.shares(logits, &ids[..choice], gates);
@@ -52,7 +53,7 @@ impl Sparsemixer {
         }
     }
 
-    /// Adds to `dlogits` the gradient of the logits from that of the weights; `gates` is room.
+    /// Adds to `dlogits` the gradient of the logits from that of the weights; `gates` is scratch.
     pub(super) fn backward(
         &self,
         logits: &[f32],
@@ -71,13 +72,14 @@ impl Sparsemixer {
         }
     }
 
-    /// Writes each expert's share in the softmax over the close ones, those `before` left out, and returns the highest.
+    /// Writes each candidate's softmax share to `gates`, excluding the experts `before`. Returns the expert of the
+    /// highest logit.
     fn shares(&self, logits: &[f32], before: &[u32], gates: &mut [f32]) -> u32 {
         let is_out = |expert: usize| before.iter().any(|&id| id as usize == expert);
         let left = || logits.iter().enumerate().filter(|&(expert, _)| !is_out(expert));
         let mut highest = (NO_EXPERT, f32::NEG_INFINITY);
         for (expert, &logit) in left() {
-            // The first stands where none is a number, so that this shows.
+            // If all are NaN the first is taken, so that the NaN shows in the output.
             if highest.0 == NO_EXPERT || logit > highest.1 {
                 highest = (expert as u32, logit);
             }
@@ -92,7 +94,7 @@ impl Sparsemixer {
     }
 }
 
-/// The expert that `uniform`, from 0 to below 1, falls on; none if the shares are no numbers.
+/// Returns the expert at `uniform`, in [0, 1), of the cumulated shares; none if the shares are NaN.
 fn drawn(shares: &[f32], uniform: f32) -> Option<u32> {
     let mut left = uniform;
     let mut last = None;

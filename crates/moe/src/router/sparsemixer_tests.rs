@@ -4,7 +4,7 @@ use super::{Draw, Sparsemixer, THIRD};
 
 const LOGITS: [f32; 4] = [2.0, 1.9, 1.0, -3.0];
 
-/// The experts of a token and their weights.
+/// Returns the experts of a token and their weights.
 fn chosen(rule: Sparsemixer, t: usize, logits: &[f32]) -> ([u32; 2], [f32; 2]) {
     let (mut ids, mut weights, mut gates) = ([0; 2], [0.0; 2], vec![0.0; logits.len()]);
     rule.choose(t, logits, &mut gates, &mut ids);
@@ -18,14 +18,14 @@ fn a_choice_shares_its_softmax_with_the_experts_close_to_it() {
     assert_eq!(ids, [0, 1]);
     assert!((weights[0] - 1.0 / (1.0 + (-0.1_f32).exp())).abs() < 1e-6, "{weights:?}");
     assert_eq!(weights[1], 1.0);
-    // Half of 1.9 away is close at a jitter of 0.25: 1.0 is 0.47 away from 1.9 and 0.5 from 2.0.
+    // At a jitter of 0.25 the bound is 0.5: 1.0 is at 0.47 from 1.9, and at 0.5 from 2.0.
     let (_, weights) = chosen(Sparsemixer { jitter: 0.25, random: None, first: 0 }, 0, &LOGITS);
     let second = 1.0 / (1.0 + (-0.9_f32).exp());
     assert!((weights[1] - second).abs() < 1e-6, "{weights:?}");
 }
 
-/// The estimate rests on this: a choice comes as often as its share says, the highest counts whole, another one a third but
-/// for one in four.
+/// The gradient estimate requires that a choice is drawn with its share as probability, that the highest has its full
+/// weight, and that another has a third of it in 3 of 4 cases.
 #[test]
 fn in_training_choices_are_drawn_and_weighed_as_the_estimate_asks() {
     let rule = Sparsemixer { jitter: 0.1, random: Some(Random::new(5, Purpose::Router, 0)), first: 0 };
@@ -51,7 +51,8 @@ fn in_training_choices_are_drawn_and_weighed_as_the_estimate_asks() {
     assert!((thirds as f64 - 0.75 * expected).abs() < 5.0 * expected.sqrt(), "{thirds} of {firsts}");
 }
 
-/// Without noise backward is the derivative of the weights; the one of the shares whatever they were multiplied by.
+/// Without noise backward is the derivative of the weights. With noise it is that of the shares, whatever factor they
+/// have.
 #[test]
 fn backward_is_the_derivative_of_the_shares() {
     let (ids, dweights) = ([1, 0], [0.7, -1.3]);
@@ -72,7 +73,7 @@ fn backward_is_the_derivative_of_the_shares() {
         let expected = (moved(1e-2) - moved(-1e-2)) / 2e-2;
         assert!((f64::from(found[expert]) - expected).abs() < 1e-4, "{expert}: {} and {expected}", found[expert]);
     }
-    // The same in training, where some weights are a third.
+    // Training gives the same gradient, although some weights are a third.
     let (mut training, random) = ([0.0; 4], Some(Random::new(0, Purpose::Router, 0)));
     Sparsemixer { random, ..rule }.backward(&LOGITS, &mut gates, &ids, &dweights, &mut training);
     assert_eq!(found, training);

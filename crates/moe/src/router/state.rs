@@ -1,5 +1,5 @@
-//! Tensors of a router besides its matrix: weights that only some schemes have, and state, which is kept from step to step
-//! and is no weight: it has no gradient, and the optimizer never sees it.
+//! A router's tensors besides its matrix: weights that only some schemes have, and state that lasts from step to
+//! step. State has no gradient and the optimizer never sees it.
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::fill_normal;
@@ -10,31 +10,30 @@ use crate::weights::NamedTensor;
 use crate::zero_computation::{CONSTANT, CONSTANT_MIX};
 use crate::{LayerStats, MoeConfig};
 
-/// In the state of a router: `[E]`, the bias on the experts' scores. The name is that of DeepSeek-V3's files.
+/// `[E]`: the state with the bias on the experts' scores, named as in DeepSeek-V3's files.
 pub(crate) const EXPERT_BIAS: &str = "e_score_correction_bias";
 /// The statistics of one whole step.
 pub(crate) struct StepStats<'a> {
     pub(crate) config: &'a MoeConfig,
     /// The statistics of all MoE layers of the model.
     pub(crate) layers: &'a [LayerStats],
-    /// The layer whose state is moved.
+    /// The index of the layer whose state is updated.
     pub(crate) index: usize,
 }
 
 impl StepStats<'_> {
-    /// The statistics of the layer.
+    /// Returns the statistics of the layer.
     pub(crate) fn own(&self) -> &LayerStats {
         &self.layers[self.index]
     }
 }
 
-/// Moves the state of the router of layer `index` by what one whole step's tokens did in `layers`, all MoE layers of a model of
-/// `config`, when `progress`, 0 to 1, of the run is done.
+/// Updates the router state of one layer after a whole step, at `progress`, 0 to 1, of the run.
 ///
-/// The bias of each expert: `b += gamma sign(mean load - load)` (2408.15664, algorithm 1), with the loads of its layer before any
-/// choice is dropped. Other state is the scheme's.
+/// An expert's bias moves by `b += gamma sign(mean load - load)` (2408.15664, algorithm 1), with the loads of its
+/// layer before any choice is dropped. Schemes update their own state.
 ///
-/// Panics if there is no layer `index`.
+/// Panics if the layer's index is out of range.
 pub fn next_state(
     config: &MoeConfig,
     state: &mut [NamedTensor],
@@ -57,54 +56,54 @@ pub fn next_state(
     }
 }
 
-/// The sign, 0 for 0.
+/// Returns the sign, 0 for 0.
 pub(crate) fn sign(x: f64) -> f32 {
     if x == 0.0 { 0.0 } else { x.signum() as f32 }
 }
 
-/// The first values of a weight.
+/// The initial values of a weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
-    /// Normal numbers of the model's deviation.
+    /// Normal numbers of the model's standard deviation.
     Normal,
-    /// One number throughout.
+    /// A constant.
     Constant(f32),
-    /// Normal numbers of this deviation.
+    /// Normal numbers of this standard deviation.
     Deviation(f32),
 }
 
-/// A weight or a state that only some schemes have.
+/// The shape and initialisation of a weight or state that only some schemes have.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WeightShape {
-    /// Its name, as in files behind the router's own.
+    /// The name, appended to the router's own name in files.
     pub name: &'static str,
-    /// Its shape.
+    /// The shape.
     pub shape: Vec<usize>,
-    /// Its first values.
+    /// The initial values.
     pub init: Init,
 }
 
 impl WeightShape {
-    /// A tensor of this name.
+    /// Creates the shape of the tensor `name`.
     pub(crate) fn new(name: &'static str, shape: &[usize], init: Init) -> Self {
         Self { name, shape: shape.to_vec(), init }
     }
 }
 
 impl MoeConfig {
-    /// Experts that a token can have, those without computation included.
+    /// Returns the number of experts that a token can choose, zero-computation experts included.
     #[must_use]
     pub fn num_choosable(&self) -> usize {
         self.num_experts + self.router.num_zero_computation()
     }
 
-    /// The shape of the router's matrix.
+    /// Returns the shape of the router's matrix.
     #[must_use]
     pub fn router_shape(&self) -> [usize; 2] {
         self.router.scheme().matrix_shape(self)
     }
 
-    /// Products of length D that a token takes to be routed, where the plain router takes one for each expert.
+    /// Returns the number of products of length D that routing a token takes; the plain router takes one per expert.
     #[must_use]
     pub fn router_products(&self) -> usize {
         let all = self.num_choosable();
@@ -112,13 +111,13 @@ impl MoeConfig {
         residual + self.router.scheme().num_products(self)
     }
 
-    /// The most experts that a token has at any time of a run.
+    /// Returns the largest number of experts per token at any time of a run.
     #[must_use]
     pub fn largest_top_k(&self) -> usize {
         self.router.scheme().largest_top_k(self)
     }
 
-    /// The weights that the router has besides its matrix.
+    /// Returns the shapes of the router's weights besides its matrix.
     #[must_use]
     pub fn extra_shapes(&self) -> Vec<WeightShape> {
         let (e, d, router) = (self.num_choosable(), self.width, &self.router);
@@ -133,7 +132,7 @@ impl MoeConfig {
         shapes
     }
 
-    /// The state that the router keeps.
+    /// Returns the shapes of the router's state.
     #[must_use]
     pub fn state_shapes(&self) -> Vec<WeightShape> {
         let bias = WeightShape::new(EXPERT_BIAS, &[self.num_choosable()], Init::Constant(0.0));
@@ -141,14 +140,14 @@ impl MoeConfig {
         bias.into_iter().chain(self.router.scheme().state(self)).collect()
     }
 
-    /// The state before the first step.
+    /// Returns the state before the first step.
     #[must_use]
     pub fn first_state(&self, ctx: &Context) -> Vec<NamedTensor> {
         let random = Random::new(0, moeworks_tensor::Purpose::Init, 0);
         self.state_shapes().iter().map(|shape| NamedTensor::first(ctx, shape, &random, 0.0)).collect()
     }
 
-    /// The weights that the router has besides its matrix, as zeros.
+    /// Returns the router's weights besides its matrix, as zeros.
     #[must_use]
     pub fn zero_extras(&self, ctx: &Context) -> Vec<NamedTensor> {
         let zeros = |shape: WeightShape| NamedTensor { name: shape.name, tensor: ctx.zeros(&shape.shape, DType::F32) };
@@ -157,7 +156,7 @@ impl MoeConfig {
 }
 
 impl NamedTensor {
-    /// The first values of a weight of `shape`; `std` is the model's deviation.
+    /// Initialises a weight of `shape`; `std` is the model's standard deviation.
     #[must_use]
     pub fn first(ctx: &Context, shape: &WeightShape, random: &Random, std: f32) -> Self {
         let mut tensor = ctx.zeros(&shape.shape, DType::F32);

@@ -1,36 +1,38 @@
-//! Losses that take their means over parts of the tokens: the sequence-wise one over sequences, GShard's over local groups.
+//! Balance losses over groups of tokens: the sequence-wise loss over sequences, GShard's over local groups.
 
 use crate::NO_EXPERT;
 use crate::ep::CrossRank;
 
-/// The choices of the tokens of each part: `sum_i shares_i P_i` is a part's loss, with `P_i` the mean probability of expert i there.
+/// Groups of tokens with the statistics of their choices. The loss of a group is `sum_i shares_i P_i`, with `P_i` the
+/// mean probability of expert i in it.
 pub(crate) struct TokenGroups {
-    /// `[parts that these tokens are in, E]`: each expert's share of the choices of the whole part.
+    /// `[groups with tokens of this pass, E]`: each expert's share of the choices of the whole group.
     shares: Vec<f64>,
-    /// Tokens of each of these parts, those of other ranks included.
+    /// The number of tokens of each of these groups, those of other ranks included.
     sizes: Vec<usize>,
-    /// Tokens of a part; the last of all may have fewer.
+    /// Tokens per group; the last one may have fewer.
     len: usize,
-    /// Tokens of the first of these parts that come before these tokens.
+    /// Tokens of the first group that come before this pass's first token.
     before: usize,
-    /// All parts that the mean is taken over, and these tokens' share of all tokens.
+    /// The number of all groups, over which the mean is taken. `share` is this pass's share of all tokens.
     num_parts: usize,
     share: f64,
 }
 
-/// The choices that parts are told apart by.
+/// The choices that count in the groups' shares.
 #[derive(Clone, Copy)]
 pub(crate) struct CountedChoices<'a> {
-    /// `[T, K]`
+    /// `[T, K]`: the experts.
     pub(crate) ids: &'a [u32],
     pub(crate) top_k: usize,
-    /// The first choices of a token that count.
+    /// The number of choices of a token that count, first choices first.
     pub(crate) first_k: usize,
     pub(crate) num_experts: usize,
 }
 
 impl TokenGroups {
-    /// Parts of `len` tokens, 0 for all, by `choices`. With `cross_rank` the parts are those of the tokens of all ranks.
+    /// Groups `choices` by `len` consecutive tokens, 0 for all tokens. With `cross_rank` the groups are of the tokens
+    /// of all ranks.
     pub(crate) fn of(choices: CountedChoices<'_>, len: usize, cross_rank: Option<&CrossRank<'_>>) -> Self {
         let CountedChoices { ids, top_k, first_k, num_experts } = choices;
         let own = cross_rank.map_or(0..ids.len() / top_k, CrossRank::own);
@@ -52,13 +54,14 @@ impl TokenGroups {
         Self { shares: shares(&counts, num_experts), sizes, len, before: own.start % len, num_parts, share }
     }
 
-    /// The mean of the parts' losses for tokens of distributions `probs [T, E]`. Of several ranks it is what these tokens add, so
-    /// that the mean over ranks by their tokens is the whole.
+    /// Returns the mean of the groups' losses for distributions `probs [T, E]`. On several ranks each returns its
+    /// tokens' part, so that the mean over ranks, weighted by their tokens, is the loss.
     pub(crate) fn loss(&self, probs: &[f32], num_experts: usize) -> f64 {
         self.loss_of(probs.chunks(num_experts).enumerate(), num_experts)
     }
 
-    /// The mean of the parts' losses from sums of distributions, each with the first of the tokens that it is of, which are all of one part.
+    /// Returns the mean of the groups' losses from partial sums of distributions. Each comes with its first token,
+    /// and its tokens are all in one group.
     pub(crate) fn loss_of<'a>(&self, sums: impl Iterator<Item = (usize, &'a [f32])>, num_experts: usize) -> f64 {
         let loss = |(token, sums): (usize, &[f32])| {
             let part = self.part_of(token);
@@ -69,7 +72,7 @@ impl TokenGroups {
         if self.share == 0.0 { 0.0 } else { sum / (self.num_parts as f64 * self.share) }
     }
 
-    /// The gradients of the tokens' distributions by this loss times `scale`.
+    /// Returns the gradients of the tokens' distributions by this loss times `scale`.
     pub(crate) fn grads(&self, num_experts: usize, scale: f64) -> TokenGroupGrads {
         let scaled = |(shares, &size): (&[f64], &usize)| {
             let scale = scale / (self.num_parts * size) as f64;
@@ -84,27 +87,28 @@ impl TokenGroups {
     }
 }
 
-/// The gradients of the tokens' distributions, the same for all tokens of a part.
+/// The gradients of the tokens' distributions, equal for all tokens of a group.
 pub(crate) struct TokenGroupGrads {
-    /// `[parts, E]`
+    /// `[groups, E]`: the gradients.
     rows: Vec<f32>,
     len: usize,
     before: usize,
 }
 
 impl TokenGroupGrads {
-    /// `[parts, E]`, the tokens of a part, and those of the first part that come before these tokens.
+    /// Returns the gradients `[groups, E]`, the tokens per group, and the tokens of the first group that come before
+    /// this pass's first.
     pub(crate) fn rows(self) -> (Vec<f32>, (usize, usize)) {
         (self.rows, (self.len, self.before))
     }
 
-    /// The gradients of `token`, of at least E elements.
+    /// Returns the gradients of `token`, in a slice of at least E elements.
     pub(crate) fn of(&self, token: usize, num_experts: usize) -> &[f32] {
         &self.rows[(self.before + token) / self.len * num_experts..]
     }
 }
 
-/// Each expert's share of `counts [parts, E]` in its part.
+/// Divides `counts [groups, E]` by the total of each group.
 fn shares(counts: &[u32], num_experts: usize) -> Vec<f64> {
     let share = |counts: &[u32]| {
         let total: u32 = counts.iter().sum();

@@ -1,25 +1,25 @@
-//! The weights of a token's experts, taken from their gates, and back.
+//! The weights of a token's experts from their gates, and backward.
 
 use super::scheme::Weighing;
 use crate::{MoeConfig, NO_EXPERT, ScoreOrder};
 
-/// Added to the sum that weights are divided by (DeepSeek-V3).
+/// A small number added to the sum that normalises weights (DeepSeek-V3).
 const WEIGHT_EPS: f32 = 1e-20;
 
-/// The rule by which the weights of a token's experts are taken from their gates.
+/// The rule from gates to the weights of a token's experts.
 #[derive(Clone, Copy)]
 pub(crate) struct WeightRule {
-    /// Whether they are divided by their sum.
+    /// True if weights are divided by their sum.
     pub(super) is_normalized: bool,
     pub(super) scale: f32,
-    /// Experts from this one on have no weight and do not count in the sum.
+    /// The first null expert. Null experts have no weight and do not count in the sum.
     pub(super) first_null: usize,
-    /// Weights of one over the number of experts; backward as if they were the gates.
+    /// True for weights of one over the number of experts; backward as if they were the gates.
     is_equal: bool,
 }
 
 impl WeightRule {
-    /// The rule of `config`.
+    /// Reads the rule from `config`.
     pub(crate) fn of(config: &MoeConfig) -> Self {
         let router = &config.router;
         Self {
@@ -39,7 +39,7 @@ impl WeightRule {
         for (weight, &id) in weights.iter_mut().zip(ids) {
             *weight = match self.counts(id) {
                 false => 0.0,
-                // What is not finite must show.
+                // A non-finite gate must show in the output.
                 true if self.is_equal && gates[id as usize].is_finite() => 1.0 / count as f32,
                 true => gates[id as usize],
             };
@@ -48,7 +48,7 @@ impl WeightRule {
         weights.iter_mut().for_each(|weight| *weight *= self.scale / sum);
     }
 
-    /// Adds the gradient of the gates of a token whose experts `ids` got `weights`.
+    /// Adds the gradient of a token's gates, given its experts `ids` and their `weights`.
     pub(crate) fn backward(self, ids: &[u32], weights: &[f32], gates: &[f32], dweights: &[f32], dgates: &mut [f32]) {
         let chosen = || ids.iter().zip(weights).zip(dweights).filter(|((id, _), _)| self.counts(**id));
         if !self.is_normalized || self.is_equal {
@@ -57,14 +57,15 @@ impl WeightRule {
         }
         let sum: f32 = chosen().map(|((&id, _), _)| gates[id as usize]).sum::<f32>() + WEIGHT_EPS;
         for ((&id, _), &dweight) in chosen() {
-            // As differences, which lose no digit where one weight is nearly all.
+            // Sums differences, which keep their digits even if one weight is nearly 1.
             let centered: f32 = chosen().map(|((_, weight), other)| weight * (dweight - other)).sum();
             dgates[id as usize] += centered / sum;
         }
     }
 }
 
-/// The softmax over the chosen logits is the softmax over all of them divided by the sum over the chosen.
+/// Returns whether weights are normalised. A softmax over the chosen logits equals the softmax over all, divided by
+/// its sum over the chosen.
 pub(crate) fn is_normalized(config: &MoeConfig) -> bool {
     let is_fixed = config.router.scheme().weighing() == Weighing::GatesAsTheyAre;
     !is_fixed && (config.normalize_weights || config.score_order == ScoreOrder::TopKThenSoftmax)

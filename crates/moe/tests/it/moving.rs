@@ -4,7 +4,7 @@
 #[cfg(target_os = "linux")]
 use std::time::{Duration, Instant};
 
-use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, Shaped, run_ranks};
+use moeworks_comm::{CommError, Communicator, RankOptions, Reduce, Throttled, run_ranks};
 use moeworks_moe::{EpOptions, ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
 use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
@@ -116,9 +116,9 @@ fn over_nodes_what_is_chosen_takes_less_time_by_the_factor_that_costs_say() {
     let results = run_ranks(&RankOptions::new(0).with_nodes(&NODES), |comm| {
         let work = Work::of_rank(comm.rank());
         compare(links, |moving| {
-            let shaped = Shaped::new(comm.split(Some(0), comm.rank())?.expect("a part"), links);
-            let lines = shaped.lines();
-            let ranks = part_of(&shaped, moving)?;
+            let throttled = Throttled::new(comm.split(Some(0), comm.rank())?.expect("a part"), links);
+            let lines = throttled.lines();
+            let ranks = part_of(&throttled, moving)?;
             let before = lines.seconds();
             work.step(&ranks)?;
             let after = lines.seconds();

@@ -1,19 +1,19 @@
-//! What a training step costs a rank under a layout: memory, bytes and seconds.
+//! The cost of a training step for a rank under a layout: memory, bytes and seconds.
 
 use super::collectives::{Cost, Rows, all_reduce, all_to_all};
 use super::memory::{RankMemory, Share, rank_memory};
 use super::pipeline::overlapped_seconds;
 use crate::{Exchange, Group, Layout, ModelShape, Topology, Workload};
 
-/// Bytes that the update of a weight reads and writes: weight, gradient and two moments in, weight and moments out.
+/// Bytes that the update of a weight reads (weight, gradient, two moments) and writes (weight, two moments).
 const UPDATE_BYTES: f64 = 28.0;
 
 /// Bytes that a rank sends in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Traffic {
-    /// To ranks of its node.
+    /// Bytes to ranks of its node.
     pub node_bytes: f64,
-    /// To ranks of other nodes.
+    /// Bytes to ranks of other nodes.
     pub cluster_bytes: f64,
 }
 
@@ -22,18 +22,18 @@ pub struct Traffic {
 pub struct StepTime {
     /// Forward and backward computation.
     pub compute: f64,
-    /// Tokens under way while nothing is computed.
+    /// All-to-alls that no computation hides.
     pub all_to_all: f64,
-    /// Sums of gradients, and weights that are put together.
+    /// All-reduces of gradients, and all-gathers of weights.
     pub all_reduce: f64,
-    /// Sums over ranks that cut matrices between them.
+    /// All-reduces of tensor parallelism.
     pub tensor_parallel: f64,
     /// The update of the weights.
     pub optimizer: f64,
 }
 
 impl StepTime {
-    /// The sum.
+    /// Returns the sum.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.compute + self.all_to_all + self.all_reduce + self.tensor_parallel + self.optimizer
@@ -45,7 +45,7 @@ impl StepTime {
 pub struct Estimate {
     /// The layout.
     pub layout: Layout,
-    /// How tokens go.
+    /// The exchange of tokens.
     pub exchange: Exchange,
     /// Memory of the rank that holds the most.
     pub memory: RankMemory,
@@ -53,11 +53,11 @@ pub struct Estimate {
     pub traffic: Traffic,
     /// Seconds of a step.
     pub time: StepTime,
-    /// Whether the memory suffices.
+    /// True if the memory suffices.
     pub fits: bool,
 }
 
-/// The costs of one step of `shape` under `layout`, whose sizes give the ranks of `topology`.
+/// Returns the costs of one step of `shape` under `layout`, whose sizes give the ranks of `topology`.
 #[must_use]
 pub fn estimate(
     shape: &ModelShape,
@@ -97,13 +97,13 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// Seconds of `flops` operations for each token.
+    /// Returns the seconds of `flops` operations for each token.
     fn compute(&self, flops: f64) -> f64 {
         self.share.tokens() * flops / self.layout.tp as f64 / self.topology.rank.flops
     }
 
-    /// The all-to-alls of a step as they are, and the seconds of them that no expert hides: dispatch and combine of each
-    /// layer, forward and, with twice the computation, backward.
+    /// Returns the cost of the all-to-alls of a step, and their seconds that no expert hides: dispatch and combine of
+    /// each layer, forward and backward, which computes twice as much.
     fn all_to_all(&self) -> (Cost, f64) {
         let (shape, exchange) = (self.shape, self.exchange);
         let rows = Rows {
@@ -124,17 +124,18 @@ impl Step<'_> {
         (one.times(4.0 * layers), layers * (exposed(forward) + exposed(2.0 * forward)))
     }
 
-    /// Gradients over the ranks that hold the same weights: a reduce-scatter and an all-gather, which are half of an all-reduce each.
-    /// Where ranks share the weights out, these are put together twice instead, as products take them.
+    /// Returns the cost of summing gradients over the ranks that hold the same weights: a reduce-scatter and an
+    /// all-gather, half an all-reduce each. Under ZeRO 3 the weights are gathered twice instead, in the format of the
+    /// products.
     fn all_reduce(&self) -> Cost {
         let workload = self.share.workload;
         let gathers = if workload.zero >= 3 { 2.0 * workload.precision.bytes() as f64 / 4.0 } else { 1.0 };
         self.sums().times(0.5 * (1.0 + gathers))
     }
 
-    /// An all-reduce of all gradients.
+    /// Returns the cost of an all-reduce of all gradients.
     fn sums(&self) -> Cost {
-        let (_, experts) = self.share.params();
+        let experts = self.share.params().experts;
         let (cut, whole) = self.share.dense_params();
         let of =
             |ranks: Vec<usize>, params: f64| all_reduce(self.topology, Group::of(self.topology, &ranks), 4.0 * params);
@@ -145,8 +146,9 @@ impl Step<'_> {
         of(self.layout.dense_group(0), cut) + of(all, whole) + of(self.layout.dp_group(0), experts)
     }
 
-    /// Where matrices are cut: of the f32 rows of a group's tokens, forward and backward, a sum for each attention and each dense
-    /// feed-forward, a gather, which is half of one, for each layer with experts, and sums for embedding and output projection.
+    /// Returns the cost of tensor parallelism, on the f32 rows of a group's tokens, forward and backward: an
+    /// all-reduce for each attention and each dense feed-forward, an all-gather (half an all-reduce) for each layer
+    /// with experts, and two all-reduces for embedding and output projection.
     fn tensor_parallel(&self) -> Cost {
         let group = Group::of(self.topology, &self.layout.tp_group(0));
         let sum = all_reduce(self.topology, group, self.share.tokens() * (4 * self.shape.width) as f64);

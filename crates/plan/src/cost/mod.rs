@@ -1,4 +1,4 @@
-//! Bytes and seconds: of collectives, of overlapped chunks, of whole steps.
+//! Bytes and seconds of collectives, of overlapped chunks and of whole steps.
 
 pub mod collectives;
 pub mod estimate;

@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 /// A kind of action.
 ///
-/// F, B, W and BW pass a whole stage. An expanded schedule has the parts of each MoE layer instead, so that its all-to-alls are
-/// actions of their own; parts carry the number of the layer within the stage.
+/// F, B, W and BW pass a whole stage. An expanded schedule has the parts of each MoE layer instead, so that its
+/// all-to-alls are actions of their own; parts carry the number of the layer within the stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Kind {
@@ -112,8 +112,8 @@ impl Kind {
         !self.is_all_to_all() && !self.is_message()
     }
 
-    /// Returns the chain that the action belongs to. A whole backward belongs to that of the input's gradient, and to that of
-    /// the weights' too.
+    /// Returns the chain that the action belongs to. A whole backward belongs to that of the input's gradient, and to
+    /// that of the weights' too.
     #[must_use]
     pub fn chain(self) -> Chain {
         match self {
@@ -129,17 +129,18 @@ impl Kind {
 
 /// One action of a rank: what is done with a microbatch in a stage.
 ///
-/// The text form is the stage, the letters of the kind and the microbatch, and for a part of a MoE layer a dot and the layer's
-/// number within the stage: `0F0`, `2BW7`, `3FD1.0`.
+/// The text form is the stage, the letters of the kind and the microbatch, and for a part of a MoE layer a dot and
+/// the layer's number within the stage: `0F0`, `2BW7`, `3FD1.0`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Action {
-    /// The stage, counted along the model: stage 0 has the embedding. With several stages a rank it is the virtual stage.
+    /// The stage, counted along the model: stage 0 has the embedding. With several stages a rank it is the virtual
+    /// stage.
     pub stage: u32,
     /// The microbatch.
     pub microbatch: u32,
     /// The MoE layer within the stage; 0 for an action that is no part of one.
     pub layer: u16,
-    /// What is done.
+    /// The kind of the action.
     pub kind: Kind,
 }
 
@@ -217,8 +218,8 @@ fn split_number(text: &str) -> Option<(u32, &str)> {
     if is_plain { Some((digits.parse().ok()?, rest)) } else { None }
 }
 
-/// A place in a rank's list: one action, or a forward and a backward whose layers are interleaved, so that the all-to-all of
-/// one runs under the computation of the other.
+/// A place in a rank's list: one action, or a forward and a backward whose layers are interleaved, so that the
+/// all-to-all of one runs under the computation of the other.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Entry {
     /// One action.

@@ -1,7 +1,8 @@
 //! The chains of a microbatch in a stage, action by action.
 //!
-//! Unexpanded, a chain is one action. Expanded, with L MoE layers, the forward is FA FD FE FC for each layer, the backward
-//! BC BE BD BA for each layer from the last, and the weights' gradients are WE WA for each layer from the last.
+//! Unexpanded, a chain is one action. Expanded, with L MoE layers, the forward is FA FD FE FC for each layer, the
+//! backward BC BE BD BA for each layer from the last, and the weights' gradients are WE WA for each layer from the
+//! last.
 
 use super::action::{Action, Chain, Kind};
 

@@ -6,11 +6,11 @@ use super::check::{CheckError, Checked, is_from_other_rank, message_peer};
 use super::{Schedule, WeightCopy};
 
 impl Checked<'_> {
-    /// Returns the schedule with the parts of MoE layers in the place of F, B and W, and dispatch and combine as actions, where
-    /// stage s has `moe_layers[s]` such layers.
+    /// Returns the schedule with the parts of MoE layers in the place of F, B and W, and dispatch and combine as
+    /// actions, where stage s has `moe_layers[s]` such layers.
     ///
-    /// In a pair the layers of the forward and of the backward are interleaved, so that each all-to-all of one runs under a
-    /// computation of the other; a W of the pair's own backward that follows it fills in (Megatron-Core's
+    /// In a pair the layers of the forward and of the backward are interleaved, so that each all-to-all of one runs
+    /// under a computation of the other; a W of the pair's own backward that follows it fills in (Megatron-Core's
     /// `overlap_moe_expert_parallel_comm` with `delay_wgrad_compute`). For each layer a pair becomes
     ///
     /// ```text
@@ -48,8 +48,8 @@ impl Checked<'_> {
         Ok(Schedule { moe_layers, ranks, ..copy_head(schedule) })
     }
 
-    /// Returns the schedule with sends and receives as actions: a send right after what it sends is computed, a receive right
-    /// before what it receives is needed.
+    /// Returns the schedule with sends and receives as actions: a send right after what it sends is computed, a
+    /// receive right before what it receives is needed.
     #[must_use]
     pub fn with_messages(&self) -> Schedule {
         let schedule = self.schedule();
@@ -133,8 +133,8 @@ impl Expansion<'_> {
         }
     }
 
-    /// Pushes a backward; `fills` puts the weights' gradients of the experts under the all-to-all that follows them, and those of
-    /// attention under that of the next layer.
+    /// Pushes a backward; `fills` puts the weights' gradients of the experts under the all-to-all that follows them,
+    /// and those of attention under that of the next layer.
     fn push_backward(&mut self, of: Action, fills: bool) {
         for layer in (0..self.layers(of)).rev() {
             self.push_backward_layer(of, layer, fills);

@@ -1,7 +1,8 @@
 //! The timeline of a schedule: start and end of each action, by given times.
 //!
-//! The check has found an order in which every run of a list comes after what it waits for, so one pass over the actions finds
-//! all times: an action starts when its rank is free and its inputs are there. See [the module](super) for the exact rules.
+//! The check has found an order in which every run of a list comes after what it waits for, so one pass over the
+//! actions finds all times: an action starts when its rank is free and its inputs are there. See [the module](super)
+//! for the exact rules.
 
 use super::Schedule;
 use super::action::{Action, Chain, Entry, Kind};
@@ -9,8 +10,8 @@ use super::chains::chain_index;
 use super::check::{Change, Checked, awaited, is_from_other_rank, source_stage};
 use super::times::{PairTime, Times, TimesError};
 
-/// The time of an entry: of a computation while the rank computes, of an all-to-all or a send while it is under way, of a receive
-/// while the rank waits.
+/// The time of an entry: of a computation while the rank computes, of an all-to-all or a send while it is under way,
+/// of a receive while the rank waits.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Span {
     /// The start.
@@ -63,7 +64,8 @@ impl Timeline<'_> {
         if self.makespan > 0.0 { (1.0 - busy / self.makespan).max(0.0) } else { 0.0 }
     }
 
-    /// Returns the bubble rate of the zero-bubble paper: the share of the longest span that the busiest rank does not compute.
+    /// Returns the bubble rate of the zero-bubble paper: the share of the longest span that the busiest rank does not
+    /// compute.
     #[must_use]
     pub fn span_bubble(&self) -> f64 {
         let busy = self.busy.iter().copied().fold(0.0, f64::max);
@@ -139,7 +141,8 @@ struct Clock<'a> {
     times: &'a Times,
     num_microbatches: usize,
     ranks: Vec<RankClock>,
-    /// Of each stage and microbatch: the latest action of its forward and of its backward; the send of what they made, if any.
+    /// For each stage and microbatch, the latest action of its forward and of its backward, and the send of their
+    /// results, if any.
     chains: Vec<[ChainClock; 2]>,
     spans: Vec<Vec<Span>>,
     communication: f64,
@@ -198,13 +201,14 @@ impl<'a> Clock<'a> {
         if !action.kind.is_part() || chain_index(action, self.schedule.moe_layers_of(action.stage)) == Some(0) {
             return self.local_arrival(action);
         }
-        // Experts and the layer after wait for the all-to-all before; other parts follow a computation of the same rank.
+        // Experts and the layer after wait for the all-to-all before; other parts follow a computation of the same
+        // rank.
         let before = *self.chain(action);
         Some(Arrival { sent: before.start, at: before.end })
     }
 
-    /// Returns when the stage before on the same rank is done: its last all-to-all may still be under way. Of the last stage's
-    /// backward that is its own forward.
+    /// Returns when the stage before on the same rank is done: its last all-to-all may still be under way. Of the
+    /// last stage's backward that is its own forward.
     fn local_arrival(&mut self, action: Action) -> Option<Arrival> {
         if is_from_other_rank(self.schedule, action) {
             return None; // received by an action of its own

@@ -1,22 +1,23 @@
 //! Pipeline schedules as values: for each rank the list of its actions.
 //!
-//! A [`Schedule`] can be written by hand or made by a generator ([`ScheduleKind::generate`]). [`Schedule::check`] proves that it
-//! can be carried out, and gives the peaks of memory; the [`Checked`] schedule gives a [`Timeline`] for given [`Times`], which is
-//! drawn by [`Timeline::to_svg`].
+//! A [`Schedule`] can be written by hand or made by a generator ([`ScheduleKind::generate`]). [`Schedule::check`]
+//! proves that it can be carried out, and gives the peaks of memory; the [`Checked`] schedule gives a [`Timeline`]
+//! for given [`Times`], which is drawn by [`Timeline::to_svg`].
 //!
 //! # Carrying out
 //!
 //! Checker, timeline and executor agree on this:
 //!
 //! - Each rank goes through its list in order.
-//! - A computation (F, B, W, BW and parts of them) starts when the rank has come to it and its inputs are there, and the rank
-//!   computes until it ends. A pair starts when the inputs of both are there.
-//! - An all-to-all (dispatch, combine) starts when the rank has come to it and the rank's earlier all-to-alls are done. The rank
-//!   goes on at once; whichever action needs the result waits for it.
-//! - A send is buffered: it starts when the rank has come to it, and the rank goes on at once. A receive blocks until its message
-//!   is there. Messages of a kind between the same two stages arrive in the order in which they were sent.
-//! - A schedule without sends and receives has them implied: a stage's output leaves when it is computed, and the computation that
-//!   needs it waits for it. If there is one send or receive there must be all of them.
+//! - A computation (F, B, W, BW and parts of them) starts when the rank has come to it and its inputs are there, and
+//!   the rank computes until it ends. A pair starts when the inputs of both are there.
+//! - An all-to-all (dispatch, combine) starts when the rank has come to it and the rank's earlier all-to-alls are
+//!   done. The rank goes on at once; whichever action needs the result waits for it.
+//! - A send is buffered: it starts when the rank has come to it, and the rank goes on at once. A receive blocks until
+//!   its message is there. Messages of a kind between the same two stages arrive in the order in which they were
+//!   sent.
+//! - A schedule without sends and receives has them implied: a stage's output leaves when it is computed, and the
+//!   computation that needs it waits for it. If there is one send or receive there must be all of them.
 //!
 //! ```
 //! use moeworks_plan::{ScheduleKind, ScheduleRequest, Times};
@@ -68,7 +69,8 @@ pub struct Schedule {
     pub name: String,
     /// The copies of the weights, each with the microbatches that go through it: one, or two in DualPipe.
     pub copies: Vec<WeightCopy>,
-    /// The number of MoE layers of each stage whose all-to-alls are actions of their own; empty if there are none such.
+    /// The number of MoE layers of each stage whose all-to-alls are actions of their own; empty if there are none
+    /// such.
     pub moe_layers: Vec<u16>,
     /// The list of each rank.
     pub ranks: Vec<Vec<Entry>>,

@@ -1,8 +1,8 @@
 //! The picture of a timeline: a row a rank, time from left to right.
 //!
-//! F, B and W differ in colour and in texture (plain, hatched, dotted). A rank with several stages has each in a shade of its own.
-//! A whole backward is a B with a W along its bottom; an overlapped pair has its F above its backward. What travels is drawn in a
-//! strip under the row.
+//! F, B and W differ in colour and in texture (plain, hatched, dotted). A rank with several stages has each in a
+//! shade of its own. A whole backward is a B with a W along its bottom; an overlapped pair has its F above its
+//! backward. What travels is drawn in a strip under the row.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -52,7 +52,8 @@ const STYLE: &str = "text{font:11px system-ui,-apple-system,'Segoe UI',Roboto,sa
 .paper{fill:#14171b}.idle{fill:#1e2228}.box{stroke:#14171b}}";
 
 impl Timeline<'_> {
-    /// Draws the timeline as an SVG document, which is readable on light and on dark paper and refers to nothing outside itself.
+    /// Draws the timeline as an SVG document, which is readable on light and on dark paper and refers to nothing
+    /// outside itself.
     ///
     /// Its size is in proportion to the actions; of more than 256 ranks the first ones are drawn.
     #[must_use]
@@ -187,7 +188,8 @@ impl<'a> Picture<'a> {
         let _ = write!(path, "M{} {}h{}v{}h-{}z", short(x), short(y), short(width), short(height), short(width));
     }
 
-    /// Writes the letters and the number of the microbatch into a box, or the number alone, in the largest way that fits.
+    /// Writes the letters and the number of the microbatch into a box, or the number alone, in the largest way that
+    /// fits.
     fn label(&mut self, action: Action, area: Area) {
         let (class, size) = if area.height < BOX { ("n half", 10.0) } else { ("n", 11.0) };
         let number = action.microbatch.to_string();

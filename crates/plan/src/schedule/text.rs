@@ -2,15 +2,15 @@
 //!
 //! ```text
 //! schedule dualpipe                                 # a name: the rest of the line
-//! microbatches 0..8: stages on ranks 0 1 2 3        # of each copy of the weights: its microbatches, the rank of each stage
+//! microbatches 0..8: stages on ranks 0 1 2 3        # for each copy of the weights: microbatches, rank of each stage
 //! microbatches 8..16: stages on ranks 3 2 1 0
-//! moe layers 1 1 1 1                                # of each stage, only if all-to-alls are actions of their own
-//! rank 0: 0F0, 0F1, 0F2&0BW0, 0B1, 0W1              # of each rank its list; & joins an overlapped pair
+//! moe layers 1 1 1 1                                # for each stage, only if all-to-alls are actions of their own
+//! rank 0: 0F0, 0F1, 0F2&0BW0, 0B1, 0W1              # for each rank its list; & joins an overlapped pair
 //! rank 1: ...
 //! ```
 //!
-//! Lines may be empty, and `#` begins a comment. [`super::Action`] says how an action is written. What is read takes memory in
-//! proportion to the text, whatever the numbers in it.
+//! Lines may be empty, and `#` begins a comment. [`super::Action`] says how an action is written. What is read takes
+//! memory in proportion to the text, whatever the numbers in it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -31,7 +31,7 @@ pub enum ScheduleError {
         line: usize,
         /// The text of the line, cut off where it is long.
         text: String,
-        /// What would be right.
+        /// The line that would be right.
         expected: String,
     },
     /// An entry of a rank's list that cannot be read.
@@ -43,7 +43,7 @@ pub enum ScheduleError {
         rank: usize,
         /// The position in the rank's list, from 0.
         position: usize,
-        /// What is wrong, and what would be right.
+        /// The problem, with what would be right.
         problem: String,
     },
 }

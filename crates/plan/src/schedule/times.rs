@@ -13,7 +13,8 @@ pub struct StageTimes {
     pub dispatch: f64,
     /// The combines of all MoE layers of the stage, one way.
     pub combine: f64,
-    /// The part of F, B and W that experts take; the rest is attention and the like. Only expanded schedules look at it.
+    /// The part of F, B and W that experts take; the rest is attention and the like. Only expanded schedules look at
+    /// it.
     pub expert_share: f64,
     /// M_B: the size of the activations that F leaves for B.
     pub activation: f64,
@@ -60,7 +61,7 @@ impl StageTimes {
 /// The time that an overlapped pair takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum PairTime {
-    /// As long as the two actions one after the other, their all-to-alls included.
+    /// The sum of the two actions' times, including their all-to-alls.
     #[default]
     Sum,
     /// The measured share of that sum.
@@ -108,7 +109,7 @@ impl Times {
         Self { stages: vec![StageTimes::new(forward, input_grad, weight_grad)], message: 0.0, pair: PairTime::Sum }
     }
 
-    /// Returns the same with messages that take `message`.
+    /// Returns these times with messages that take `message`.
     #[must_use]
     pub fn with_message(self, message: f64) -> Self {
         Self { message, ..self }

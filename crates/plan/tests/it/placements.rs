@@ -1,4 +1,4 @@
-//! Placements: what they say, and their text.
+//! Placements and their text form.
 
 use moeworks_plan::{
     Algorithm, LayerLoad, Link, Links, MoveCosts, Nodes, Placement, PlacementError, Placements, experts_to_fetch,
@@ -164,7 +164,8 @@ proptest! {
     }
 }
 
-/// Of rows of so many bytes, experts of as many there and back, and a byte a second inside a node, a tenth of it between nodes.
+/// The costs of rows of `row_bytes` bytes and experts of `expert` bytes there and back. Links carry a byte per second
+/// inside a node and a tenth of it between nodes.
 fn costs(algorithm: Algorithm, row_bytes: f64, expert: f64, row_compute_s: f64) -> MoveCosts {
     let link = |latency_s, bytes_per_s| Link { latency_s, bytes_per_s };
     let links = Links { node: link(0.0, 1.0), cluster: link(0.5, 0.1) };

@@ -1,4 +1,4 @@
-//! What is proposed, and how it goes with the size of the cluster.
+//! The proposed layouts, and how they change with the size of the cluster.
 
 use moeworks_plan::cost::estimate::estimate;
 use moeworks_plan::{
@@ -128,8 +128,8 @@ fn sums_over_cut_matrices_cost_what_megatron_says() {
         let workload = Workload { tokens: Tokens::OfEachRank(1000), ..WORKLOAD };
         estimate(&shape, &workload, &topology, &Layout::new(4 / tp, 1, tp), &Exchange::plain(Wire::Bf16))
     };
-    // Two sums a layer forward and two backward (1909.08053, section 3), each sending 2 (n - 1) / n of the group's f32 rows, and two
-    // for embedding and output projection; the gradients of what is not cut.
+    // Two sums a layer forward and two backward (1909.08053, section 3), each sending 2 (n - 1) / n of the group's
+    // f32 rows, and two for embedding and output projection; the gradients of what is not cut.
     let rows = 4.0 * 1000.0 * 2048.0 * 4.0;
     let bytes = f64::from(4 * 24 + 2) * 1.5 * rows + 1.5 * 4.0 * shape.whole_params as f64;
     assert!((of(4).traffic.node_bytes / bytes - 1.0).abs() < 1e-9);

@@ -9,8 +9,8 @@ fn assert_near(value: f64, expected: f64, relative: f64, what: &str) {
     assert!((value - expected).abs() <= relative * expected.abs(), "{what}: {value} against {expected}");
 }
 
-/// DeepEP's table of low-latency kernels: 128 tokens of 7168 numbers to eight experts each; the bytes over the published
-/// microseconds give the published GB/s.
+/// DeepEP's table of low-latency kernels: 128 tokens of 7168 numbers to eight experts each; the bytes over the
+/// published microseconds give the published GB/s.
 #[test]
 fn bytes_of_dispatch_and_combine_are_those_of_deepep() {
     let dispatch = [(77.0, 98.0), (118.0, 63.0), (155.0, 48.0), (173.0, 43.0), (192.0, 39.0), (194.0, 39.0)];
@@ -64,8 +64,8 @@ fn overlap_approaches_the_longer_of_computation_and_transfer() {
     }
 }
 
-/// PipeMoE's closed forms: `2a + re` where computation is longer, `2ra` where transfers fill the link. On one link the first
-/// holds as long as it leaves the link time for all transfers, so that the longer of the two is the time.
+/// PipeMoE's closed forms: `2a + re` where computation is longer, `2ra` where transfers fill the link. On one link
+/// the first holds as long as it leaves the link time for all transfers, so that the longer of the two is the time.
 #[test]
 fn chunks_take_what_pipemoe_says() {
     for r in 1..9 {
@@ -118,8 +118,8 @@ fn levels_of_hybrid_ep_pair_workers_at_equal_places_below() {
     assert_eq!(peer(0, 3, 1, &[2, 4], &[1, 2]), Peer::None);
 }
 
-/// HybridEP's optimum for the settings of its table 4 (its printed shares do not follow from them; these do), and that it is
-/// one.
+/// HybridEP's optimum for the settings of its table 4 (its printed shares do not follow from them; these do), and
+/// that it is one.
 #[test]
 fn the_share_of_tokens_of_hybrid_ep() {
     let mix = |hidden_s, expert_bytes, bytes_per_s| Migration {

@@ -53,9 +53,9 @@ impl RunConfig {
     pub fn cache_place(&self, user: Option<&Path>) -> CachePlace {
         let folder = &self.data.cache_dir;
         if folder.as_os_str().is_empty() {
-            CachePlace::of_user(user, self.run.out.join("cache"))
+            CachePlace::from_user(user, self.run.out.join("cache"))
         } else {
-            CachePlace::at(folder)
+            CachePlace::from_folder(folder)
         }
     }
 }

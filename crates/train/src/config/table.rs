@@ -85,7 +85,7 @@ fn section<S: Section>(name: &str, prefix: &str) -> Vec<SettingRow> {
 /// The comment of the setting that names the scheme, with all names in lines of a width that can be read.
 fn scheme_comment() -> String {
     let names: Vec<&str> = RouterKind::ALL.iter().map(|kind| kind.name()).collect();
-    let mut comment = "The scheme:".to_owned();
+    let mut comment = "The routing scheme:".to_owned();
     let mut width = comment.len();
     for (i, name) in names.iter().enumerate() {
         let word = match names.len() - i {
@@ -98,7 +98,7 @@ fn scheme_comment() -> String {
         comment.push(if is_full { '\n' } else { ' ' });
         comment.push_str(&word);
     }
-    comment + "\nChoosing one also sets what it was published with, unless that is given too."
+    comment + "\nChoosing one also sets the settings it was published with, unless they are given."
 }
 
 /// Returns the part of `docs/settings.md` that is made from the table.

@@ -27,7 +27,7 @@ impl Corpus {
             Some(tokenizer) => tokenizer,
             None => choose_tokenizer(config, &mix)?,
         };
-        let spans = SpanRule::of(&config.model, &tokenizer)?;
+        let spans = SpanRule::from_config(&config.model, &tokenizer)?;
         let dataset = Dataset::open(config, &mix, &tokenizer)?.with_spans(spans);
         Ok(Self { dataset, tokenizer, hash: format!("{:032x}", mix.hash()) })
     }

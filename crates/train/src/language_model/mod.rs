@@ -186,7 +186,7 @@ impl Task for LanguageModel {
         let model = &self.config.model;
         Some(match self.dataset.span_lengths() {
             None => training_flops_per_token(model, self.config.train.seq_len),
-            Some(lengths) => training_flops_per_answer_token(model, (lengths.source, lengths.answer)),
+            Some(lengths) => training_flops_per_answer_token(model, lengths.source, lengths.answer),
         })
     }
 

@@ -49,7 +49,7 @@ impl Ranks {
         let experts = self.experts.clone();
         let ranks = TensorRanks::new(config, table, Arc::clone(group), experts).map_err(ConfigError::from)?;
         let size = ranks.split().size();
-        let splits = (0..size).map(|rank| TensorSplit::new(config, table, (rank, size)));
+        let splits = (0..size).map(|rank| TensorSplit::new(config, table, rank, size));
         let splits = splits.collect::<Result<_, _>>().map_err(ConfigError::from)?;
         let of_keys = ranks.split().kv_ranks().start;
         let kv_holders = super::part(&*self.world, of_keys, self.world.rank())?;

@@ -7,7 +7,7 @@ use moeworks_model::{
     BalanceKind, GradTarget, LatentAttention, LayerDone, ModelConfig, PassOptions, PassOrder, PassStats, QkNorm,
     RouterNoise, TokenBatch, Variant,
 };
-use moeworks_moe::{EntropyRule, Overflow, Ramp, RouterConfig, RouterKind, ScoreFunction};
+use moeworks_moe::{EntropyRule, ExpertIds, Overflow, Ramp, RouterConfig, RouterKind, ScoreFunction};
 use moeworks_ops::linear::Write;
 use moeworks_plan::{Algorithm, Exchange, Moving, Placement, RankOrder, Wire};
 use moeworks_tensor::{DType, Purpose, Random};
@@ -41,6 +41,8 @@ struct Case {
     /// Which node each rank stands on.
     nodes: Vec<usize>,
     checkpoint_layers: bool,
+    /// Whether expert ids are handed in to routers.
+    hands_in_ids: bool,
     /// Whether the gradients of a layer are summed while those below are computed.
     is_overlapped: bool,
     balance: BalanceKind,
@@ -111,6 +113,7 @@ fn sliced((dp, ep, tp): (usize, usize, usize), model: ModelConfig) -> Case {
         moving: Moving::Tokens,
         nodes,
         checkpoint_layers: false,
+        hands_in_ids: false,
         is_overlapped: true,
         balance: BalanceKind::Pooled,
         zero: 0,
@@ -147,6 +150,23 @@ fn ids(case: &Case, stream: u64, sequences: Range<usize>) -> Vec<u32> {
     all[sequences.start * SEQ_LEN..sequences.end * SEQ_LEN].to_vec()
 }
 
+/// Expert ids of some sequences for each MoE layer, others in each; none unless the case hands them in.
+fn expert_ids(case: &Case, ctx: &Context, decoder: &Decoder, sequences: Range<usize>) -> Vec<ExpertIds> {
+    if !case.hands_in_ids {
+        return Vec::new();
+    }
+    let (model, random) = (&case.model, Random::new(5, Purpose::Test, 2));
+    let tokens = sequences.start * SEQ_LEN..sequences.end * SEQ_LEN;
+    let of_token = |layer: usize, token: usize| {
+        let place = (layer * case.num_sequences * SEQ_LEN + token) as u64;
+        let first = random.below(place, model.num_experts as u64) as u32;
+        (0..model.top_k as u32).map(move |k| (first + k) % model.num_experts as u32)
+    };
+    let of_layer = |layer| tokens.clone().flat_map(|token| of_token(layer, token)).collect();
+    let lists: Vec<Vec<u32>> = model.moe_layers().into_iter().map(|(_, layer)| of_layer(layer)).collect();
+    decoder.expert_ids(ctx, tokens.len(), &lists).expect("lists that fit the model")
+}
+
 /// The pass of some sequences: the account, and the gradients of it alone.
 fn pass(
     case: &Case,
@@ -156,7 +176,9 @@ fn pass(
     grads: &mut DecoderWeights,
 ) -> PassStats {
     let (inputs, targets) = (ids(case, 0, sequences.clone()), ids(case, 1, sequences.clone()));
+    let expert_ids = expert_ids(case, ctx, decoder, sequences.clone());
     let batch = TokenBatch {
+        expert_ids: &expert_ids,
         inputs: &inputs,
         targets: &targets,
         num_sequences: sequences.len(),
@@ -537,6 +559,22 @@ fn layers_that_are_computed_again_and_other_routers_give_the_step_of_one_rank() 
         case.model.router = RouterConfig { kind, ..RouterConfig::default() };
         check(&case);
     }
+}
+
+#[test]
+fn expert_ids_that_are_handed_in_give_the_step_of_one_rank() {
+    // Five sequences over eight ranks: some have none.
+    for (dp, ep, tp) in [(1, 2, 1), (2, 2, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2)] {
+        let moe_every = ModelConfig { num_layers: 3, moe_every: 2, dense_width: 20, num_heads: 4, ..model() };
+        for checkpoint_layers in [false, true] {
+            let case = Case { hands_in_ids: true, checkpoint_layers, ..sliced((dp, ep, tp), moe_every.clone()) };
+            check(&case);
+        }
+    }
+    // A scheme whose own choice is one of all ranks together.
+    let router = RouterConfig { kind: RouterKind::Base, ..RouterConfig::default() };
+    let base = ModelConfig { top_k: 1, router, ..model() };
+    check(&Case { hands_in_ids: true, ..sliced((1, 3, 1), base) });
 }
 
 #[test]

@@ -1,3 +1,4 @@
+use moeworks_infer::generation::ModelRef;
 use moeworks_model::{Decoder, Mode, ModelConfig, Tokenizer};
 use moeworks_ops::Context;
 
@@ -23,7 +24,8 @@ fn routed(text: &str, num_experts: usize, top_k: usize) -> RoutedText {
     let decoder = Decoder::new(config).unwrap();
     let weights = decoder.init(&ctx, 3, None);
     let ids = text.bytes().map(u32::from).collect();
-    RoutedText::new(&ctx, (&decoder, &weights), &Tokenizer::bytes(), ids, (64, Mode::TrainForward)).unwrap()
+    let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
+    RoutedText::new(model, &Tokenizer::bytes(), ids, 64, Mode::TrainForward).unwrap()
 }
 
 fn page(text: &RoutedText) -> String {

@@ -5,9 +5,9 @@ use std::collections::btree_map::Entry;
 use std::ops::ControlFlow;
 
 use moeworks_infer::data::Sources;
-use moeworks_model::{Decoder, DecoderWeights, Mode, TokenBatch, Tokenizer, TokenizerError};
+use moeworks_infer::generation::ModelRef;
+use moeworks_model::{Mode, TokenBatch, Tokenizer, TokenizerError};
 use moeworks_moe::{Dispatch, MoeSaved, NO_EXPERT};
-use moeworks_ops::Context;
 use moeworks_ops::experts::NO_ROW;
 
 use super::text::{self, Piece};
@@ -60,15 +60,16 @@ pub struct TokenCount {
 }
 
 impl RoutedText {
-    /// Sends `token_ids` through the model in windows of `seq_len` tokens, by the rules of training or of inference; with the
-    /// former each window has its own capacity.
+    /// Routes `token_ids` through the model in windows of `seq_len` tokens. In a training mode each window has its own
+    /// capacity.
     pub fn new(
-        ctx: &Context,
-        (decoder, weights): (&Decoder, &DecoderWeights),
+        model: ModelRef<'_>,
         tokenizer: &Tokenizer,
         token_ids: Vec<u32>,
-        (seq_len, mode): (usize, Mode),
+        seq_len: usize,
+        mode: Mode,
     ) -> Result<Self, TrainError> {
+        let ModelRef { ctx, decoder, weights } = model;
         let mut layers: BTreeMap<usize, Vec<Vec<Choice>>> = BTreeMap::new();
         // A routing may have experts that compute nothing besides those of the configuration.
         let mut num_experts = decoder.config().num_experts;

@@ -1,5 +1,6 @@
-use moeworks_model::ModelConfig;
+use moeworks_model::{Decoder, ModelConfig};
 use moeworks_moe::Routing;
+use moeworks_ops::Context;
 
 use super::*;
 
@@ -34,14 +35,14 @@ fn every_window_of_a_text_goes_through_every_moe_layer() {
     let tokenizer = Tokenizer::bytes();
     let ids: Vec<u32> =
         "Größer als ein Fenster: a text of more than thirty-two tokens.".bytes().map(u32::from).collect();
-    let model = (&decoder, &weights);
-    let text = RoutedText::new(&ctx, model, &tokenizer, ids.clone(), (32, Mode::Infer)).unwrap();
+    let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
+    let text = RoutedText::new(model, &tokenizer, ids.clone(), 32, Mode::Infer).unwrap();
     assert_eq!(text.layers.iter().map(|layer| layer.layer).collect::<Vec<_>>(), [1]);
     let choices = &text.layers[0].choices;
     assert_eq!(choices.len(), ids.len());
     assert!(choices.iter().all(|choices| choices.len() == 2 && choices.iter().all(|choice| !choice.is_dropped)));
     // The second window by itself.
-    let second = RoutedText::new(&ctx, model, &tokenizer, ids[32..].to_vec(), (32, Mode::Infer)).unwrap();
+    let second = RoutedText::new(model, &tokenizer, ids[32..].to_vec(), 32, Mode::Infer).unwrap();
     assert_eq!(second.layers[0].choices, choices[32..]);
     assert_eq!(text.layers[0].tokens_per_expert(4).iter().sum::<u64>(), 2 * ids.len() as u64);
 }
@@ -51,9 +52,8 @@ fn what_the_capacity_of_training_drops_is_marked() {
     let (ctx, decoder) = tiny(0.5);
     let weights = decoder.init(&ctx, 1, None);
     let ids: Vec<u32> = (0..64).map(|i| i * 37 % 251).collect();
-    let text = |rules| {
-        RoutedText::new(&ctx, (&decoder, &weights), &Tokenizer::bytes(), ids.clone(), (32, rules)).unwrap().layers
-    };
+    let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
+    let text = |mode| RoutedText::new(model, &Tokenizer::bytes(), ids.clone(), 32, mode).unwrap().layers;
     let (training, inference) = (text(Mode::TrainForward), text(Mode::Infer));
     assert_eq!(inference[0].drop_rate(), 0.0);
     // ceil(0.5 2 32 / 4) = 8 of the choices of a window at most stay with an expert.
@@ -84,8 +84,8 @@ fn a_model_without_moe_layers_has_nothing_to_show() {
     let (ctx, decoder) = tiny(0.0);
     let decoder = Decoder::new(ModelConfig { num_experts: 0, ..decoder.config().clone() }).unwrap();
     let weights = decoder.init(&ctx, 1, None);
-    let model = (&decoder, &weights);
-    let text = RoutedText::new(&ctx, model, &Tokenizer::bytes(), vec![1, 2, 3], (32, Mode::TrainForward)).unwrap();
+    let model = ModelRef { ctx: &ctx, decoder: &decoder, weights: &weights };
+    let text = RoutedText::new(model, &Tokenizer::bytes(), vec![1, 2, 3], 32, Mode::TrainForward).unwrap();
     assert!(text.layers.is_empty());
 }
 

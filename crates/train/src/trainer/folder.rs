@@ -58,7 +58,7 @@ impl RunFolder {
     /// # Errors
     /// If the folder holds what must not be written over.
     pub fn check(&self) -> Result<(), TrainError> {
-        let holding = Holding::of(&self.path).map_err(TrainError::io(&self.path))?;
+        let holding = Holding::new(&self.path).map_err(TrainError::io(&self.path))?;
         let Some(holds) = holding.describe() else { return Ok(()) };
         let advice = match (self.if_taken, holding) {
             (IfTaken::Number, _) => return Ok(()),

@@ -37,7 +37,7 @@ fn the_checkout_itself_is_data() {
     let cache = tempfile::tempdir().unwrap();
     let mut config = RunConfig::default();
     config.data.cache_dir = cache.path().into();
-    let sources = Sources::of_checkout(&repository(), &config.data.texts(), &Watch::default()).unwrap();
+    let sources = Sources::from_checkout(&repository(), &config.data.texts(), &Watch::default()).unwrap();
     let data = Dataset::open(&config, &Mix::from(sources), &Bytes).unwrap();
     let tokens = data.parts()[0].tokens();
     assert_eq!(tokens.len(), tokens.num_text_bytes() + tokens.num_documents());

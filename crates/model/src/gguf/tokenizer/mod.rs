@@ -1,4 +1,4 @@
-//! The tokenizer in a GGUF file, as the `tokenizer.json` that it was made from.
+//! The tokenizer in a GGUF file, rebuilt as the `tokenizer.json` that it was made from.
 
 mod pre;
 mod sentence_piece;
@@ -12,12 +12,13 @@ use super::value::{Numbers, Value};
 use crate::tokenizer::{Tokenizer, is_known_end};
 use pre::{Pre, byte_level};
 
-/// Kinds of tokens (`tokenizer.ggml.token_type`): those that text never becomes, and those that are matched before all else.
+/// Kinds of tokens (`tokenizer.ggml.token_type`): control tokens never result from text; user-defined ones are
+/// matched before all others.
 const CONTROL: usize = 3;
 const USER_DEFINED: usize = 4;
 
 impl GgufFile {
-    /// The tokenizer: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`).
+    /// Builds the tokenizer: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`).
     pub fn tokenizer(&self) -> Result<Tokenizer, GgufError> {
         let json = match self.key("tokenizer.ggml.model", Value::as_text, "text")? {
             "gpt2" => self.byte_level()?,
@@ -31,7 +32,7 @@ impl GgufFile {
             }
         };
         let [bos, eos] =
-            [self.special_token("bos")?, self.special_token("eos")?].map(|token| token.map(|(name, _)| name));
+            [self.special_token("bos")?, self.special_token("eos")?].map(|token| token.map(|token| token.name));
         let mut config = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": false,
@@ -46,7 +47,7 @@ impl GgufFile {
             .map_err(|source| GgufError::Tokenizer { path: self.path().to_owned(), source })
     }
 
-    /// The ids at which the model ends what it says: those that the file names, and those that its `tokenizer` knows.
+    /// Returns the ids that end a text: those that the file names, and those that its `tokenizer` knows.
     pub fn stop_ids(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>, GgufError> {
         let mut ids = Vec::new();
         for end in ["eos", "eot", "eom"] {
@@ -63,7 +64,7 @@ impl GgufFile {
         )
     }
 
-    /// The entries of `added_tokens`: tokens that no merge makes.
+    /// Returns the entries of `added_tokens`: tokens that are not made by merges.
     fn added_tokens(&self, tokens: &[String]) -> Result<Json, GgufError> {
         let types: Option<&Numbers> = self.optional(
             "tokenizer.ggml.token_type",
@@ -72,7 +73,7 @@ impl GgufFile {
         )?;
         let kind = |id: usize| types?.get(id)?.as_usize();
         let entry = |(id, token): (usize, &String)| {
-            // A token that ends answers is one whatever the file says.
+            // A token that ends answers is a control token whatever the file says.
             let kind = if is_known_end(token) { Some(CONTROL) } else { kind(id) };
             let kind = kind.filter(|&kind| kind == CONTROL || kind == USER_DEFINED)?;
             Some(json!({
@@ -109,7 +110,7 @@ impl GgufFile {
         }))
     }
 
-    /// How the file divides text into words.
+    /// Returns the file's division of text into words.
     fn pre(&self) -> Result<&'static Pre, GgufError> {
         let name = self.optional("tokenizer.ggml.pre", Value::as_text, "text")?.unwrap_or("");
         let pre = Pre::of(name).ok_or_else(|| {

@@ -1,22 +1,22 @@
-//! How byte-level tokenizers divide text into words, by the names of `tokenizer.ggml.pre`.
+//! The division of text into words by byte-level tokenizers, by the names of `tokenizer.ggml.pre`.
 //!
-//! llama.cpp (`llama-vocab.cpp`) knows a tokenizer by such a name, and spells its expressions again for an engine of its own. Here they
-//! stand as in the `tokenizer.json` that each was made from, with its normalizer where it has one.
+//! llama.cpp (`llama-vocab.cpp`) knows a tokenizer by such a name, and rewrites its regular expressions for its own
+//! engine. Here they are those of the `tokenizer.json` that each was made from, with its normalizer if it has one.
 
 use serde_json::{Value as Json, json};
 
-/// A family of names.
+/// A division of text, and the names of the tokenizers that use it.
 pub(super) struct Pre {
     names: &'static [&'static str],
-    /// The expressions, each of which cuts what those before it left.
+    /// The regular expressions; each divides the parts that the ones before it left.
     words: &'static [&'static str],
-    /// Expressions that cut once bytes are spelled as characters, some of which count as digits.
+    /// Regular expressions that apply after bytes are spelled as characters, some of which count as digits.
     cuts_of_spelled_bytes: &'static [&'static str],
-    /// Whether characters are composed first (NFC).
+    /// True if characters are composed first (NFC).
     composes: bool,
-    /// Whether a word that is a token is that token, whatever the merges say.
+    /// True if a word that is a token becomes that token, whatever the merges say.
     pub(super) ignores_merges: bool,
-    /// Whether a text begins with a token where the file does not say.
+    /// True if a text begins with a token unless the file says otherwise.
     pub(super) adds_bos: bool,
 }
 
@@ -53,7 +53,7 @@ const YOUTU: &str =
 const YOUTU_WORDS: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const PUNCTUATION: &str = r"[\p{P}\$\+<=>\^~\|`]+";
 
-/// The division of files that name none: llama.cpp's.
+/// llama.cpp's division for files that name none.
 const DEFAULT: Pre =
     Pre { names: &["default", ""], words: &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"], ..PLAIN };
 
@@ -174,27 +174,27 @@ const PRES: [Pre; 29] = [
 ];
 
 impl Pre {
-    /// The family of a name; none if nobody knows the name.
+    /// Returns the division with this name; none if the name is unknown.
     pub(super) fn of(name: &str) -> Option<&'static Self> {
         [&DEFAULT].into_iter().chain(&PRES).find(|pre| pre.names.contains(&name))
     }
 
-    /// Every name.
+    /// Lists every name.
     pub(super) fn names() -> impl Iterator<Item = &'static str> {
         PRES.iter().chain([&DEFAULT]).flat_map(|pre| pre.names).copied().filter(|name| !name.is_empty())
     }
 
-    /// Whether this is what is done where the division is not known.
+    /// Returns true if this is the division for files that name none.
     pub(super) fn is_default(&self) -> bool {
         self.names == DEFAULT.names
     }
 
-    /// The `normalizer` of `tokenizer.json`.
+    /// Returns the `normalizer` of `tokenizer.json`.
     pub(super) fn normalizer(&self) -> Json {
         if self.composes { json!({ "type": "NFC" }) } else { Json::Null }
     }
 
-    /// The `pre_tokenizer` of `tokenizer.json`.
+    /// Returns the `pre_tokenizer` of `tokenizer.json`.
     pub(super) fn pre_tokenizer(&self) -> Json {
         let uses_regex = self.words.last() == Some(&GPT2);
         let cuts = if uses_regex { &self.words[..self.words.len() - 1] } else { self.words };
@@ -205,7 +205,7 @@ impl Pre {
     }
 }
 
-/// The step that spells bytes, and GPT-2's words if `uses_regex`.
+/// Returns the step that spells bytes as characters, with GPT-2's division if `uses_regex`.
 pub(super) fn byte_level(uses_regex: bool) -> Json {
     json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": uses_regex })
 }

@@ -1,4 +1,4 @@
-//! SentencePiece's BPE in a GGUF file.
+//! SentencePiece BPE in a GGUF file.
 
 use std::collections::HashMap;
 
@@ -9,12 +9,12 @@ use super::super::error::GgufError;
 use super::super::value::Value;
 use super::vocab;
 
-/// The longest token of a SentencePiece vocabulary: each is tried to be cut everywhere.
+/// The longest token that is accepted, in bytes: each token is split at every position.
 const MAX_TOKEN_BYTES: usize = 1024;
 
 impl GgufFile {
-    /// SentencePiece's BPE has scores instead of merges: every way to make a token from two others is one, the highest
-    /// score first, as the converter of `transformers` has it.
+    /// Rebuilds the tokenizer. SentencePiece BPE has scores instead of merges: every way to make a token from two
+    /// others becomes a merge, in descending order of scores, as in the converter of `transformers`.
     pub(super) fn sentence_piece(&self) -> Result<Json, GgufError> {
         let tokens = self.tokens()?;
         let scores = self.key(

@@ -1,5 +1,5 @@
-//! DeepSeek-V2 (2405.04434) and V3 (2412.19437): multi-head latent attention, shared experts, dense first layers. V2 scores
-//! by softmax, V3 by sigmoid with a bias that corrects the choice. V3 is published in eight-bit floats.
+//! DeepSeek-V2 (2405.04434) and V3 (2412.19437): multi-head latent attention, shared experts, dense first layers. V2
+//! scores by softmax, V3 by sigmoid with a bias that corrects the choice. V3 is published in FP8.
 
 use moeworks_moe::{GroupScore, RouterConfig, ScoreFunction};
 use serde_json::{Map, Value, json};
@@ -11,7 +11,7 @@ use crate::hf::fp8;
 use crate::hf::key_table::{DECODER, EXPERTS, KeyTable, QUANTIZED, Refused, refused};
 use crate::hf::keys::USUAL;
 
-/// What both versions read.
+/// The keys that both versions read.
 const LATENT: &[&str] = &[
     "attention_bias",
     "first_k_dense_replace",
@@ -27,10 +27,10 @@ const LATENT: &[&str] = &[
     "v_head_dim",
 ];
 
-/// What can be found from others, and settings of training.
+/// Keys that follow from others, and settings of training.
 const HARMLESS: &[&str] = &["qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"];
 
-/// Every layer behind the dense ones has experts.
+/// Every layer after the dense ones has experts.
 const ONE_IN_ONE: Refused = refused("moe_layer_freq", &["1"]);
 
 pub(crate) const V2: Family = Family {
@@ -44,7 +44,7 @@ pub(crate) const V2: Family = Family {
     keys: KeyTable {
         used: &[DECODER, EXPERTS, LATENT, &["topk_method", QUANTIZED]],
         harmless: HARMLESS,
-        // What the file says of normalisation transformers does not compute in this family, and others do.
+        // `transformers` ignores this key in this family, other programs do not.
         refused: &[refused("norm_topk_prob", &["false"]), refused("rope_interleave", &["true"]), ONE_IN_ONE],
     },
     read: read_v2,
@@ -65,8 +65,23 @@ pub(crate) const V3: Family = Family {
     ..V2
 };
 
-/// What both versions share; `groups` and `scale` are the defaults of the keys about routing.
-fn read(keys: &Keys<'_>, shared: usize, groups: (usize, usize), scale: f32) -> Result<ModelConfig, String> {
+/// The values of absent keys about experts and routing.
+struct RoutingDefaults {
+    num_shared: usize,
+    /// The number of dense layers before the first with experts.
+    num_dense: usize,
+    num_groups: usize,
+    top_groups: usize,
+    routed_scale: f32,
+}
+
+const V2_DEFAULTS: RoutingDefaults =
+    RoutingDefaults { num_shared: 2, num_dense: 0, num_groups: 1, top_groups: 1, routed_scale: 1.0 };
+const V3_DEFAULTS: RoutingDefaults =
+    RoutingDefaults { num_shared: 1, num_dense: 3, num_groups: 8, top_groups: 4, routed_scale: 2.5 };
+
+/// Reads the keys that both versions share.
+fn read(keys: &Keys<'_>, defaults: &RoutingDefaults) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&USUAL)?;
     keys.quantized(fp8::METHOD)?;
     let latent = LatentAttention {
@@ -75,7 +90,7 @@ fn read(keys: &Keys<'_>, shared: usize, groups: (usize, usize), scale: f32) -> R
         plain_dim: keys.optional(&["qk_nope_head_dim"])?.unwrap_or(128),
         rotary_dim: keys.optional(&["qk_rope_head_dim"])?.unwrap_or(64),
     };
-    // Latent attention makes keys and values for every head, whatever the file says of their number.
+    // Latent attention makes keys and values for every head, whatever number of them the file gives.
     config.num_kv_heads = config.num_heads;
     config.head_dim = latent.plain_dim.saturating_add(latent.rotary_dim);
     config.variant.latent = Some(latent);
@@ -84,21 +99,21 @@ fn read(keys: &Keys<'_>, shared: usize, groups: (usize, usize), scale: f32) -> R
     config.variant.qkv_bias = keys.flag("attention_bias")?;
     config.variant.output_bias = config.variant.qkv_bias;
     keys.experts(&mut config, "moe_intermediate_size")?;
-    let num_shared: usize = keys.optional_or_null("n_shared_experts", shared)?.unwrap_or(0);
+    let num_shared: usize = keys.optional_or_null("n_shared_experts", defaults.num_shared)?.unwrap_or(0);
     config.shared_width = num_shared.saturating_mul(config.expert_width);
-    let num_dense: usize = keys.optional(&["first_k_dense_replace"])?.unwrap_or(if groups.0 > 1 { 3 } else { 0 });
+    let num_dense: usize = keys.optional(&["first_k_dense_replace"])?.unwrap_or(defaults.num_dense);
     config.variant.dense_layers = (0..num_dense.min(config.num_layers)).collect();
     config.router = RouterConfig {
-        num_groups: keys.optional(&["n_group"])?.unwrap_or(groups.0),
-        top_groups: keys.optional(&["topk_group"])?.unwrap_or(groups.1),
-        routed_scale: keys.optional(&["routed_scaling_factor"])?.unwrap_or(scale),
+        num_groups: keys.optional(&["n_group"])?.unwrap_or(defaults.num_groups),
+        top_groups: keys.optional(&["topk_group"])?.unwrap_or(defaults.top_groups),
+        routed_scale: keys.optional(&["routed_scaling_factor"])?.unwrap_or(defaults.routed_scale),
         ..RouterConfig::default()
     };
     Ok(config)
 }
 
 fn read_v2(keys: &Keys<'_>) -> Result<ModelConfig, String> {
-    let mut config = read(keys, 2, (1, 1), 1.0)?;
+    let mut config = read(keys, &V2_DEFAULTS)?;
     config.normalize_weights = false;
     let method: String = keys.optional(&["topk_method"])?.unwrap_or_else(|| "greedy".to_owned());
     match method.as_str() {
@@ -110,7 +125,7 @@ fn read_v2(keys: &Keys<'_>) -> Result<ModelConfig, String> {
 }
 
 fn read_v3(keys: &Keys<'_>) -> Result<ModelConfig, String> {
-    let mut config = read(keys, 1, (8, 4), 2.5)?;
+    let mut config = read(keys, &V3_DEFAULTS)?;
     config.variant.rotary.is_interleaved = keys.optional(&["rope_interleave"])?.unwrap_or(true);
     config.normalize_weights = keys.optional(&["norm_topk_prob"])?.unwrap_or(true);
     config.router.scores = ScoreFunction::Sigmoid;
@@ -120,7 +135,7 @@ fn read_v3(keys: &Keys<'_>) -> Result<ModelConfig, String> {
 }
 
 fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
-    // A configuration without latent attention is not read back as it was, hence never said in these keys.
+    // A configuration without latent attention does not read back the same, so it is never written in these keys.
     let latent =
         config.variant.latent.unwrap_or(LatentAttention { query_rank: 0, kv_rank: 0, plain_dim: 0, rotary_dim: 0 });
     let num_dense = (0..config.num_layers).take_while(|&i| !config.is_moe_layer(i)).count();
@@ -154,6 +169,6 @@ fn write_v2(config: &ModelConfig, map: &mut Map<String, Value>) {
 
 fn write_v3(config: &ModelConfig, map: &mut Map<String, Value>) {
     write(config, map);
-    // Layers that predict further tokens are not ours; those of the folder that the model came from are added to these keys.
+    // Our model has no multi-token-prediction layers; those of the original folder are added to these keys.
     super::extend(map, json!({"num_nextn_predict_layers": 0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}));
 }

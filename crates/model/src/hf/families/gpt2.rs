@@ -1,5 +1,5 @@
-//! GPT-2, dense: learned positions, layer norms, GELU, biases; matrices are transposed on disk, queries, keys and values
-//! one matrix.
+//! GPT-2, dense: learned positions, layer norms, GELU, biases. Matrices are transposed on disk, and queries, keys and
+//! values are one matrix.
 
 use serde_json::{Map, Value, json};
 
@@ -12,7 +12,7 @@ use crate::hf::names::{Form, Rule};
 pub(crate) const FAMILY: Family = Family {
     model_type: "gpt2",
     architecture: "GPT2LMHeadModel",
-    // The published files have names without the first part.
+    // The published files have names without the prefix `transformer.`.
     layers: &["transformer.h.", "h."],
     encoder_layers: "",
     rules: &[
@@ -41,7 +41,7 @@ pub(crate) const FAMILY: Family = Family {
         Rule { ours: "mlp.down_proj", form: Form::Transposed("mlp.c_proj.weight") },
         Rule { ours: "mlp.down_proj_bias", form: Form::Whole("mlp.c_proj.bias") },
     ],
-    // Causal masks of older versions.
+    // Causal masks, which older versions stored.
     ignored: &[".attn.bias", ".attn.masked_bias"],
     has_further_layers: false,
     keys: KeyTable {
@@ -78,7 +78,7 @@ pub(crate) const FAMILY: Family = Family {
     write,
 };
 
-/// Spellings of the one activation, which `transformers` calls by several names.
+/// The names under which `transformers` has the one activation.
 const GELU_TANH: [&str; 3] = ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"];
 
 fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {

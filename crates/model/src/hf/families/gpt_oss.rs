@@ -1,5 +1,5 @@
-//! GPT-OSS (2508.10925): attention sinks, alternating sliding windows, biases everywhere, a clamped SwiGLU. Experts are
-//! transposed on disk, the columns of gate and up alternate; OpenAI published them in blocks of four-bit floats (MXFP4).
+//! GPT-OSS (2508.10925): attention sinks, alternating sliding windows, biases everywhere, a clamped SwiGLU. Experts
+//! are transposed on disk, with the columns of gate and up alternating; OpenAI published them in MXFP4.
 
 use moeworks_moe::ScoreOrder;
 use serde_json::{Map, Value, json};
@@ -47,7 +47,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     let mut config = keys.decoder(&Defaults { norm_eps: 1e-5, rope_theta: 150_000.0, head_dim: Some(64) })?;
     keys.quantized(mxfp4::METHOD)?;
     if !keys.has_rope() {
-        // What a file without a word on scaling means in this family.
+        // The family's default scaling.
         config.variant.rotary.scaling = RopeScaling::Yarn {
             factor: 32.0,
             beta_fast: 32.0,

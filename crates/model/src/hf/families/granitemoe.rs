@@ -1,4 +1,5 @@
-//! Granite-MoE: stacked experts, softmax over the chosen logits, multipliers on embeddings, attention, residuals and logits.
+//! Granite-MoE: stacked experts, softmax over the chosen logits, multipliers on embeddings, attention, residuals and
+//! logits.
 
 use moeworks_moe::ScoreOrder;
 use serde_json::{Map, Value, json};
@@ -19,7 +20,7 @@ pub(crate) const FAMILY: Family = Family {
         Rule { ours: "mlp.gate.weight", form: Form::Whole("block_sparse_moe.router.layer.weight") },
         Rule { ours: "mlp.experts.gate_up_proj", form: Form::Whole("block_sparse_moe.input_linear.weight") },
         Rule { ours: "mlp.experts.down_proj", form: Form::Whole("block_sparse_moe.output_linear.weight") },
-        // As in memory.
+        // Experts stacked, as `transformers` writes them with `save_original_format=False`.
         Rule { ours: "mlp.gate.weight", form: Form::Whole("block_sparse_moe.router.weight") },
         Rule { ours: "mlp.experts.gate_up_proj", form: Form::Whole("block_sparse_moe.experts.gate_up_proj") },
         Rule { ours: "mlp.experts.down_proj", form: Form::Whole("block_sparse_moe.experts.down_proj") },

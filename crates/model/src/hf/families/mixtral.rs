@@ -27,7 +27,7 @@ pub(crate) const FAMILY: Family = Family {
     encoder_layers: "",
     rules: &[
         ROUTER,
-        // Beside stacked experts.
+        // The name of the router beside stacked experts.
         Rule { ours: "mlp.gate.weight", form: Form::Whole("mlp.gate.weight") },
         GATE_UP,
         DOWN,

@@ -1,8 +1,8 @@
-//! The families of `transformers` that are read and written, one file each.
+//! The families of `transformers` that are read and written, one per file.
 //!
-//! Names and keys as of transformers 5.23. `save_pretrained` writes one tensor an expert, while in memory (and on disk with
-//! `save_original_format=False`) experts are stacked as `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`; both are
-//! read.
+//! Names and keys are those of transformers 5.23. `save_pretrained` writes one tensor per expert. In memory, and on
+//! disk with `save_original_format=False`, experts are stacked as `mlp.experts.gate_up_proj` and
+//! `mlp.experts.down_proj`. Both forms are read.
 
 mod deepseek;
 mod gpt2;
@@ -20,7 +20,7 @@ mod switch;
 use super::family::Family;
 use super::key_table::KeyTable;
 
-/// Every family, the first that fits first.
+/// All families, in the order in which they are tried for saving.
 pub(crate) const FAMILIES: [&Family; 13] = [
     &qwen3_moe::FAMILY,
     &olmoe::FAMILY,
@@ -37,7 +37,7 @@ pub(crate) const FAMILIES: [&Family; 13] = [
     &switch::FAMILY,
 ];
 
-/// Ours, for what the others cannot express. The configuration is under our own key, whole.
+/// Our own family, for models that no other expresses. The whole configuration is under our own key.
 pub(crate) const OURS: Family = Family {
     model_type: "moeworks",
     architecture: "MoeworksForCausalLM",
@@ -51,14 +51,14 @@ pub(crate) const OURS: Family = Family {
     write: |config, map| qwen3_moe::write(config, map),
 };
 
-/// Sets the keys of `json`, an object, in `map`.
+/// Adds the keys of the object `json` to `map`.
 fn extend(map: &mut serde_json::Map<String, serde_json::Value>, json: serde_json::Value) {
     if let serde_json::Value::Object(json) = json {
         map.extend(json);
     }
 }
 
-/// Removes the keys that most families share from `map`, for a family that has other words for them.
+/// Removes the keys that most families share from `map`, for a family with other names for them.
 fn remove_usual(map: &mut serde_json::Map<String, serde_json::Value>) {
     let usual = [
         "hidden_size",

@@ -1,7 +1,8 @@
 //! PhiMoE (2404.14219): layer norms, biases in attention and on the logits, LongRoPE, sparsemixer routing.
 //!
-//! Beyond the original context we take the long divisors, as Microsoft's code does; transformers 5.23 keeps the short ones
-//! and changes the amplitude alone. Its `input_jitter_noise`, noise in training on what experts read too, is not applied.
+//! Beyond the original context the long divisors apply, as in Microsoft's code; transformers 5.23 keeps the short
+//! ones and changes the amplitude alone. Its `input_jitter_noise`, training noise on what experts read as well, is
+//! not applied.
 
 use serde_json::{Map, Value, json};
 
@@ -20,7 +21,7 @@ pub(crate) const FAMILY: Family = Family {
     encoder_layers: "",
     rules: &[
         mixtral::ROUTER,
-        // Beside stacked experts.
+        // The name of the router beside stacked experts.
         Rule { ours: "mlp.gate.weight", form: Form::Whole("mlp.router.weight") },
         mixtral::GATE_UP,
         mixtral::DOWN,
@@ -45,7 +46,7 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
     keys.experts(&mut config, "intermediate_size")?;
     config.normalize_weights = false;
     let jitter: f32 = keys.optional(&["router_jitter_noise"])?.unwrap_or(0.01);
-    // 0 would switch the scheme off; here it means that only equals are close.
+    // 0 would switch the scheme off; here it means that only equal logits are close.
     config.router.sparsemixer_jitter = jitter.max(f32::MIN_POSITIVE);
     let window = keys.optional(&["sliding_window"])?;
     keys.window(&mut config, window, |_| true)?;

@@ -1,6 +1,6 @@
-//! Switch Transformers (2101.03961): T5's encoder and decoder, in which some feed-forwards are experts, one a token. An
-//! expert takes `expert_capacity` tokens of a sequence; the others get nothing from it, as in transformers from version 5
-//! on (earlier ones passed them through, scaled).
+//! Switch Transformers (2101.03961): T5's encoder and decoder, with top-1 experts in some feed-forwards. An expert
+//! takes `expert_capacity` tokens of a sequence. The others get zero from it, as in transformers from version 5 on
+//! (earlier ones passed them through, scaled).
 
 use serde_json::{Map, Value, json};
 
@@ -10,7 +10,7 @@ use crate::hf::family::Family;
 use crate::hf::key_table::{KeyTable, refused};
 use crate::hf::names::{Form, Rule};
 
-/// A rule for one tensor of the same elements.
+/// Returns a rule for a tensor that is stored whole under another name.
 const fn whole(ours: &'static str, name: &'static str) -> Rule {
     Rule { ours, form: Form::Whole(name) }
 }
@@ -22,7 +22,7 @@ pub(crate) const FAMILY: Family = Family {
     encoder_layers: "encoder.block.",
     rules: &[
         whole("model.embed_tokens.weight", "shared.weight"),
-        // Untied embeddings; older files have one for both.
+        // Untied embeddings; older files store one tensor for both.
         whole("model.encoder.embed_tokens.weight", "encoder.embed_tokens.weight"),
         whole("model.encoder.embed_tokens.weight", "shared.weight"),
         whole("model.decoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
@@ -65,7 +65,7 @@ pub(crate) const FAMILY: Family = Family {
         Rule { ours: "mlp.experts.gate_up_proj", form: Form::PerExpert(&["layer.2.mlp.experts.expert_{e}.wi.weight"]) },
         Rule { ours: "mlp.experts.down_proj", form: Form::PerExpert(&["layer.2.mlp.experts.expert_{e}.wo.weight"]) },
     ],
-    // Copies of a tied embedding, and the one that takes no part in a model without.
+    // Copies of a tied embedding, and `shared.weight` of an untied model, which is unused.
     ignored: &["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "shared.weight"],
     has_further_layers: false,
     keys: KeyTable {
@@ -97,7 +97,7 @@ pub(crate) const FAMILY: Family = Family {
             "decoder_start_token_id",
             "pad_token_id",
         ]],
-        // Routers compute in f32 whatever the file says; padding is none of a model's own.
+        // Routers compute in f32 whatever the file says. Padding is not a part of our batches.
         harmless: &[
             "is_encoder_decoder",
             "router_dtype",
@@ -118,13 +118,14 @@ pub(crate) const FAMILY: Family = Family {
 /// The sequence length that T5 models are trained with, where the file names none.
 const USUAL_LEN: usize = 512;
 
-/// The layers that are dense, by the family's rule: of `step` layers the second has experts, with a step of 1 all have.
+/// Returns the dense layers by the family's rule: with a step of 1 every layer has experts, otherwise each second of
+/// `step` layers.
 fn dense_layers(num_layers: usize, step: usize) -> Vec<usize> {
     let is_sparse = |i: usize| step == 1 || (step > 0 && i % step == 1);
     (0..num_layers.min(1 << 14)).filter(|&i| !is_sparse(i)).collect()
 }
 
-/// The distance between MoE layers of a stack, whose own key counts and is otherwise found from their number.
+/// Returns the distance between MoE layers of a stack: its own key, or else one that follows from their number.
 fn sparse_step(keys: &Keys<'_>, stack: &str, num_layers: usize) -> Result<usize, String> {
     let num_sparse = keys.optional(&[&format!("num_sparse_{stack}_layers")])?.unwrap_or(3_usize);
     let found = num_layers.checked_div(num_sparse).unwrap_or(num_layers);
@@ -195,7 +196,8 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
     for key in ["num_local_experts", "num_experts_per_tok", "norm_topk_prob", "output_router_logits"] {
         map.remove(key);
     }
-    // Without an encoder or relative positions it is not read back as it was, hence never said in these keys.
+    // A model without an encoder or relative positions does not read back the same, so it is never written in these
+    // keys.
     let none = EncoderConfig { num_layers: 0, dense_layers: Vec::new(), start_id: 0 };
     let encoder = config.variant.encoder.clone().unwrap_or(none);
     let (num_buckets, max_distance) = match config.variant.positions {
@@ -232,7 +234,7 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
     let of_encoder = config.of_encoder().unwrap_or_else(|| config.clone());
     for (stack, config) in [("encoder", &of_encoder), ("decoder", config)] {
         let dense: Vec<usize> = (0..config.num_layers).filter(|&i| !config.is_moe_layer(i)).collect();
-        // A step that says the same; 0 says that no layer has experts.
+        // The step that gives the same dense layers; 0 means that no layer has experts.
         let step = (1..=config.num_layers).find(|&step| dense_layers(config.num_layers, step) == dense).unwrap_or(0);
         map.insert(format!("{stack}_sparse_step"), step.into());
         let num_sparse = config.num_layers.checked_div(step).unwrap_or(config.num_layers + 1);

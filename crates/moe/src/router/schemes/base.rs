@@ -1,4 +1,4 @@
-//! BASE layers: the assignment of highest total score.
+//! BASE layers: a balanced assignment of tokens to experts with the highest total score.
 
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;

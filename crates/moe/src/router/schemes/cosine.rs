@@ -1,5 +1,5 @@
-//! The cosine router: `logit_e = <q, m_e> / (|q| |m_e|) s` with `q = P x`, `m_e` a vector of each expert, and the scale
-//! `s = exp(min(t, ln 100))`, one over the temperature, with t learned.
+//! The cosine router: `logit_e = <q, m_e> / (|q| |m_e|) s` with `q = P x`, a vector `m_e` for each expert, and the
+//! scale `s = exp(min(t, ln 100))`, the inverse of the temperature, with t learned.
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::cast;
@@ -14,11 +14,11 @@ use crate::router::score_router::ScoreRouter;
 use crate::router::state::{Init, WeightShape};
 use crate::{MoeConfig, MoeWeights, Range};
 
-/// `[1]`: the logarithm of one over the temperature.
+/// `[1]`: t, the logarithm of the inverse temperature.
 const LOG_SCALE: &str = "log_scale";
-/// The temperature never falls below 1 / 100.
+/// ln 100: the bound on t, so that the temperature is at least 1/100.
 const MAX_LOG_SCALE: f32 = 4.605_170_2;
-/// The norm of a vector counts as at least this.
+/// The smallest norm to divide by.
 const MIN_NORM: f32 = 1e-12;
 
 static DOC: SchemeDoc = SchemeDoc {
@@ -35,13 +35,13 @@ static DOC: SchemeDoc = SchemeDoc {
             default: "0.5",
             range: Range::POSITIVE,
             values: "",
-            comment: "The temperature that the cosine router's learned one starts from.",
+            comment: "Initial value of the cosine router's learned temperature.",
         },
     ],
     ..SchemeDoc::new(
-        "As `top_k`, but logits are cosines of a projection of the token and a vector of each expert over a learned temperature: \
-         a token's length does not matter, and experts' vectors do not collapse. With `router.cosine_dim` of half the experts \
-         and a temperature of 0.3 it is the router of X-MoE.",
+        "Like `top_k`, but a logit is the cosine between a projection of the token and a vector of the expert, divided by a learned \
+         temperature: a token's length has no effect, and the experts' vectors do not collapse. With `router.cosine_dim` of \
+         half the experts and a temperature of 0.3 it is the router of X-MoE.",
         "Hwang et al., \"Tutel\", 2206.03382; Liu et al., \"Swin V2\", 2111.09883; Chi et al., \"X-MoE\", 2204.09179, \
          section 3",
     )
@@ -51,10 +51,10 @@ static DOC: SchemeDoc = SchemeDoc {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Cosine {
-    /// Width of the projection; 0: 256 as in Tutel, or D where that is less.
+    /// Width of the projection; 0: 256 as in Tutel, or D if that is less.
     #[serde(rename = "cosine_dim")]
     pub dim: usize,
-    /// The temperature that the learned one starts from; it never falls below 0.01.
+    /// The initial value of the learned temperature, which never falls below 0.01.
     #[serde(rename = "cosine_temperature")]
     pub temperature: f32,
 }
@@ -66,7 +66,7 @@ impl Default for Cosine {
 }
 
 impl Cosine {
-    /// The width of the projection.
+    /// Returns the width of the projection.
     fn width(&self, config: &MoeConfig) -> usize {
         if self.dim == 0 { config.width.min(256) } else { self.dim }
     }
@@ -93,7 +93,7 @@ impl RoutingScheme for Cosine {
         ]
     }
 
-    /// The projection, and cosines of its width, in products of length D.
+    /// Counts the projection and the cosines in products of length D.
     fn num_products(&self, config: &MoeConfig) -> usize {
         let width = self.width(config);
         width + (config.num_choosable() * width).div_ceil(config.width.max(1))
@@ -109,26 +109,28 @@ impl RoutingScheme for Cosine {
     }
 }
 
-/// The parts of cosines.
+/// The saved state of cosine logits.
 struct Cosines {
-    /// `[T, P]`: the projection of the tokens.
+    /// `[T, P]`: the projected tokens.
     projected: Tensor,
     experts: Directions,
     cosines: Tensor,
 }
 
-/// Rows divided by their norms.
+/// Rows divided by their norms, and the norms.
 struct Directions {
-    /// `[n, P]`.
+    /// `[n, P]`: the unit vectors.
     units: Tensor,
-    /// `[n]`.
+    /// `[n]`: the norms.
     norms: Vec<f32>,
 }
 
 impl Cosines {
-    /// The logits of `x [T, D]` and their parts. Of a bf16 input the projection, which gives the length that all cosines of a
-    /// token are divided by and the direction for backward, is a product of bf16 numbers, at half the time; what decides between
-    /// experts, `<P x, m> = <x, P^T m>`, is one of f32 numbers with E vectors of length D.
+    /// Computes the logits of `x [T, D]` and the state of backward.
+    ///
+    /// With a bf16 input the projection is a bf16 GEMM, at half the time: it gives only the norm that all cosines of
+    /// a token are divided by, and the direction for backward. The products that decide between experts, `<P x, m> =
+    /// <x, P^T m>`, are in f32, with E vectors of length D.
     fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
         let projection = weights.extra(PROJECTION);
         let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
@@ -158,7 +160,7 @@ impl Cosines {
 }
 
 impl SavedLogits for Cosines {
-    /// The gradient of `x`; of the weights those of `q`, of the experts' vectors and of the logarithm of the scale.
+    /// Returns the gradient of `x`, and those of `q`, of the experts' vectors and of the logarithm of the scale.
     fn backward_alone(&self, ctx: &Context, weights: &MoeWeights, grads: LogitGrads<'_>) -> (Tensor, Vec<Tensor>) {
         let Self { projected, experts, cosines } = self;
         let dlogits = grads.dlogits;
@@ -194,14 +196,14 @@ impl SavedLogits for Cosines {
     }
 }
 
-/// The scale, and whether its logarithm still moves it.
+/// Returns the scale, and whether it is below its bound and thus has a gradient.
 fn scale(weights: &MoeWeights) -> (f32, bool) {
     let log_scale = weights.extra(LOG_SCALE).f32s()[0];
-    // Not `min`, which would lose a NaN.
+    // `min` would drop a NaN.
     if log_scale > MAX_LOG_SCALE { (MAX_LOG_SCALE.exp(), false) } else { (log_scale.exp(), true) }
 }
 
-/// The norm, by lanes that vectors can hold; at least [`MIN_NORM`].
+/// Computes the norm with 16 partial sums, which vectorise; at least [`MIN_NORM`].
 fn norm(row: &[f32]) -> f32 {
     let mut lanes = [0.0; 16];
     let (groups, rest) = row.as_chunks::<16>();
@@ -230,7 +232,7 @@ impl Directions {
         Self { units: rows, norms }
     }
 
-    /// Makes the gradients of the units those of the rows.
+    /// Converts the gradients of the unit vectors to those of the rows.
     fn backward(&self, ctx: &Context, grads: &mut Tensor) {
         let width = grads.cols();
         let units = blocks::of(self.units.f32s(), width).zip(blocks::of(&self.norms, 1));

@@ -1,4 +1,4 @@
-//! Dense-to-sparse gating: every expert at first, K falling to its final value.
+//! Dense-to-sparse gating: a run starts with every expert, and K falls to its final value.
 
 use moeworks_ops::Context;
 use serde::{Deserialize, Serialize};
@@ -19,30 +19,30 @@ static DOC: SchemeDoc = SchemeDoc {
             default: "0",
             range: Range::whole(0..=1 << 20),
             values: "0, or from top_k to num_experts",
-            comment: "Experts of a token that dense_to_sparse begins with; 0: all.",
+            comment: "Experts per token at the start of dense_to_sparse; 0: all.",
         },
         SettingDoc {
             name: "dense_share",
             default: "0.25",
             range: Range::POSITIVE_SHARE,
             values: "",
-            comment: "Share of the run's steps over which dense_to_sparse falls to top_k experts.",
+            comment: "Share of the run's steps over which dense_to_sparse falls to top_k experts per token.",
         },
         SettingDoc {
             name: "dense_shape",
             default: "\"linear\"",
             range: Range::Any,
             values: "linear, cosine, exponential or step",
-            comment: "The way of that fall: linear, cosine, exponential (in equal factors) or step (all at once).",
+            comment: "Shape of that fall: linear, cosine, exponential (equal factors) or step (all at once).",
         },
     ],
     companions: &[("model.normalize_weights", "false"), ("model.router.temperature", "'linear 2 to 1 over 0.25'")],
     ..SchemeDoc::new(
-        "A token begins with all experts (`router.dense_start`), weighed by a Gumbel-softmax whose temperature falls, and has \
-         fewer and fewer until `top_k` are left after `router.dense_share` of the run: experts and router learn together before \
-         the choice is made, and nothing is random from then on. With K = 1 it ends as `top_k` with one expert, and a trained \
-         model is one of `top_k`. Where the paper lets experts go whose weight is below a threshold, K is the same for all tokens \
-         here and follows a schedule.",
+        "A token starts with all experts (`router.dense_start`), weighted by a Gumbel-softmax whose temperature falls. The number of \
+         its experts falls to `top_k` over `router.dense_share` of the run: experts and router learn together before the \
+         choice becomes sparse, and nothing is random after that. With K = 1 it ends as `top_k` with one expert, and a trained \
+         model is a `top_k` model. The paper drops experts whose weight is below a threshold; here K is equal for all tokens \
+         and follows a schedule.",
         "Nie et al., \"EvoMoE\" (dense-to-sparse gate), 2112.14397",
     )
 };
@@ -51,13 +51,13 @@ static DOC: SchemeDoc = SchemeDoc {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DenseToSparse {
-    /// Experts of a token at first; 0: all.
+    /// Experts per token at the start; 0: all.
     #[serde(rename = "dense_start")]
     pub start: usize,
-    /// The share of the run over which they become K.
+    /// The share of the run over which they fall to K.
     #[serde(rename = "dense_share")]
     pub share: f64,
-    /// The way there.
+    /// The shape of the fall.
     #[serde(rename = "dense_shape")]
     pub shape: RampShape,
 }
@@ -69,7 +69,7 @@ impl Default for DenseToSparse {
 }
 
 impl DenseToSparse {
-    /// Experts of a token at first.
+    /// Returns the number of experts per token at the start.
     fn first(&self, config: &MoeConfig) -> usize {
         if self.start == 0 { config.num_choosable() } else { self.start }
     }
@@ -97,7 +97,7 @@ impl RoutingScheme for DenseToSparse {
         !matches!(option, RouterOption::Groups | RouterOption::Sparsemixer)
     }
 
-    /// K at this time of the run, rounded up; that of expert ids where these are handed in.
+    /// Returns K at this pass's progress, rounded up, or the K of given expert ids.
     fn top_k(&self, config: &MoeConfig, input: &RouterInput<'_>) -> usize {
         if let Some(given) = input.expert_ids {
             return given.top_k();
@@ -107,7 +107,7 @@ impl RoutingScheme for DenseToSparse {
         }
         let (start, end) = (self.first(config) as f64, config.top_k as f64);
         let ramp = Ramp { start, end, share: self.share, shape: self.shape };
-        // Not one more for what rounding adds to a whole number.
+        // The margin keeps rounding errors from adding one to a whole number.
         ((ramp.at(input.progress) - 1e-9).ceil() as usize).clamp(config.top_k, self.first(config))
     }
 
@@ -127,7 +127,7 @@ impl RoutingScheme for DenseToSparse {
         FusedOps::Softmax
     }
 
-    /// Linear logits, with Gumbel noise in training as long as K falls.
+    /// Computes linear logits, with Gumbel noise in training while K falls.
     fn logits(&self, router: &ScoreRouter<'_>, ctx: &Context, x: NoisyInput<'_>) -> SchemeLogits {
         let is_dense = router.input.progress < self.share;
         let noise = router.logit_draws().filter(|_| is_dense).map(LogitNoise::Gumbel);

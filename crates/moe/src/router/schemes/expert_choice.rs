@@ -13,9 +13,9 @@ use crate::router::{assign, choice};
 static DOC: SchemeDoc = SchemeDoc {
     companions: &[("model.normalize_weights", "false"), ("train.balance", "'none'")],
     ..SchemeDoc::new(
-        "In training each expert takes the K T / E tokens (times the capacity factor, if one is given) that score it highest, so \
-         that load is even and tokens have different numbers of experts. Outside training tokens choose, as in `top_k`, \
-         because an expert's choice would depend on tokens to come.",
+        "In training each expert takes the K T / E tokens (times the capacity factor, if one is given) that score it highest: load is \
+         even and tokens have different numbers of experts. Outside training tokens choose, as in `top_k`, \
+         because an expert's choice would depend on future tokens.",
         "Zhou et al., \"Mixture-of-Experts with Expert Choice Routing\", 2202.09368, section 3",
     )
 };
@@ -53,7 +53,7 @@ impl RoutingScheme for ExpertChoice {
         Replay::Refused("experts choose their tokens")
     }
 
-    /// `[T, K]`: the experts that chose each token, group by group.
+    /// Chooses `[T, K]`: the experts that chose each token, group by group.
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, scores: &Scores, _: &Tensor) -> Tensor {
         let e = scores.probs.cols();
         let own: Vec<f32> = scores.probs.f32s().iter().map(|score| if score.is_nan() { 0.0 } else { *score }).collect();

@@ -1,4 +1,4 @@
-//! Forced routing for benchmarks: the choice is given by a token's position, not by its scores.
+//! Forced routing for benchmarks: a token's position decides its experts, not its scores.
 
 use moeworks_ops::Context;
 use moeworks_ops::random::fill_gumbels;
@@ -13,10 +13,10 @@ use crate::router::score_router::ScoreRouter;
 use crate::router::scores::Scores;
 use crate::router::{blocks, choice};
 
-/// The key of the draws of a skewed load: the same in every layer, step and run.
+/// The key of the random draws of a skewed load, equal in every layer, step and run.
 const SEED: u64 = 0x6c6f_6164;
 
-/// Probabilities count as at least this, so that a token always has K experts.
+/// The least probability of an expert, so that a token always has K experts.
 const MIN_PROBABILITY: f64 = 1e-30;
 
 static DOC: SchemeDoc = SchemeDoc {
@@ -26,7 +26,7 @@ static DOC: SchemeDoc = SchemeDoc {
             default: "\"balanced\"",
             range: Range::Any,
             values: "balanced, zipf or hot",
-            comment: "The load that forced gives experts: balanced (each as many tokens), zipf or hot (some get more).",
+            comment: "Load of the experts under forced: balanced (equal), zipf or hot (some get more).",
         },
         SettingDoc {
             name: "forced_zipf",
@@ -40,14 +40,14 @@ static DOC: SchemeDoc = SchemeDoc {
             default: "1",
             range: Range::whole(1..=1 << 20),
             values: "from 1 to num_experts",
-            comment: "With hot: the first experts that are hot.",
+            comment: "With hot: the number of hot experts, which come first.",
         },
         SettingDoc {
             name: "forced_hot_share",
             default: "0.5",
             range: Range::SHARE,
             values: "",
-            comment: "With hot: the probability that a choice is one of these.",
+            comment: "With hot: the probability that a choice is a hot expert.",
         },
     ],
     companions: &[("train.balance", "'none'")],
@@ -55,22 +55,22 @@ static DOC: SchemeDoc = SchemeDoc {
     ..SchemeDoc::new(
         "The load is given, for benchmarks: a token's experts follow from its position alone, perfectly balanced, by a Zipf \
          distribution or with some hot experts (drawn without replacement, so that with K above 1 the load is flatter than the \
-         probabilities). Weights are those of `top_k`, from the softmax of live logits, so that all gradients flow and a step costs \
-         what it costs otherwise.",
+         probabilities). Weights are those of `top_k`, from the softmax of live logits, so that all gradients flow and a step has \
+         its usual cost.",
         "",
     )
 };
 
-/// The load that experts are given.
+/// The load of the experts under forced routing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ForcedLoad {
-    /// Equally many tokens for each.
+    /// Equal numbers of tokens.
     #[default]
     Balanced,
-    /// By a Zipf distribution.
+    /// A Zipf distribution.
     Zipf,
-    /// Some experts more than others.
+    /// A few hot experts with more tokens.
     Hot,
 }
 
@@ -87,7 +87,7 @@ pub struct Forced {
     /// The number of hot experts.
     #[serde(rename = "forced_hot_experts")]
     pub hot_experts: usize,
-    /// The probability that a choice is one of these.
+    /// The probability that a choice is a hot expert.
     #[serde(rename = "forced_hot_share")]
     pub hot_share: f64,
 }
@@ -99,7 +99,7 @@ impl Default for Forced {
 }
 
 impl Forced {
-    /// `[E]`: the probability of each expert, not divided by their sum; none where the load is even.
+    /// Returns `[E]`: the unnormalised probability of each expert; none for an even load.
     fn probabilities(&self, num_experts: usize) -> Option<Vec<f64>> {
         match self.load {
             ForcedLoad::Balanced => None,
@@ -144,7 +144,7 @@ impl RoutingScheme for Forced {
             ids.u32s_mut().iter_mut().zip(first * k..).for_each(|(id, place)| *id = (place % e) as u32);
             return ids;
         };
-        // The K highest of logarithms with Gumbel noise are drawn by the probabilities, without replacement.
+        // The K highest logarithms with Gumbel noise are a draw of K experts without replacement (Gumbel top-k).
         let logs: Vec<f32> = probabilities.iter().map(|p| p.max(MIN_PROBABILITY).ln() as f32).collect();
         let random = Random::new(SEED, Purpose::Router, 0);
         blocks::for_each(ctx, blocks::of_mut(ids.u32s_mut(), k), |block, ids| {

@@ -1,4 +1,4 @@
-//! GShard's routing: two experts, the second one by chance.
+//! GShard's routing: two experts, the second one used with a probability.
 
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
@@ -17,21 +17,21 @@ static DOC: SchemeDoc = SchemeDoc {
             default: "\"random\"",
             range: Range::Any,
             values: "always, random or threshold",
-            comment: "When gshard's second expert is used: always, random (by its weight) or threshold.",
+            comment: "Use of gshard's second expert: always, random (by its weight) or threshold.",
         },
         SettingDoc {
             name: "second_threshold",
             default: "0.5",
             range: Range::POSITIVE_SHARE,
             values: "",
-            comment: "Its threshold: 0.5 in GShard, 0.2 in ST-MoE.",
+            comment: "Threshold of the second expert's weight: 0.5 in GShard, 0.2 in ST-MoE.",
         },
     ],
-    // Room for twice the tokens over the experts.
+    // A capacity of twice the tokens over the experts.
     companions: &[("model.top_k", "2"), ("model.normalize_weights", "true"), ("model.capacity_factor", "1.0")],
     ..SchemeDoc::new(
         "Each token takes its best two experts; K is 2. In training the second one is used with a probability of its normalised \
-         weight over a threshold, which saves room for tokens that need it.",
+         weight over a threshold, which saves capacity for tokens that need it.",
         "Lepikhin et al., \"GShard\", 2006.16668, section 2.2; threshold 0.2: ST-MoE, 2202.08906",
     )
 };
@@ -40,13 +40,13 @@ static DOC: SchemeDoc = SchemeDoc {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SecondExpert {
-    /// Always.
+    /// The second expert is always used.
     Always,
-    /// In training with a probability of its normalised weight over the threshold, at most 1 (GShard with 0.5, ST-MoE with
-    /// 0.2); outside training always.
+    /// In training it is used with a probability of its normalised weight over the threshold, at most 1 (GShard with
+    /// 0.5, ST-MoE with 0.2); outside training always.
     #[default]
     Random,
-    /// If its normalised weight is above the threshold.
+    /// It is used if its normalised weight is above the threshold.
     Threshold,
 }
 
@@ -56,7 +56,7 @@ pub enum SecondExpert {
 pub struct Gshard {
     /// The condition under which a token's second expert is used.
     pub second: SecondExpert,
-    /// Its threshold, above 0 to 1.
+    /// The threshold of the second expert's weight, above 0 and at most 1.
     pub second_threshold: f32,
 }
 
@@ -98,7 +98,7 @@ impl RoutingScheme for Gshard {
         true
     }
 
-    /// The choices without the second experts that are not used this time.
+    /// Removes the second experts that are not used in this pass.
     fn used(&self, router: &ScoreRouter<'_>, ctx: &Context, ids: &Tensor, weights: &Tensor) -> Tensor {
         if !self.may_leave_out() {
             return ids.clone();
@@ -115,7 +115,7 @@ impl RoutingScheme for Gshard {
                 (SecondExpert::Threshold, _) => share > threshold,
                 _ => true,
             };
-            // What is not finite stays, so that it shows.
+            // A non-finite weight keeps its expert, so that it shows in the output.
             if !is_used && share.is_finite() {
                 ids[1] = NO_EXPERT;
             }

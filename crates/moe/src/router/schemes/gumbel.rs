@@ -1,4 +1,4 @@
-//! Gumbel routing: straight-through choices by Gumbel noise.
+//! Gumbel routing: experts drawn by Gumbel noise, with straight-through gradients.
 
 use moeworks_ops::Context;
 use serde::{Deserialize, Serialize};
@@ -10,12 +10,12 @@ use crate::router::scheme::{BenchChange, RoutingScheme, SchemeDoc, Weighing};
 use crate::router::score_router::ScoreRouter;
 
 static DOC: SchemeDoc = SchemeDoc {
-    // The z-loss of noisy logits over a low temperature would outweigh all else.
+    // The z-loss of noisy logits over a low temperature would dominate the loss.
     companions: &[("model.router.temperature", "'linear 0.5 to 0.1'"), ("train.z_coef", "0.0")],
     bench: Some(BenchChange { label: "", apply: |config| config.router.temperature = Ramp::constant(0.5) }),
     ..SchemeDoc::new(
-        "In training the logits get Gumbel noise, so that experts are drawn by their softmax, and the weights are 1/K forward \
-         and those of the softmax backward (straight-through), at a temperature that falls.",
+        "In training the logits get Gumbel noise, so that experts are drawn with their softmax probabilities. The weights are 1/K in \
+         forward and the softmax in backward (straight-through), at a temperature that falls.",
         "Jang et al., \"Categorical Reparameterization with Gumbel-Softmax\", 1611.01144, section 2.2",
     )
 };

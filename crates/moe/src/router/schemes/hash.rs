@@ -1,4 +1,4 @@
-//! Hash routing: a token's experts by its id alone.
+//! Hash routing: a token's id alone decides its experts.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -14,10 +14,10 @@ use crate::router::scores::Scores;
 use crate::router::state::{Init, WeightShape};
 use crate::{MoeConfig, MoeWeights, Range};
 
-/// In the state of a router: `[ids, K]`, the experts of each id of a token as numbers, -1 for none.
+/// `[ids, K]`: the state with the experts of each token id as numbers, -1 for none.
 const HASH_TABLE: &str = "hash_table";
 
-/// The key of the hash of token ids: the same in every layer and run.
+/// The key of the hash of token ids, equal in every layer and run.
 const HASH_SEED: u64 = 0x4d6f_6577_6f72_6b73;
 
 static DOC: SchemeDoc = SchemeDoc {
@@ -26,8 +26,8 @@ static DOC: SchemeDoc = SchemeDoc {
         default: "\"random\"",
         range: Range::Any,
         values: "random, balanced or clustered",
-        comment: "Which experts hash sends ids of tokens to: random ones, balanced by how often ids stand in the\n\
-                  training text, or clustered: those of ids with near embeddings (data.hash_embeddings) are the same.",
+            comment: "Experts of a token id under hash: random, balanced (by the ids' frequencies in the\n\
+                      training text), or clustered (ids with near embeddings, data.hash_embeddings, share experts).",
     }],
     companions: &[("model.top_k", "1"), ("train.balance", "'none'"), ("train.z_coef", "0.0")],
     variants: &[
@@ -41,18 +41,18 @@ static DOC: SchemeDoc = SchemeDoc {
     )
 };
 
-/// The experts that ids of tokens go to.
+/// The source of a token id's experts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HashTable {
-    /// Random ones.
+    /// A random hash.
     #[default]
     Random,
-    /// The experts of a table that a run makes of the frequencies of its training tokens, so that experts get equally many:
-    /// [`balanced_hash`]. Ids that it does not have go to random ones.
+    /// A table made from the frequencies of the run's training tokens, so that experts get equally many tokens:
+    /// [`balanced_hash`]. Ids missing from it use the random hash.
     Balanced,
-    /// The experts of a table that a run makes of the embeddings of a trained model, so that ids with near embeddings go to the same
-    /// ones: [`clustered_hash`](crate::clustered_hash).
+    /// A table made from the embeddings of a trained model, so that ids with near embeddings share experts:
+    /// [`clustered_hash`](crate::clustered_hash).
     Clustered,
 }
 
@@ -60,7 +60,7 @@ pub enum HashTable {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Hash {
-    /// Which experts ids go to.
+    /// The source of an id's experts.
     #[serde(rename = "hash")]
     pub table: HashTable,
 }
@@ -107,7 +107,7 @@ impl RoutingScheme for Hash {
         SchemeLogits::unlearned(ctx.zeros(&[x.values.rows(), router.config.num_experts], DType::F32))
     }
 
-    /// `[T, K]`: the experts of each token by its id.
+    /// Chooses `[T, K]`: the experts of each token by its id.
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, _: &Scores, ranking: &Tensor) -> Tensor {
         let (e, k, num_tokens) = (router.config.num_experts, router.config.top_k, ranking.rows());
         let table = if self.table_source().is_some() { router.weights.state(HASH_TABLE).f32s() } else { &[] };
@@ -132,11 +132,12 @@ impl RoutingScheme for Hash {
     }
 }
 
-/// `[ids, K]`: the experts of each id so that each of `num_experts` gets about as many of the tokens that are counted by id
-/// in `counts` (Roller et al., section 3.1, "balanced assignment"): the most frequent id first, the lower one at a tie, each
-/// to the `top_k` experts that have fewest tokens so far, again the lower ones at a tie.
+/// Returns `[ids, K]`: the experts of each id, chosen so that all `num_experts` get about equally many tokens, of
+/// which `counts` has the number for each id (Roller et al., section 3.1, "balanced assignment"). Ids are assigned in
+/// the order of their frequency, the lower one first at a tie, each to the `top_k` experts with the fewest tokens so
+/// far, again the lower ones at a tie.
 ///
-/// Panics if `top_k` is more than `num_experts`.
+/// Panics if `top_k` exceeds `num_experts`.
 #[must_use]
 pub fn balanced_hash(counts: &[u64], num_experts: usize, top_k: usize) -> Vec<u32> {
     assert!(top_k <= num_experts, "{top_k} of {num_experts} experts");
@@ -154,15 +155,15 @@ pub fn balanced_hash(counts: &[u64], num_experts: usize, top_k: usize) -> Vec<u3
     table
 }
 
-/// Whether a row of a table, which may come from a file, names different experts.
+/// Returns whether a row of a table, which may come from a file, names different valid experts.
 fn is_entry(row: &[f32], num_experts: usize) -> bool {
     let is_expert = |&expert: &f32| expert >= 0.0 && expert < num_experts as f32 && expert.fract() == 0.0;
     !row.is_empty() && row.iter().all(is_expert) && (1..row.len()).all(|i| !row[..i].contains(&row[i]))
 }
 
 impl MoeWeights {
-    /// Takes `table [ids, K]` as what ids of tokens go to, where the router is one that has a table; see
-    /// [`balanced_hash`] and [`clustered_hash`](crate::clustered_hash).
+    /// Sets the table of the experts of token ids, `[ids, K]`, if the router has one; see [`balanced_hash`] and
+    /// [`clustered_hash`](crate::clustered_hash).
     pub fn set_hash_table(&mut self, table: &[u32]) {
         for state in self.state.iter_mut().filter(|state| state.name == HASH_TABLE) {
             state.tensor.f32s_mut().iter_mut().zip(table).for_each(|(to, &expert)| *to = expert as f32);

@@ -1,15 +1,15 @@
 //! Hierarchical routing: a tree of clusters above the experts, of which a token opens only the likeliest.
 //!
-//! A token scores the clusters of the first level and opens the B likeliest (B is the beam); it scores the clusters in these
-//! and opens the B likeliest of them, and so on down to the experts in the clusters that are open last. An expert's
-//! probability is the product along its way, `p(cluster) p(expert | cluster)`, each factor a softmax over siblings, as in
-//! the two-level router of Jordan and Jacobs (1994) and of "Breaking the MoE LLM Trilemma" (2510.02345). With G clusters
-//! and E experts a token takes `G + B E/G` products of length D where a flat router takes E.
+//! A token scores the clusters of the first level and opens the B likeliest (B is the beam). It scores the clusters
+//! in these and opens the B likeliest of them, and so on down to the experts in the clusters opened last. An expert's
+//! probability is the product along its path, `p(cluster) p(expert | cluster)`, each factor a softmax over siblings,
+//! as in the two-level router of Jordan and Jacobs (1994) and in "Breaking the MoE LLM Trilemma" (2510.02345). With G
+//! clusters and E experts a token takes `G + B E/G` products of length D, where a flat router takes E.
 //!
-//! The routers that score every expert take it from here: [`TreeScores`] gives logits `[T, E]` whose softmax are those
-//! probabilities. What a closed cluster has is spread evenly over its experts: the losses on the distribution then move
-//! tokens between clusters, and only experts in open clusters can be chosen. Backward is that of the products of softmaxes;
-//! which clusters are open has no gradient.
+//! [`TreeScores`] returns logits `[T, E]` whose softmax are these probabilities, so that the other steps of the
+//! router work as usual. The probability of a closed cluster is spread evenly over its experts: losses on the
+//! distribution then move tokens between clusters, while only experts in open clusters can be chosen. Backward is
+//! that of the products of softmaxes; the choice of open clusters has no gradient.
 
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
@@ -34,7 +34,7 @@ use crate::router::score_router::ScoreRouter;
 use crate::router::state::{Init, WeightShape};
 use crate::{MoeConfig, MoeWeights, Range};
 
-/// The vectors of the clusters, level by level from the top; those of the experts are the router's matrix.
+/// The vectors of the clusters, level by level from the top; the experts' vectors are the router's matrix.
 const TREE: &str = "tree.weight";
 
 static DOC: SchemeDoc = SchemeDoc {
@@ -44,8 +44,8 @@ static DOC: SchemeDoc = SchemeDoc {
             default: "\"\"",
             range: Range::Any,
             values: "numbers of at least 2 whose product divides the number of experts",
-            comment: "Clusters of hierarchical: how many, how many in each of these, and so on, such as \"8\" or \"4, 4\";\n\
-                      empty: one level, about as many as each has experts.",
+            comment: "Clusters of hierarchical, then clusters in each of these, and so on, such as \"8\" or \"4, 4\";\n\
+                      empty: one level, with about as many clusters as experts in each.",
         },
         SettingDoc {
             name: "tree_beam",
@@ -57,7 +57,7 @@ static DOC: SchemeDoc = SchemeDoc {
     ],
     ..SchemeDoc::new(
         "A tree of clusters stands above the experts: a token scores the clusters, opens the likeliest, and takes the K likeliest of \
-         the experts in these, by the product of the probabilities along the way. It costs `G + B E/G` products of length D \
+         the experts in these, by the product of the probabilities along the path. It costs `G + B E/G` products of length D \
          where others cost E.",
         "Jordan and Jacobs, 1994; \"Breaking the MoE LLM Trilemma\", 2510.02345",
     )
@@ -67,8 +67,9 @@ static DOC: SchemeDoc = SchemeDoc {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Hierarchical {
-    /// The clusters of the first level, the clusters in each of these, and so on, such as "8" or "4, 4"; the last ones
-    /// share the experts evenly. Empty: one level of about as many clusters as each has experts.
+    /// The number of clusters of the first level, the number of clusters in each of these, and so on, such as "8" or
+    /// "4, 4". The experts are divided evenly among the last ones. Empty: one level, with about as many clusters as
+    /// experts in each.
     pub tree: String,
     /// B: clusters that a token opens at each level; 0: K.
     #[serde(rename = "tree_beam")]
@@ -76,12 +77,12 @@ pub struct Hierarchical {
 }
 
 impl Hierarchical {
-    /// Children of the root, of each cluster of the first level, and so on down to the experts.
+    /// Returns the number of children of the root, of each cluster of the first level, and so on down to the experts.
     fn arities(&self, num_experts: usize) -> Result<Vec<usize>, ConfigError> {
         let mut arities: Vec<usize> = numbers("router.tree", &self.tree)?;
         if arities.is_empty() {
             let root = num_experts.isqrt();
-            // The divisor that comes next to the root from below; a prime number of experts is a flat tree.
+            // Takes the largest divisor up to the square root; a prime number of experts gives a flat tree.
             arities.extend((2..=root).rev().find(|&clusters| num_experts.is_multiple_of(clusters)));
         }
         let clusters = arities.iter().try_fold(1_usize, |all, &n| all.checked_mul(n));
@@ -96,12 +97,12 @@ impl Hierarchical {
         Ok(arities)
     }
 
-    /// The tree of a layer.
+    /// Returns the tree of a layer.
     fn tree_of(&self, config: &MoeConfig) -> Tree {
         self.shape(Sizes { num_experts: config.num_experts, top_k: config.top_k })
     }
 
-    /// The tree over experts, of settings that are valid up to the beam.
+    /// Returns the tree over the experts. The settings must be valid, except for the beam.
     fn shape(&self, Sizes { num_experts, top_k }: Sizes) -> Tree {
         let beam = if self.beam == 0 { top_k } else { self.beam };
         Tree { arities: self.arities(num_experts).unwrap_or_else(|_| vec![num_experts]), beam }
@@ -145,7 +146,7 @@ impl RoutingScheme for Hierarchical {
 
     fn weights(&self, config: &MoeConfig) -> Vec<WeightShape> {
         let num_clusters = self.tree_of(config).num_clusters();
-        // A prime number of experts has none.
+        // A prime number of experts has no clusters.
         let clusters = || WeightShape::new(TREE, &[num_clusters, config.width], Init::Normal);
         (num_clusters > 0).then(clusters).into_iter().collect()
     }
@@ -168,51 +169,52 @@ impl RoutingScheme for Hierarchical {
     }
 }
 
-/// The shape of a tree: how many children the nodes of each level have, and how many are opened.
+/// The shape of a tree: the number of children at each level, and the number of nodes that a token opens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Tree {
-    /// Children of the root, of each cluster of the first level, and so on; their product is E.
+    /// The number of children of the root, of each cluster of the first level, and so on; their product is E.
     arities: Vec<usize>,
     beam: usize,
 }
 
 impl Tree {
-    /// Nodes of a level; level 0 is the children of the root.
+    /// Returns the number of nodes of a level; level 0 is the children of the root.
     fn nodes(&self, level: usize) -> usize {
         self.arities[..=level].iter().product()
     }
 
-    /// Nodes of a level that a token scores.
+    /// Returns the number of nodes of a level that a token scores.
     fn scored(&self, level: usize) -> usize {
         self.arities[level] * if level == 0 { 1 } else { self.opened(level - 1) }
     }
 
-    /// Nodes of a level that a token opens.
+    /// Returns the number of nodes of a level that a token opens.
     fn opened(&self, level: usize) -> usize {
         self.beam.min(self.scored(level))
     }
 
-    /// Experts under a node of a level.
+    /// Returns the number of experts under a node of a level.
     fn leaves(&self, level: usize) -> usize {
         self.arities[level + 1..].iter().product()
     }
 
-    /// Vectors of clusters.
+    /// Returns the number of clusters at all levels, each of which has a vector.
     fn num_clusters(&self) -> usize {
         (0..self.arities.len() - 1).map(|level| self.nodes(level)).sum()
     }
 
-    /// Products of length D that a token takes.
+    /// Returns the number of products of length D that a token takes.
     fn products(&self) -> usize {
         (0..self.arities.len()).map(|level| self.scored(level)).sum()
     }
 
-    /// Experts that a token can choose from.
+    /// Returns the number of experts that a token can choose from.
     fn reach(&self) -> usize {
         self.scored(self.arities.len() - 1)
     }
 
-    /// The place of a level's vectors: in the matrix of the experts or in that of the clusters, from which row on.
+    /// Returns whether a level's vectors are in the experts' matrix rather than the clusters', and their first row
+    /// there.
     fn place(&self, level: usize) -> (bool, usize) {
         let is_last = level + 1 == self.arities.len();
         (is_last, if is_last { 0 } else { (0..level).map(|above| self.nodes(above)).sum() })
@@ -225,25 +227,25 @@ struct TreeScores {
     levels: Vec<Level>,
 }
 
-/// The children of the nodes of one level that tokens opened: R rows, each a token at a node.
+/// The scored children of the nodes of one level: R rows, each a token at an opened node.
 struct Level {
     sorted: SortedChoices,
-    /// `[T, opened]`: the nodes of each token, in rising order.
+    /// `[T, opened]`: the opened nodes of each token, ascending.
     parents: Tensor,
-    /// `[R, children]`: softmax over siblings.
+    /// `[R, children]`: the softmax over siblings.
     probs: Tensor,
-    /// `[R]`: logarithm of the sum of exponentials.
+    /// `[R]`: the log-sum-exps.
     lse: Tensor,
     /// The sum of the squared logits.
     squares: f64,
 }
 
 impl TreeScores {
-    /// The logits `[T, E]` of `x [T, D]`, and what backward needs.
+    /// Computes the logits `[T, E]` of `x [T, D]` and the state of backward.
     fn forward(ctx: &Context, tree: Tree, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
         let mut logits = ctx.empty(&[x.rows(), tree.nodes(tree.arities.len() - 1)], DType::F32);
         let mut scores = Self { levels: Vec::new(), tree };
-        // The root is open to all.
+        // Every token opens the root.
         let mut parents = ctx.zeros(&[x.rows(), 1], DType::U32);
         for level in 0..scores.tree.arities.len() {
             let (opened, raw) = Level::score(ctx, (&scores.tree, level), weights, x, parents);
@@ -259,7 +261,7 @@ impl SavedLogits for TreeScores {
         true
     }
 
-    /// Puts the experts in closed clusters out of reach of the tokens of `ranking [T, E]`.
+    /// Sets the experts in closed clusters to negative infinity in `ranking [T, E]`.
     fn close(&self, ctx: &Context, ranking: &mut Tensor) {
         let (Some(last), e) = (self.levels.last(), ranking.cols()) else { return };
         let (width, size) = (last.parents.cols(), last.probs.cols());
@@ -277,21 +279,21 @@ impl SavedLogits for TreeScores {
         });
     }
 
-    /// The sum of the squared logits, per expert as if each had one.
+    /// Returns the sum of the squared logits, scaled from the scored nodes to E experts.
     fn squared_logits(&self, _: &Context, _: &Tensor) -> Late<Vec<f64>> {
         let num_experts = self.tree.nodes(self.tree.arities.len() - 1) as f64;
         let squares = self.levels.iter().map(|level| level.squares).sum::<f64>();
         Late::now(vec![squares * num_experts / self.tree.products() as f64])
     }
 
-    /// The sum of the squared log-sum-exps below the first level, each softmax being a router of its own to the z-loss.
+    /// Sums the squared log-sum-exps below the first level; each softmax counts as a router in the z-loss.
     fn lower_lse_squared(&self) -> f64 {
         let below = self.levels.iter().skip(1).filter(|level| level.is_choice());
         below.flat_map(|level| level.lse.f32s()).map(|&lse| f64::from(lse).powi(2)).sum()
     }
 
-    /// The gradient of `x` and those of each level's logits; that of the squared log-sum-exp of the first level's softmax is in
-    /// that of the logits.
+    /// Returns the gradient of `x` and the gradients of each level's logits. `dlogits` already includes the z-loss of
+    /// the first level.
     fn backward_alone(&self, ctx: &Context, weights: &MoeWeights, grads: LogitGrads<'_>) -> (Tensor, Vec<Tensor>) {
         let (dlogits, z) = (grads.dlogits, 2.0 * grads.z);
         let mut dx: Option<Tensor> = None;
@@ -320,7 +322,7 @@ impl SavedLogits for TreeScores {
 }
 
 impl Level {
-    /// Scores the children of the nodes `parents [T, opened]`; beside it their logits `[R, children]`.
+    /// Scores the children of the nodes `parents [T, opened]`. Returns the level and its logits `[R, children]`.
     fn score(
         ctx: &Context,
         (tree, index): (&Tree, usize),
@@ -353,16 +355,16 @@ impl Level {
         (if is_last { &weights.router } else { weights.extra(TREE) }, groups)
     }
 
-    /// Whether there is something to choose: a cluster of one expert is that expert.
+    /// Returns whether the nodes have several children; a cluster of one expert leaves no choice.
     fn is_choice(&self) -> bool {
         self.probs.cols() > 1
     }
 
-    /// Writes the logits of all experts below the children of the open nodes, a child's spread evenly over its own, and
-    /// gives the nodes that each token opens next, in rising order.
+    /// Writes the logits of all experts below the children of the open nodes, each child's probability spread evenly
+    /// over its experts. Returns the nodes that each token opens next, ascending.
     ///
-    /// The logits of the first level stay as they are, so that with a cluster for each expert they are those of a flat router; a child
-    /// below has its parent's plus its share of it.
+    /// The logits of the first level are unchanged, so that with a cluster for each expert they equal those of a flat
+    /// router. Below it a child has its parent's logit plus the logarithm of its share.
     fn spread(&self, ctx: &Context, (tree, index): (&Tree, usize), raw: &Tensor, logits: &mut Tensor) -> Tensor {
         let (e, children, width) = (logits.cols(), raw.cols(), self.parents.cols());
         let (leaves, opened) = (tree.leaves(index), tree.opened(index));
@@ -377,7 +379,7 @@ impl Level {
                 for (i, &parent) in parents.iter().enumerate() {
                     let row = self.sorted.token_rows.u32s()[t * width + i] as usize;
                     let first = parent as usize * children;
-                    // What the parent spread over its experts, together.
+                    // Undoes the parent's spreading over its experts.
                     let above = logits[first * leaves] + ((children * leaves) as f32).ln();
                     let lse = self.lse.f32s()[row];
                     for (child, raw) in (first..).zip(&raw.f32s()[row * children..(row + 1) * children]) {
@@ -387,7 +389,7 @@ impl Level {
                     }
                 }
                 open(&scores, next);
-                // A place in the list becomes a node.
+                // Converts indices of `scores` to nodes.
                 next.iter_mut()
                     .for_each(|at| *at = parents[*at as usize / children] * children as u32 + *at % children as u32);
             }
@@ -395,7 +397,7 @@ impl Level {
         next
     }
 
-    /// The gradient of the logits `[R, children]`.
+    /// Returns the gradient of the level's logits, `[R, children]`.
     fn logit_grads(&self, ctx: &Context, (tree, index): (&Tree, usize), dlogits: &Tensor, z: f32) -> Tensor {
         let (e, children, leaves) = (dlogits.cols(), self.probs.cols(), tree.leaves(index));
         let z = if index > 0 && self.is_choice() { z } else { 0.0 };
@@ -420,7 +422,7 @@ impl Level {
     }
 }
 
-/// The places of the highest `scores`, in rising order; the first ones where a score is not finite.
+/// Writes the indices of the highest `scores`, ascending, or the first ones if a score is not finite.
 fn open(scores: &[f32], next: &mut [u32]) {
     if scores.iter().all(|score| score.is_finite()) {
         choice::top_k(scores, next);

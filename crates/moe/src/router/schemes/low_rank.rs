@@ -1,4 +1,4 @@
-//! The low-rank router: `logits = M n(P x)`, tokens projected to a few dimensions and scored there.
+//! The low-rank router: `logits = M n(P x)`. Tokens are projected to a few dimensions and scored there.
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::{add_rows, sum_rows};
@@ -15,7 +15,7 @@ use crate::router::score_router::ScoreRouter;
 use crate::router::state::{Init, WeightShape};
 use crate::{MoeConfig, MoeWeights, Range};
 
-/// Added to the mean square that a projected token is divided by the root of.
+/// Epsilon of the norm of projected tokens.
 const EPS: f32 = 1e-6;
 
 static DOC: SchemeDoc = SchemeDoc {
@@ -25,20 +25,20 @@ static DOC: SchemeDoc = SchemeDoc {
             default: "0",
             range: Range::whole(0..=1 << 16),
             values: "",
-            comment: "Dimensions that low_rank projects tokens to; 0: half the number of experts, as in X-MoE.",
+            comment: "Dimensions to which low_rank projects tokens; 0: half the number of experts, as in X-MoE.",
         },
         SettingDoc {
             name: "low_rank_normalize",
             default: "false",
             range: Range::Any,
             values: "true or false; false with one dimension",
-            comment: "Whether low_rank divides a projected token by its root mean square, so that its length does not matter.",
+            comment: "Divides low_rank's projected token by its root mean square, so that its length has no effect.",
         },
     ],
     ..SchemeDoc::new(
-        "As `top_k`, but tokens are first projected to `router.low_rank_dim` dimensions and scored there by a vector of each \
+        "Like `top_k`, but tokens are first projected to `router.low_rank_dim` dimensions and scored there by a vector of each \
          expert: logits `M n(P x)`, with n nothing or a division by the root mean square. The product `M P` has a low rank, so \
-         that experts' vectors spread in a space of their own instead of collapsing into that of tokens, and many experts cost \
+         that the experts' vectors spread in a space of their own instead of collapsing into that of tokens, and many experts cost \
          fewer products. The same space with cosines and a learned temperature is `cosine`.",
         "Chi et al., \"On the Representation Collapse of Sparse Mixture of Experts\" (X-MoE), 2204.09179, section 3.1",
     )
@@ -48,16 +48,16 @@ static DOC: SchemeDoc = SchemeDoc {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LowRank {
-    /// P: dimensions that tokens are projected to; 0: half the number of experts.
+    /// P: the dimensions to which tokens are projected; 0: half the number of experts.
     #[serde(rename = "low_rank_dim")]
     pub dim: usize,
-    /// Whether a projected token is divided by its root mean square.
+    /// True to divide a projected token by its root mean square.
     #[serde(rename = "low_rank_normalize")]
     pub normalize: bool,
 }
 
 impl LowRank {
-    /// P.
+    /// Returns P, the width of the projection.
     fn width(&self, config: &MoeConfig) -> usize {
         if self.dim == 0 { (config.num_choosable() / 2).clamp(1, config.width.max(1)) } else { self.dim }
     }
@@ -85,13 +85,13 @@ impl RoutingScheme for LowRank {
         [config.num_choosable(), self.width(config)]
     }
 
-    /// The projection keeps the size of a normed token's elements.
+    /// Initialises the projection so that it preserves the scale of a normalised token's elements.
     fn weights(&self, config: &MoeConfig) -> Vec<WeightShape> {
         let std = 1.0 / (config.width.max(1) as f32).sqrt();
         vec![WeightShape::new(PROJECTION, &[self.width(config), config.width], Init::Deviation(std))]
     }
 
-    /// The projection, and products of its width, in products of length D.
+    /// Counts the projection and the products of its width in products of length D.
     fn num_products(&self, config: &MoeConfig) -> usize {
         let width = self.width(config);
         width + (config.num_choosable() * width).div_ceil(config.width.max(1))
@@ -115,20 +115,20 @@ impl RoutingScheme for LowRank {
     }
 }
 
-/// The parts of low-rank logits.
+/// The saved state of low-rank logits.
 struct Projected {
-    /// `[T, P]`: the projection of the tokens.
+    /// `[T, P]`: the projected tokens.
     projected: Tensor,
     norm: Option<Norm>,
     /// The type of the input.
     of: DType,
 }
 
-/// Projected tokens over their root mean squares.
+/// Projected tokens divided by their root mean squares.
 struct Norm {
-    /// `[T, P]`.
+    /// `[T, P]`: the normalised tokens.
     normed: Tensor,
-    /// `[T]`.
+    /// `[T]`: the inverse root mean squares.
     inv_rms: Tensor,
 }
 
@@ -139,13 +139,13 @@ impl Norm {
     }
 }
 
-/// The weight of a norm without one.
+/// Returns a weight of ones, for a norm without weights.
 fn ones(ctx: &Context, width: usize) -> Tensor {
     Tensor::from_slice(ctx.pool(), &[width], &vec![1.0_f32; width])
 }
 
 impl SavedLogits for Projected {
-    /// The gradient of the input; of the weights that of the projected tokens.
+    /// Returns the gradient of the input, and that of the projected tokens for the weights.
     fn backward_alone(&self, ctx: &Context, weights: &MoeWeights, grads: LogitGrads<'_>) -> (Tensor, Vec<Tensor>) {
         let mut dq = linear_backward_input(ctx, grads.dlogits, &weights.router, DType::F32);
         if let Some(Norm { inv_rms, .. }) = &self.norm {

@@ -1,15 +1,16 @@
-//! The table of routing schemes. A new one is its file here and its line at the end.
+//! The table of routing schemes. A new scheme is a file in this folder and a line at the end of this one.
 
 use serde::{Deserialize, Serialize};
 
 use super::scheme::{RoutingScheme, SchemeDoc};
 
-/// Makes of each line `Type: file` the module, the variant of [`RouterKind`] and the field of [`Schemes`]. The first is the default.
+/// Expands each line `Type: file` to the module, the variant of [`RouterKind`] and the field of [`Schemes`]. The
+/// first line is the default.
 macro_rules! schemes {
     ($($kind:ident: $module:ident,)*) => {
         $(mod $module;)*
 
-        /// A scheme's name: how tokens and experts find each other. `docs/routing-schemes.md` describes each.
+        /// A routing scheme's name. `docs/routing-schemes.md` describes each.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
         pub enum RouterKind {
@@ -20,7 +21,7 @@ macro_rules! schemes {
             /// All schemes, in the order of the table.
             pub const ALL: &'static [Self] = &[$(Self::$kind,)*];
 
-            /// The name in configurations.
+            /// Returns the name in configurations.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self {
@@ -29,7 +30,7 @@ macro_rules! schemes {
             }
         }
 
-        /// The settings that each scheme has of its own, whichever is chosen. In files they stand beside those of all routers.
+        /// The schemes' own settings, of chosen and other schemes alike. In files they stand in the router's section.
         #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
         #[serde(deny_unknown_fields)]
         pub struct Schemes {
@@ -41,7 +42,7 @@ macro_rules! schemes {
         }
 
         impl Schemes {
-            /// The scheme of `kind`.
+            /// Returns the scheme of `kind`.
             pub(crate) fn get(&self, kind: RouterKind) -> &dyn RoutingScheme {
                 match kind {
                     $(RouterKind::$kind => &self.$module,)*
@@ -58,13 +59,13 @@ impl Default for RouterKind {
 }
 
 impl RouterKind {
-    /// The documentation of the scheme.
+    /// Returns the documentation of the scheme.
     #[must_use]
     pub fn doc(self) -> &'static SchemeDoc {
         Schemes::default().get(self).doc()
     }
 
-    /// The K that the scheme needs; none for any.
+    /// Returns the K that the scheme requires; none if any works.
     #[must_use]
     pub fn fixed_top_k(self) -> Option<usize> {
         Schemes::default().get(self).fixed_top_k()

@@ -1,4 +1,4 @@
-//! Noisy top-k routing: normal noise on the logits, of a deviation that is learned.
+//! Noisy top-k routing: normal noise with a learned deviation on the logits.
 
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
@@ -20,7 +20,7 @@ static DOC: SchemeDoc = SchemeDoc {
         ("train.load_coef", "0.1"),
     ],
     ..SchemeDoc::new(
-        "As `top_k`, but in training the logits get normal noise whose deviation is `softplus(x W_noise^T)`, learned: tokens \
+        "Like `top_k`, but in training the logits get normal noise whose deviation is `softplus(x W_noise^T)`, learned: tokens \
          try other experts, and the probability that an expert is chosen has a gradient, which the load loss balances.",
         "Shazeer et al., \"Outrageously Large Neural Networks\", 1701.06538, section 2.1 and appendix A",
     )

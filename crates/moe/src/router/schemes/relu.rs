@@ -1,4 +1,4 @@
-//! ReLU routing: all experts whose logit is positive.
+//! ReLU routing: a token takes all experts whose logit is positive.
 
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
@@ -14,7 +14,7 @@ use crate::router::state::{Init, StepStats, WeightShape, sign};
 use crate::weights::NamedTensor;
 use crate::{LayerStats, MoeConfig, MoeWeights, Range};
 
-/// In the state of a router: `[1]`, the weight of the L1 loss.
+/// `[1]`: the state with the coefficient of the L1 loss.
 const L1_WEIGHT: &str = "l1_weight";
 
 static DOC: SchemeDoc = SchemeDoc {
@@ -24,21 +24,21 @@ static DOC: SchemeDoc = SchemeDoc {
             default: "1e-8",
             range: Range::POSITIVE,
             values: "",
-            comment: "The weight of relu's L1 loss at the beginning.",
+            comment: "Initial coefficient of relu's L1 loss.",
         },
         SettingDoc {
             name: "l1_rate",
             default: "1.2",
             range: Range::at_least(1.0),
             values: "",
-            comment: "The factor by which it changes in a step, to hold the mean number of experts at top_k.",
+            comment: "Factor by which the L1 coefficient changes per step, to hold the mean number of experts at top_k.",
         },
         SettingDoc {
             name: "l1_balanced",
             default: "true",
             range: Range::Any,
             values: "true or false",
-            comment: "Whether the L1 loss of relu weighs an expert's gates by its load, which balances it.",
+            comment: "Weighs an expert's gates in relu's L1 loss by its load, which balances the load.",
         },
     ],
     companions: &[("train.balance", "'none'"), ("train.z_coef", "0.0")],
@@ -53,12 +53,12 @@ static DOC: SchemeDoc = SchemeDoc {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Relu {
-    /// The weight of the L1 loss that a run starts from.
+    /// The initial coefficient of the L1 loss.
     pub l1_start: f32,
-    /// The factor by which it changes in a step.
+    /// The factor by which the coefficient changes per step.
     pub l1_rate: f32,
-    /// Whether that loss counts an expert's gates as often as it has more than its share of the tokens, so that it balances
-    /// them too (ReMoE, section 3.4, equations 10 and 11): [`l1_loads`](crate::l1_loads).
+    /// True if the L1 loss weighs an expert's gates by its load, which balances the load (ReMoE, section 3.4,
+    /// equations 10 and 11): [`l1_loads`](crate::l1_loads).
     pub l1_balanced: bool,
 }
 
@@ -78,7 +78,7 @@ impl RoutingScheme for Relu {
         DOC.check("router.l1_rate", &self.l1_rate)
     }
 
-    /// A token has all experts whose weight is not 0: there is none to go to instead.
+    /// Excludes options that need other experts to choose from: a token has all experts with a positive gate already.
     fn allows(&self, option: RouterOption) -> bool {
         use RouterOption::{GateResidual, ModalityExperts, ZeroComputation};
         matches!(option, GateResidual | ModalityExperts | ZeroComputation)
@@ -88,8 +88,9 @@ impl RoutingScheme for Relu {
         vec![WeightShape::new(L1_WEIGHT, &[1], Init::Constant(self.l1_start))]
     }
 
-    /// The weight of the L1 loss: `lambda *= rate^sign((1 - K/E) - sparsity)`, with the sparsity the share of experts that a token
-    /// does not have, the mean over all layers, so that they share one weight (equations 7 and 8).
+    /// Updates the coefficient of the L1 loss: `lambda *= rate^sign((1 - K/E) - sparsity)`. The sparsity is the share
+    /// of experts that a token does not have, averaged over all layers, so that they share one coefficient (equations
+    /// 7 and 8).
     fn next_state(&self, state: &mut NamedTensor, step: &StepStats<'_>) {
         if state.name != L1_WEIGHT || step.own().num_tokens == 0 {
             return;
@@ -97,7 +98,7 @@ impl RoutingScheme for Relu {
         let sum = |count: fn(&LayerStats) -> usize| step.layers.iter().map(count).sum::<usize>() as f64;
         let mean_active = sum(|layer| layer.num_choices) / sum(|layer| layer.num_tokens);
         let weight = &mut state.tensor.f32s_mut()[0];
-        // More experts than K: less sparse than wanted.
+        // More experts than K mean too little sparsity, so the coefficient rises.
         *weight *= self.l1_rate.powf(sign(mean_active - step.config.top_k as f64));
         *weight = weight.clamp(f32::MIN_POSITIVE, f32::MAX);
     }

@@ -1,4 +1,4 @@
-//! Sinkhorn routing: the best of logits that are balanced over the experts.
+//! Sinkhorn routing: top-k of logits balanced over the experts.
 
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
@@ -13,7 +13,7 @@ use crate::router::scores::{Gate, Scores};
 static DOC: SchemeDoc = SchemeDoc {
     companions: &[("model.normalize_weights", "false"), ("train.balance", "'none'")],
     ..SchemeDoc::new(
-        "In training each token takes the K best of the logits balanced over the experts by Sinkhorn's iteration, weighed by the \
+        "In training each token takes the K best of the logits balanced over the experts by Sinkhorn's iteration, weighted by the \
          softmax of the logits themselves, or with K = 1 by their sigmoid, as in Megatron-LM. Outside training tokens choose \
          by the logits.",
         "Clark et al., \"Unified Scaling Laws for Routed Language Models\", 2202.01169, section 3.1",
@@ -45,7 +45,7 @@ impl RoutingScheme for Sinkhorn {
         if top_k == 1 { Gate::Sigmoid } else { Gate::Softmax }
     }
 
-    /// The best of the logits with what balances the experts.
+    /// Chooses the highest logits after adding the experts' balancing factors.
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, _: &Scores, ranking: &Tensor) -> Tensor {
         let e = ranking.cols();
         let factors = assign::sinkhorn(ctx, &router.of_all(ranking.f32s(), e), e);

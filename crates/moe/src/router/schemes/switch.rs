@@ -1,11 +1,11 @@
-//! Switch routing: the one expert with the highest probability.
+//! Switch routing: the single expert with the highest probability.
 
 use serde::{Deserialize, Serialize};
 
 use crate::router::scheme::{BenchChange, FusedOps, RoutingScheme, SchemeDoc};
 
 static DOC: SchemeDoc = SchemeDoc {
-    // The probability is the weight, capacity 1.25 and jitter 0.01.
+    // The probability is the weight; capacity factor 1.25 and jitter 0.01 are the paper's.
     companions: &[
         ("model.top_k", "1"),
         ("model.normalize_weights", "false"),

@@ -1,4 +1,4 @@
-//! Top-p routing: as many experts as a share of the probability needs.
+//! Top-p routing: the fewest experts that cover a share of the probability.
 
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
@@ -31,7 +31,7 @@ static DOC: SchemeDoc = SchemeDoc {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TopP {
-    /// The sum of probabilities that is enough.
+    /// The sum of probabilities to reach.
     #[serde(rename = "top_p")]
     pub p: f32,
 }

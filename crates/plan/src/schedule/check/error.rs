@@ -1,4 +1,4 @@
-//! What is wrong with a schedule that cannot be carried out.
+//! The errors of a schedule that cannot be carried out.
 
 use std::fmt;
 
@@ -36,7 +36,7 @@ pub enum CheckError {
         what: &'static str,
         /// Its number.
         value: u32,
-        /// How many there are.
+        /// The number of them that there are.
         count: usize,
     },
     /// An action on a rank that does not hold its stage.
@@ -47,12 +47,13 @@ pub enum CheckError {
         /// The rank that holds the stage.
         right: u32,
     },
-    /// An action that does not fit its stage: whole where all-to-alls are actions, a part where not, a message that nobody needs.
+    /// An action that does not fit its stage: whole where all-to-alls are actions, a part where not, a message that
+    /// nobody needs.
     #[error("{place}: {problem}")]
     Form {
         /// The action.
         place: Place,
-        /// What is wrong, and what would be right.
+        /// The problem, with what would be right.
         problem: String,
     },
     /// An action that was there before.
@@ -95,7 +96,7 @@ pub enum CheckError {
         place: Place,
         /// The action that it needs.
         needed: Action,
-        /// Where the rank of the needed action stands.
+        /// The place of the needed action's rank in its list.
         holder: Place,
     },
 }

@@ -13,8 +13,8 @@ use super::action::{Action, Chain};
 use super::chains::{chain_index, chain_len};
 use super::times::Times;
 
-/// A schedule that can be carried out: every action is there once and on the rank that holds its stage, each comes after what it
-/// needs, messages are received in the order in which they are sent, and no rank waits forever.
+/// A schedule that can be carried out: every action is there once and on the rank that holds its stage, each comes
+/// after what it needs, messages are received in the order in which they are sent, and no rank waits forever.
 #[derive(Clone, Debug)]
 pub struct Checked<'a> {
     pub(super) schedule: &'a Schedule,
@@ -46,7 +46,8 @@ pub struct Peaks {
 }
 
 impl Schedule {
-    /// Proves that the schedule can be carried out, or says where not. Time and memory are in proportion to the actions there are.
+    /// Proves that the schedule can be carried out, or says where not. Time and memory are in proportion to the
+    /// actions there are.
     pub fn check(&self) -> Result<Checked<'_>, CheckError> {
         rows::check_shape(self)?;
         let has_messages = self.has_messages();

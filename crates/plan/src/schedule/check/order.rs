@@ -1,4 +1,5 @@
-//! The part of the check that carries the schedule out, without times: an order of the work, or ranks that wait for each other.
+//! The part of the check that carries the schedule out, without times: an order of the work, or ranks that wait for
+//! each other.
 
 use super::super::action::{Action, Chain, Entry, Kind};
 use super::super::chains::{chain_action, chain_index, chain_len};
@@ -54,11 +55,11 @@ struct Execution<'a> {
     schedule: &'a Schedule,
     has_messages: bool,
     num_microbatches: usize,
-    /// Of each rank: how many of its entries are done.
+    /// The number of entries done, for each rank.
     done: Vec<u32>,
-    /// Of each rank: what it waits for.
+    /// The output or gradient that each rank waits for.
     waits_for: Vec<Option<Transfer>>,
-    /// Of each stage and microbatch: whether its output and its gradient are there, a bit each.
+    /// The outputs and gradients that exist, one bit each for each stage and microbatch.
     released: Vec<u8>,
     /// Ranks that can go on.
     ready: Vec<u32>,

@@ -45,7 +45,8 @@ pub(super) fn check_shape(schedule: &Schedule) -> Result<(), CheckError> {
     check_enough(schedule)
 }
 
-/// Fails if a rank has fewer actions than it needs at least, before anything is allocated in proportion to the microbatches.
+/// Fails if a rank has fewer actions than it needs at least, before anything is allocated in proportion to the
+/// microbatches.
 fn check_enough(schedule: &Schedule) -> Result<(), CheckError> {
     let mut needed = vec![0_u128; schedule.num_ranks()];
     for copy in &schedule.copies {
@@ -96,17 +97,18 @@ struct Progress<'a> {
     schedule: &'a Schedule,
     has_messages: bool,
     num_microbatches: usize,
-    /// Of each stage and microbatch: how many actions of each chain are done.
+    /// The number of actions done, for each stage, microbatch and chain.
     done: Vec<[u32; 3]>,
-    /// Of each stage and microbatch: which messages were sent and received, a bit each.
+    /// The messages sent and received, one bit each for each stage and microbatch.
     messages: Vec<u8>,
-    /// Of each stage: the microbatches whose outputs and whose gradients it sent, in order.
+    /// The microbatches whose outputs and whose gradients each stage sent, in order.
     sent: [Vec<Vec<u32>>; 2],
     /// The receives of each stage, inputs and gradients.
     received: [Vec<Vec<Place>>; 2],
 }
 
-/// Fails unless each action is there once, on its rank and after what it needs of the same rank; gives the peaks of each rank.
+/// Fails unless each action is there once, on its rank and after what it needs of the same rank; gives the peaks of
+/// each rank.
 pub(super) fn check_rows(schedule: &Schedule, has_messages: bool) -> Result<Vec<Peaks>, CheckError> {
     let num_microbatches = schedule.num_microbatches();
     let size = schedule.num_stages() * num_microbatches;
@@ -206,7 +208,8 @@ impl Progress<'_> {
         if chain == Chain::Weight || index > 0 { Ok(()) } else { self.check_input(place) }
     }
 
-    /// Fails if the input of a chain comes from the same rank, or by a receive of it, and that is not before the action.
+    /// Fails if the input of a chain comes from the same rank, or by a receive of it, and that is not before the
+    /// action.
     fn check_input(&self, place: Place) -> Result<(), CheckError> {
         let action = place.action;
         let chain = action.kind.chain();
@@ -364,7 +367,7 @@ fn message_bit(kind: Kind) -> u8 {
     1 << (kind as u8 - Kind::SendOutput as u8)
 }
 
-/// What a rank holds as it goes through its list.
+/// The memory that a rank holds as it goes through its list.
 #[derive(Default)]
 struct Held {
     activations: usize,

@@ -1,10 +1,12 @@
-//! The automatic scheduler of the zero-bubble paper (section 3.1): a schedule for given times under a limit on memory.
+//! The automatic scheduler of the zero-bubble paper (section 3.1): a schedule for given times under a limit on
+//! memory.
 //!
-//! It goes microbatch by microbatch and keeps the time at which each rank is free. Before the first backward each rank takes as
-//! many forwards as its memory allows and as there is time for. From then on each rank takes a forward and a backward in turn. A W
-//! is put before either of them where the wait for its input is longer than a W; where it is shorter, but would make the bubble
-//! of the rank larger than the largest of all ranks; and where the memory is full. The rest of W comes last. Three decisions can
-//! go either way; all eight combinations are tried, and the shortest schedule is kept.
+//! It goes microbatch by microbatch and keeps the time at which each rank is free. Before the first backward each
+//! rank takes as many forwards as its memory allows and as there is time for. From then on each rank takes a forward
+//! and a backward in turn. A W is put before either of them where the wait for its input is longer than a W; where it
+//! is shorter, but would make the bubble of the rank larger than the largest of all ranks; and where the memory is
+//! full. The rest of W comes last. Three decisions can go either way; all eight combinations are tried, and the
+//! shortest schedule is kept.
 
 use super::super::times::Times;
 use super::{Entry, Kind, Row, Size};
@@ -136,7 +138,8 @@ impl<'a> Planner<'a> {
         (0..self.num_ranks).rev().for_each(|rank| self.backward(rank));
     }
 
-    /// Returns how many forwards each rank has memory and time for, after its first one and before its first backward.
+    /// Returns how many forwards each rank has memory and time for, after its first one and before its first
+    /// backward.
     fn warm_up_forwards(&self) -> Vec<usize> {
         let mut more = vec![0; self.num_ranks];
         let mut backward_end = 0.0;
@@ -158,7 +161,8 @@ impl<'a> Planner<'a> {
         more
     }
 
-    /// Returns the ranks that take a forward in this round: none takes one if a later rank with forwards left does not.
+    /// Returns the ranks that take a forward in this round: none takes one if a later rank with forwards left does
+    /// not.
     fn ranks_to_forward(&self) -> Vec<usize> {
         let mut takes: Vec<bool> = (0..self.num_ranks).map(|rank| self.wants_forward(rank)).collect();
         for rank in (1..self.num_ranks).rev() {

@@ -1,7 +1,8 @@
 //! DualPipe and DualPipeV: a rank has two stages, and each step of the schedule takes the two in turn.
 //!
-//! Both go through the same eight steps, which differ in how often each is repeated. "Near" is the stage of a rank whose
-//! microbatches come to it first, "far" the other one. The weight gradients of a rank wait in one queue, first in, first out.
+//! Both go through the same eight steps, which differ in how often each is repeated. "Near" is the stage of a rank
+//! whose microbatches come to it first, "far" the other one. The weight gradients of a rank wait in one queue, first
+//! in, first out.
 
 use std::collections::VecDeque;
 
@@ -68,8 +69,8 @@ impl DualRow {
         self.row.push_pair(forward, backward, Kind::Backward);
     }
 
-    /// Goes through the eight steps. `outer` is the distance to the innermost rank, `inner` that from the outermost, counted
-    /// from 1, and `main` how often the main step is repeated.
+    /// Goes through the eight steps. `outer` is the distance to the innermost rank, `inner` that from the outermost,
+    /// counted from 1, and `main` how often the main step is repeated.
     fn steps(&mut self, outer: usize, inner: usize, main: usize) {
         (0..2 * outer).for_each(|_| self.forward(NEAR));
         for _ in 0..inner {
@@ -108,7 +109,8 @@ impl DualRow {
     }
 }
 
-/// Returns the two copies of the weights: the first half of the microbatches goes from rank 0 up, the second from the last down.
+/// Returns the two copies of the weights: the first half of the microbatches goes from rank 0 up, the second from the
+/// last down.
 pub(super) fn copies(size: Size) -> Vec<WeightCopy> {
     let ranks = 0..size.ranks as u32;
     let num_microbatches = size.microbatches as u32 / 2;

@@ -3,8 +3,8 @@
 use super::{Kind, Row, Size};
 
 impl Size {
-    /// Returns stage and microbatch of the k-th forward (or backward) of a rank: p microbatches in one of its stages, then the same
-    /// in the next; backwards begin at the last stage.
+    /// Returns stage and microbatch of the k-th forward (or backward) of a rank: p microbatches in one of its stages,
+    /// then the same in the next; backwards begin at the last stage.
     fn interleaved(self, rank: usize, k: usize, is_forward: bool) -> (usize, usize) {
         let (round, within) = (k / (self.ranks * self.virtual_stages), k % (self.ranks * self.virtual_stages));
         let chunk = within / self.ranks;
@@ -38,8 +38,8 @@ pub(super) fn row(size: Size, rank: usize) -> Row {
     row
 }
 
-/// Returns the list of a rank in interleaved 1F1B with overlapped pairs: the first steady forward comes before them, so that the
-/// forward of a pair is never the one that its backward waits for.
+/// Returns the list of a rank in interleaved 1F1B with overlapped pairs: the first steady forward comes before them,
+/// so that the forward of a pair is never the one that its backward waits for.
 pub(super) fn overlap_row(size: Size, rank: usize) -> Row {
     let mut row = Row::default();
     let total = size.microbatches * size.virtual_stages;

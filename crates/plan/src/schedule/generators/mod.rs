@@ -18,33 +18,36 @@ use super::{Schedule, WeightCopy};
 pub enum ScheduleKind {
     /// `gpipe`: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019, figure 2c).
     Gpipe,
-    /// `1f1b`: forwards and backwards in turn once a backward can start (Narayanan et al., PipeDream, SOSP 2019; Megatron-LM,
-    /// SC 2021, section 2.2.1).
+    /// `1f1b`: forwards and backwards in turn once a backward can start (Narayanan et al., PipeDream, SOSP 2019;
+    /// Megatron-LM, SC 2021, section 2.2.1).
     OneFOneB,
     /// `interleaved`: 1F1B with several stages a rank (Megatron-LM, SC 2021, section 2.2.2).
     Interleaved,
-    /// `zb_h1`: 1F1B with W delayed, in the memory of 1F1B (Qi et al., Zero Bubble, ICLR 2024, section 2.2 and figure 2).
+    /// `zb_h1`: 1F1B with W delayed, in the memory of 1F1B (Qi et al., Zero Bubble, ICLR 2024, section 2.2 and figure
+    /// 2).
     ZbH1,
-    /// `zb_h2`: more forwards before the first backward, which fill the warm-up, in twice the memory (the same, section 2.3 and
-    /// figure 3).
+    /// `zb_h2`: more forwards before the first backward, which fill the warm-up, in twice the memory (the same,
+    /// section 2.3 and figure 3).
     ZbH2,
-    /// `zb_v`: two stages a rank in the form of a V; no bubble where F, B and W take equally long (the same authors, section 6 of
-    /// the paper's full version; Pipeline Parallelism with Controllable Memory, NeurIPS 2024, section 4).
+    /// `zb_v`: two stages a rank in the form of a V; no bubble where F, B and W take equally long (the same authors,
+    /// section 6 of the paper's full version; Pipeline Parallelism with Controllable Memory, NeurIPS 2024, section
+    /// 4).
     ZbV,
     /// `zb_1p`: the automatic scheduler with the memory of 1F1B, or a given limit (Zero Bubble, section 3.1).
     Zb1p,
     /// `zb_2p`: the same with twice that memory.
     Zb2p,
-    /// `dualpipe`: microbatches from both ends over two copies of the weights, forwards overlapped with backwards (DeepSeek-V3,
-    /// 2024, section 3.2.1; the repository DualPipe).
+    /// `dualpipe`: microbatches from both ends over two copies of the weights, forwards overlapped with backwards
+    /// (DeepSeek-V3, 2024, section 3.2.1; the repository DualPipe).
     DualPipe,
-    /// `dualpipe_v`: a DualPipe cut in half, with one copy of the weights and two stages a rank (the repository DualPipe).
+    /// `dualpipe_v`: a DualPipe cut in half, with one copy of the weights and two stages a rank (the repository
+    /// DualPipe).
     DualPipeV,
-    /// `1f1b_overlap`: 1F1B with pairs of a forward and a backward, for which the warm-up has about twice the forwards, and W
-    /// apart as filler.
+    /// `1f1b_overlap`: 1F1B with pairs of a forward and a backward, for which the warm-up has about twice the
+    /// forwards, and W apart as filler.
     OneFOneBOverlap,
-    /// `interleaved_overlap`: interleaved 1F1B with such pairs, for which the first steady forward moves into the warm-up
-    /// (Megatron-Core, `overlap_moe_expert_parallel_comm` with `delay_wgrad_compute`).
+    /// `interleaved_overlap`: interleaved 1F1B with such pairs, for which the first steady forward moves into the
+    /// warm-up (Megatron-Core, `overlap_moe_expert_parallel_comm` with `delay_wgrad_compute`).
     InterleavedOverlap,
 }
 
@@ -65,9 +68,11 @@ pub struct ScheduleRequest<'a> {
     pub num_microbatches: usize,
     /// v: the stages of a rank; none leaves it to the kind: 2 where a rank has several, 1 elsewhere.
     pub virtual_stages: Option<usize>,
-    /// Times and sizes of the stages. The automatic schedules (`zb_1p`, `zb_2p`) go by them; the others do not look at them.
+    /// Times and sizes of the stages. The automatic schedules (`zb_1p`, `zb_2p`) go by them; the others do not look
+    /// at them.
     pub times: &'a Times,
-    /// The most memory of a rank, in the unit of the activations in `times`, for `zb_1p` and `zb_2p` in the place of their own.
+    /// The most memory of a rank, in the unit of the activations in `times`, for `zb_1p` and `zb_2p` in the place of
+    /// their own.
     pub memory_limit: Option<f64>,
 }
 
@@ -89,9 +94,9 @@ pub enum GenerateError {
         schedule: &'static str,
         /// The number: `ranks`, `microbatches` or `virtual stages`.
         what: &'static str,
-        /// What was asked for.
+        /// The number that was asked for.
         given: usize,
-        /// What would be right.
+        /// The numbers that would be right.
         right: String,
     },
     /// A limit on memory that leaves no room for one microbatch.
@@ -277,7 +282,8 @@ fn rows(size: Size, row: fn(Size, usize) -> Row) -> Vec<Vec<Entry>> {
     (0..size.ranks).map(|rank| row(size, rank).entries).collect()
 }
 
-/// Returns one copy of the weights, whose stages go over the ranks round and round, or forth and back in the form of a V.
+/// Returns one copy of the weights, whose stages go over the ranks round and round, or forth and back in the form of
+/// a V.
 fn one_copy(size: Size, is_v: bool) -> Vec<WeightCopy> {
     let rank = |stage: usize| {
         let (round, rank) = (stage / size.ranks, stage % size.ranks);

@@ -26,9 +26,9 @@ pub(super) fn row(size: Size, rank: usize) -> Row {
 
 /// Returns the list of a rank in 1F1B with overlapped pairs.
 ///
-/// The forward and the backward of a pair must not wait for each other on any rank. Counted in pairs, microbatch i is forwarded
-/// on rank r at i + r, and its backward comes back to it at i + 2p - 1 - r: so the rank is 2(p-1-r) + 1 forwards ahead, where
-/// 1F1B is p-1-r.
+/// The forward and the backward of a pair must not wait for each other on any rank. Counted in pairs, microbatch i is
+/// forwarded on rank r at i + r, and its backward comes back to it at i + 2p - 1 - r: so the rank is 2(p-1-r) + 1
+/// forwards ahead, where 1F1B is p-1-r.
 pub(super) fn overlap_row(size: Size, rank: usize) -> Row {
     let mut row = Row::default();
     let ahead = (2 * (size.ranks - 1 - rank) + 1).min(size.microbatches);

@@ -2,13 +2,14 @@
 
 use super::{Kind, Row, Size};
 
-/// Returns the list of a rank in ZB-H1: 1F1B, with r weight gradients waiting on rank r, so that each rank holds as much as the
-/// first, and at the end they fill the wait between backwards.
+/// Returns the list of a rank in ZB-H1: 1F1B, with r weight gradients waiting on rank r, so that each rank holds as
+/// much as the first, and at the end they fill the wait between backwards.
 pub(super) fn h1_row(size: Size, rank: usize) -> Row {
     delayed_row(size, rank, size.ranks - 1 - rank, rank)
 }
 
-/// Returns the list of a rank in ZB-H2: twice the forwards of 1F1B before the first backward, 2r weight gradients waiting.
+/// Returns the list of a rank in ZB-H2: twice the forwards of 1F1B before the first backward, 2r weight gradients
+/// waiting.
 pub(super) fn h2_row(size: Size, rank: usize) -> Row {
     delayed_row(size, rank, 2 * (size.ranks - 1 - rank), 2 * rank)
 }

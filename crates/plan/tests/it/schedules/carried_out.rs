@@ -6,8 +6,8 @@ use proptest::prelude::*;
 
 use super::{generate, with_timeline};
 
-/// Returns the size closest to a wish that every kind takes: DualPipe wants an even number of ranks, twice as many microbatches,
-/// and interleaved 1F1B a multiple of them.
+/// Returns the closest size that every kind takes: DualPipe needs an even number of ranks and twice as many
+/// microbatches, interleaved 1F1B a multiple of them.
 fn sizes(half: usize, rounds: usize) -> (usize, usize) {
     (2 * half, 2 * half * rounds)
 }
@@ -24,7 +24,8 @@ fn stage_times() -> impl Strategy<Value = StageTimes> {
     })
 }
 
-/// The least time in which anything can be done: each rank's own work, and the way of a microbatch through all stages and back.
+/// Returns a lower bound of the makespan: each rank's own work, and the way of a microbatch through all stages and
+/// back.
 fn lower_bound(schedule: &Schedule, times: &Times) -> f64 {
     let num_stages = schedule.num_stages() as u32;
     let of = |stage| times.stage(stage);
@@ -44,8 +45,8 @@ fn lower_bound(schedule: &Schedule, times: &Times) -> f64 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Every generated schedule is right, and takes no less time than its work and no more than all of it one after the other;
-    /// memory ends where it began, and its most is that of the checker.
+    /// Every generated schedule is right, and takes no less time than its work and no more than all of it one after
+    /// the other; memory ends where it began, and its most is that of the checker.
     #[test]
     fn every_kind_and_size_is_carried_out(
         kind in 0..12_usize,
@@ -207,15 +208,15 @@ fn times_that_do_not_fit_are_refused() {
     assert_eq!(said(of(share, 1)), "expert_share = 1.5: must be a number from 0 to 1e15 and at most 1");
 }
 
-/// A stage of equal halves, whose all-to-alls take half of its computation: F and B 4, W 4, dispatch and combine 1 each way and
-/// chain.
+/// A stage of equal halves, whose all-to-alls take half of its computation: F and B 4, W 4, dispatch and combine 1
+/// each way and chain.
 fn with_all_to_alls() -> Times {
     let stage = StageTimes { dispatch: 1.0, combine: 1.0, ..StageTimes::new(4.0, 4.0, 4.0) };
     Times { stages: vec![stage], message: 0.0, pair: PairTime::Sum }
 }
 
-/// In one schedule without overlap every all-to-all is waited for; in pairs that are written out only those of the warm-up and of
-/// the end, where a rank has nothing else to do.
+/// In one schedule without overlap every all-to-all is waited for; in pairs that are written out only those of the
+/// warm-up and of the end, where a rank has nothing else to do.
 #[test]
 fn pairs_hide_all_to_alls_under_computation() {
     let times = with_all_to_alls();
@@ -233,7 +234,7 @@ fn pairs_hide_all_to_alls_under_computation() {
     }
 }
 
-/// Of one stage by hand: FA 2, FD 1, FE 2, FC 1, then BC 1, BE 2, BD 1 (WE 2 under it), BA 2, WA 2.
+/// The actions of one stage by hand: FA 2, FD 1, FE 2, FC 1, then BC 1, BE 2, BD 1 (WE 2 under it), BA 2, WA 2.
 #[test]
 fn one_rank_by_hand() {
     let times = with_all_to_alls();

@@ -1,8 +1,8 @@
-//! What the checker says of wrong schedules, word for word.
+//! The checker's errors for wrong schedules, word for word.
 
 use moeworks_plan::Schedule;
 
-/// Returns what is said of two ranks with two stages and two microbatches.
+/// Returns the checker's error for two ranks with two stages and two microbatches.
 fn said(rank_0: &str, rank_1: &str) -> String {
     let text = format!("schedule s\nmicrobatches 0..2: stages on ranks 0 1\nrank 0: {rank_0}\nrank 1: {rank_1}\n");
     let schedule: Schedule = text.parse().expect("a schedule that can be read");

@@ -1,4 +1,4 @@
-//! Right schedules with something changed at random: the checker says the same as a second one, which is slow and plain.
+//! Right schedules with random changes: the checker agrees with a second one, which is slow and simple.
 
 use std::collections::HashSet;
 
@@ -8,7 +8,8 @@ use proptest::prelude::*;
 
 use super::generate;
 
-/// Whether a schedule of whole stages without messages can be carried out, found by doing so with sets of what is done.
+/// Returns whether a schedule of whole stages without messages can be carried out, by doing so with sets of finished
+/// actions.
 fn can_be_carried_out(schedule: &Schedule) -> bool {
     let (num_stages, num_microbatches) = (schedule.num_stages() as u32, schedule.num_microbatches() as u32);
     let all: Vec<(usize, Action)> = schedule

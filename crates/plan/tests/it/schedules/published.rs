@@ -11,7 +11,7 @@ struct Row {
     microbatches: usize,
     /// Stages of a rank in interleaved 1F1B.
     layers: usize,
-    /// Of F, B, W and communication.
+    /// Milliseconds of F, B, W and communication.
     times: [f64; 4],
     one_f_one_b: f64,
     interleaved: f64,
@@ -43,8 +43,8 @@ const TABLE: [Row; 12] = [
 ];
 
 impl Row {
-    /// The paper's times. Its memory is M_B = sb(34h + 5as) and M_W = 32sbh: for its models (5as/h is 53 in the first three rows
-    /// and 40 in the others) M_W is 0.37 and 0.43 of M_B.
+    /// The paper's times. Its memory is M_B = sb(34h + 5as) and M_W = 32sbh: for its models (5as/h is 53 in the first
+    /// three rows and 40 in the others) M_W is 0.37 and 0.43 of M_B.
     fn times(&self) -> Times {
         let [forward, input_grad, weight_grad, message] = self.times;
         let mut times = Times::uniform(forward, input_grad, weight_grad).with_message(message);
@@ -83,8 +83,8 @@ fn bubble_rates_of_the_automatic_scheduler_are_those_of_the_paper() {
     }
 }
 
-/// The closed forms with communication; that of interleaved 1F1B counts its messages as if they were waited for in turn, so that
-/// carried out it may differ by a few of them.
+/// The closed forms with communication; that of interleaved 1F1B counts its messages as if they were waited for in
+/// turn, so that carried out it may differ by a few of them.
 #[test]
 fn bubble_rates_by_closed_forms_are_those_of_the_paper() {
     for row in &TABLE {
@@ -111,7 +111,8 @@ fn unit() -> Times {
     Times::uniform(1.0, 1.0, 1.0)
 }
 
-/// The makespans of the schedule that DeepSeek's repository draws, by unit times and with a pair as long as its parts.
+/// The makespans of the schedule that DeepSeek's repository draws, by unit times and with a pair as long as its
+/// parts.
 #[test]
 fn makespans_of_dualpipe_and_dualpipe_v() {
     for (ranks, microbatches, makespan) in [(8, 20, 66.0), (4, 10, 32.0), (8, 32, 102.0), (6, 20, 64.0)] {
@@ -122,7 +123,8 @@ fn makespans_of_dualpipe_and_dualpipe_v() {
             assert!(timeline.busy.iter().all(|&rank| rank == busy), "{:?}", timeline.busy);
             assert_eq!(timeline.makespan - busy, ranks as f64 - 2.0);
         });
-        // A rank of DualPipeV has two half stages, so its unit is half as long, and its bubble is p - 1 units of a whole one.
+        // A rank of DualPipeV has two half stages, so its unit is half as long, and its bubble is p - 1 units of a
+        // whole one.
         let half = Times::uniform(0.5, 0.5, 0.5);
         let schedule = generate(ScheduleKind::DualPipeV, ranks, microbatches, &half);
         let bubble = with_timeline(&schedule, &half, |timeline| timeline.makespan - 3.0 * microbatches as f64);
@@ -209,7 +211,8 @@ fn memory_of_each_schedule_is_that_of_the_papers() {
             assert_eq!(of(ScheduleKind::DualPipe)[r][2], p + 1, "p + 1");
             assert_eq!(of(ScheduleKind::DualPipeV)[r][2], 2 * p + 1, "2p + 1 half stages");
             assert_eq!(of(ScheduleKind::OneFOneBOverlap)[r][0], 2 * (p - r), "the longer warm-up");
-            // p + (p-1)/v stages on the first rank, counted in its 1/v parts; one more where the first steady forward moved.
+            // p + (p-1)/v stages on the first rank, counted in its 1/v parts; one more where the first steady forward
+            // moved.
             let interleaved = 2 * (p - 1 - r) + p + 1;
             assert_eq!(of(ScheduleKind::Interleaved)[r], [interleaved, 0, interleaved]);
             assert_eq!(of(ScheduleKind::InterleavedOverlap)[r][0], interleaved + 1);
@@ -217,7 +220,8 @@ fn memory_of_each_schedule_is_that_of_the_papers() {
     }
 }
 
-/// The steps of DualPipe and DualPipeV with how often each is repeated, as in the repository. `0` is the near side of a rank.
+/// The steps of DualPipe and DualPipeV with how often each is repeated, as in the repository. `0` is the near side of
+/// a rank.
 fn steps(outer: usize, inner: usize, main: usize) -> String {
     let mut steps = Vec::new();
     let mut repeat = |step: &str, times: usize| (0..times).for_each(|_| steps.push(step.to_owned()));
@@ -269,7 +273,8 @@ fn steps_of_dualpipe_are_repeated_as_often_as_in_the_repository() {
     }
 }
 
-/// Steps 7 and 8 are `W B0` and then `W`, whichever side a W is of; with the last one no weight gradient is left waiting.
+/// Steps 7 and 8 are `W B0` and then `W`, whichever side a W is of; with the last one no weight gradient is left
+/// waiting.
 fn check_steps(row: &str, outer: usize, inner: usize, main: usize) {
     let end =
         row.strip_prefix(&steps(outer, inner, main)).unwrap_or_else(|| panic!("{row}: {}", steps(outer, inner, main)));

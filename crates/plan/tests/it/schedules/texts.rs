@@ -131,7 +131,8 @@ fn hostile_texts_take_neither_time_nor_memory() {
 }
 
 proptest! {
-    /// What is written is read again as it was: for every kind and size, as it is and with everything written out.
+    /// A schedule that was written reads back equal: for every kind and size, as generated and with all actions
+    /// written out.
     #[test]
     fn texts_are_read_as_they_were_written(kind in 0..12_usize, half in 1..4_usize, times in 2..5_usize, layers in 0..4_u16) {
         let (ranks, microbatches) = (2 * half, 2 * half * times);

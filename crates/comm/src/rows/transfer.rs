@@ -1,50 +1,50 @@
-//! Rows on their way by a plan, there and back: at once, or started now and finished later.
+//! Dispatch and combine of rows by a plan, blocking or started now and finished later.
 
 use moeworks_plan::{Algorithm, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
 
 use super::form::{Form, Sums, pick};
 use super::{Leg, RowPlan, times};
-use crate::hierarchy::{Exchanging, starts};
+use crate::hierarchy::{PendingAllToAll, starts};
 use crate::wire::decode;
 use crate::{CommError, Communicator, Hierarchy};
 
-/// Rows that were started on their way there.
+/// A dispatch in flight.
 #[must_use = "a started communication is finished, or the other ranks wait for it"]
-pub struct Dispatching {
+pub struct PendingDispatch {
     form: Form,
     dtype: DType,
-    exchanging: Exchanging,
+    pending: PendingAllToAll,
 }
 
-/// Rows that were started on their way back.
+/// A combine in flight.
 #[must_use = "a started communication is finished, or the other ranks wait for it"]
-pub struct Combining {
+pub struct PendingCombine {
     form: Form,
     dtype: DType,
-    exchanging: Exchanging,
+    pending: PendingAllToAll,
 }
 
-impl Dispatching {
-    /// Lets the rows go on as far as goes without waiting. An error comes out at the end.
+impl PendingDispatch {
+    /// Makes progress without waiting. An error is returned at the end.
     pub fn advance(&mut self) {
-        let _ = self.exchanging.advance();
+        let _ = self.pending.advance();
     }
 }
 
-impl Combining {
-    /// Lets the rows go on as far as goes without waiting. An error comes out at the end.
+impl PendingCombine {
+    /// Makes progress without waiting. An error is returned at the end.
     pub fn advance(&mut self) {
-        let _ = self.exchanging.advance();
+        let _ = self.pending.advance();
     }
 }
 
 impl RowPlan {
-    /// Sends each row of `rows` (`[T, D]`, f32 or bf16) to its ranks in the form of `wire`. Gives what is received, `[R, D]` in
-    /// the same type.
+    /// Sends each row of `rows` (`[T, D]`, f32 or bf16) to its ranks in the format `wire`. Returns the rows received,
+    /// `[R, D]` in the type of `rows`.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn dispatch(
         &self,
         hierarchy: &Hierarchy,
@@ -56,31 +56,36 @@ impl RowPlan {
         self.finish_dispatch(hierarchy, started, pool)
     }
 
-    /// Starts [`dispatch`](Self::dispatch). On the two-hop path what goes between nodes goes on, and is handed on when it is
-    /// finished.
+    /// Starts [`dispatch`](Self::dispatch). On the two-hop path only the hop between nodes is in flight; the hop
+    /// inside the node follows when it is finished.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
-    pub fn start_dispatch(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<Dispatching, CommError> {
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
+    pub fn start_dispatch(
+        &self,
+        hierarchy: &Hierarchy,
+        rows: &Tensor,
+        wire: Wire,
+    ) -> Result<PendingDispatch, CommError> {
         assert_eq!(rows.rows(), self.num_rows, "rows of the plan");
         let form = Form::new(wire, rows.cols());
         let packed = form.pack(rows, &self.leaving.rows);
-        let exchanging = self.leaving.start(hierarchy, self.algorithm, packed, form.bytes)?;
-        Ok(Dispatching { form, dtype: rows.dtype(), exchanging })
+        let pending = self.leaving.start(hierarchy, self.algorithm, packed, form.bytes)?;
+        Ok(PendingDispatch { form, dtype: rows.dtype(), pending })
     }
 
-    /// Finishes what [`start_dispatch`](Self::start_dispatch) of this plan started.
+    /// Finishes a dispatch that [`start_dispatch`](Self::start_dispatch) of this plan started.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn finish_dispatch(
         &self,
         hierarchy: &Hierarchy,
-        started: Dispatching,
+        started: PendingDispatch,
         pool: &MemoryPool,
     ) -> Result<Tensor, CommError> {
-        let Dispatching { form, dtype, exchanging } = started;
-        let mut received = exchanging.finish(hierarchy)?;
+        let PendingDispatch { form, dtype, pending } = started;
+        let mut received = pending.finish(hierarchy)?;
         if let Some(inside) = &self.inside {
             let handed_on = pick(&received, &inside.rows, form.bytes);
             let unordered = inside.carry_inside(&*hierarchy.node, &handed_on, form.bytes)?;
@@ -89,11 +94,12 @@ impl RowPlan {
         Ok(form.unpack(&received, dtype, pool))
     }
 
-    /// The way back: row i of `rows` (`[R, D]`) belongs to the row that was received as number i. Gives `[T, D]` of the plan's
-    /// [`rows`](Self::rows): for each the sum, in f32, of what came back for it; zeros where it went nowhere.
+    /// Sends rows back: row i of `rows` (`[R, D]`) belongs to the row that was received as number i. Returns `[T, D]`
+    /// for the plan's [`rows`](Self::rows): each is the sum, taken in f32, of its rows that came back, or zeros if it
+    /// went nowhere.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn combine(
         &self,
         hierarchy: &Hierarchy,
@@ -105,11 +111,11 @@ impl RowPlan {
         self.finish_combine(hierarchy, started, pool)
     }
 
-    /// Starts [`combine`](Self::combine). On the two-hop path what goes inside the node is done at once.
+    /// Starts [`combine`](Self::combine). On the two-hop path the hop inside the node is complete on return.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
-    pub fn start_combine(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<Combining, CommError> {
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
+    pub fn start_combine(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<PendingCombine, CommError> {
         let form = Form::new(wire, rows.cols());
         let num_received = self.num_received();
         assert_eq!(rows.rows(), num_received, "rows received by the plan");
@@ -122,22 +128,22 @@ impl RowPlan {
             let sums = form.sum(&handed_back, &inside.rows, num_rows);
             back = form.encode_all(&sums);
         }
-        let exchanging = self.leaving.start_back(hierarchy, self.algorithm, back, form.bytes)?;
-        Ok(Combining { form, dtype: rows.dtype(), exchanging })
+        let pending = self.leaving.start_back(hierarchy, self.algorithm, back, form.bytes)?;
+        Ok(PendingCombine { form, dtype: rows.dtype(), pending })
     }
 
-    /// Finishes what [`start_combine`](Self::start_combine) of this plan started.
+    /// Finishes a combine that [`start_combine`](Self::start_combine) of this plan started.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn finish_combine(
         &self,
         hierarchy: &Hierarchy,
-        started: Combining,
+        started: PendingCombine,
         pool: &MemoryPool,
     ) -> Result<Tensor, CommError> {
-        let Combining { form, dtype, exchanging } = started;
-        let parts = exchanging.finish(hierarchy)?;
+        let PendingCombine { form, dtype, pending } = started;
+        let parts = pending.finish(hierarchy)?;
         let sums = self.sum_nodes(hierarchy, &form, &parts);
         Ok(form.tensor(&sums, self.rows.len(), dtype, pool))
     }
@@ -163,7 +169,7 @@ impl RowPlan {
         total.map_or_else(Vec::new, |total| total.values)
     }
 
-    /// Rows from inside the node lie in the order of relays; here they get that of sources.
+    /// Reorders rows from inside the node, which lie in the order of relays, by their sources.
     fn in_order(&self, unordered: &[u8], bytes: usize) -> Vec<u8> {
         let piece = |(&start, &count): (&usize, &usize)| &unordered[start * bytes..(start + count) * bytes];
         self.starts.iter().zip(&self.recv_counts).map(piece).collect::<Vec<_>>().concat()
@@ -188,9 +194,9 @@ impl Leg {
         algorithm: Algorithm,
         packed: Vec<u8>,
         bytes: usize,
-    ) -> Result<Exchanging, CommError> {
+    ) -> Result<PendingAllToAll, CommError> {
         let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
-        hierarchy.start_all_to_all_v(path(algorithm), (packed, &sends), &recvs)
+        hierarchy.start_all_to_all_v(path(algorithm), packed, &sends, &recvs)
     }
 
     fn start_back(
@@ -199,9 +205,9 @@ impl Leg {
         algorithm: Algorithm,
         packed: Vec<u8>,
         bytes: usize,
-    ) -> Result<Exchanging, CommError> {
+    ) -> Result<PendingAllToAll, CommError> {
         let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
-        hierarchy.start_all_to_all_v(path(algorithm), (packed, &sends), &recvs)
+        hierarchy.start_all_to_all_v(path(algorithm), packed, &sends, &recvs)
     }
 
     fn carry_inside(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
@@ -219,7 +225,8 @@ impl Leg {
     }
 }
 
-/// How a hop goes: each node has one relay for this rank, so that there is nothing to collect in the node first.
+/// Returns the path of one hop. Of the two-hop path each hop is linear: each node has one relay for this rank, so
+/// that nothing has to be collected in the node first.
 fn path(algorithm: Algorithm) -> Algorithm {
     if algorithm == Algorithm::TwoHop { Algorithm::Linear } else { algorithm }
 }

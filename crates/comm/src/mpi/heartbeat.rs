@@ -1,59 +1,62 @@
-//! Signs of life between nodes. What the ranks of a node write into their page nobody sees elsewhere: a rank that is alone on its
-//! node could stand still for as long as the others may wait. The first rank of each node therefore sends datagrams to that of the next
-//! one, around a ring of nodes, which misses them when they stop.
+//! UDP heartbeats around a ring of nodes. Ranks of one node see each other through their shared page, but a rank that
+//! is alone on its node could stand still unnoticed for the whole timeout. The first rank of each node therefore
+//! sends datagrams to that of the next node, which reports it when they stop.
 //!
-//! They are a help and no condition: where a network does not let them through nobody is missed, and the log says so.
+//! Best effort: if the network drops the datagrams, nobody is reported and a message is logged.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::ptr;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crate::patience::Patience;
+use crate::wait_timer::WaitTimer;
 
-/// How often a sign is sent.
-const BEAT: Duration = Duration::from_millis(500);
+/// The interval between heartbeats.
+const PERIOD: Duration = Duration::from_millis(500);
 
-/// Until a rank of which nothing was ever heard is taken for one that cannot be heard.
+/// The time after which a rank that was never heard is taken for unreachable.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Addresses of a rank that are tried, all of them each time: which of them leads to whom nobody has to know.
-const MOST_ADDRESSES: usize = 8;
+/// The most addresses of a rank. Heartbeats go to all of them each time, so that nobody has to know which one leads
+/// there.
+const MAX_ADDRESSES: usize = 8;
 
-/// What ranks tell each other at the start: the number that their signs carry, the port, and addresses in two words each.
-pub(crate) type Card = [u64; 2 + 2 * MOST_ADDRESSES];
+/// The contact data that ranks exchange at the start: the number that their heartbeats carry, the port, and the
+/// addresses in two words each.
+pub(crate) type Contact = [u64; 2 + 2 * MAX_ADDRESSES];
 
-/// The card of a rank that sends nothing.
-pub(crate) const NO_CARD: Card = [0; 2 + 2 * MOST_ADDRESSES];
+/// The contact data of a rank that sends nothing.
+pub(crate) const NO_CONTACT: Contact = [0; 2 + 2 * MAX_ADDRESSES];
 
-/// What signs go through, before it is known where.
-pub(crate) struct Mouth {
+/// The socket, before its peers are known.
+pub(crate) struct HeartbeatSocket {
     socket: UdpSocket,
-    card: Card,
+    contact: Contact,
 }
 
-impl Mouth {
+impl HeartbeatSocket {
     pub(crate) fn open() -> io::Result<Self> {
         let any = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::from([0, 0, 0, 0])].map(|ip| SocketAddr::new(ip, 0));
         let socket = UdpSocket::bind(&any[..])?;
         socket.set_nonblocking(true)?;
-        let mut card = NO_CARD;
+        let mut contact = NO_CONTACT;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        card[0] = (now.as_nanos() as u64) ^ (u64::from(std::process::id()) << 40);
-        card[1] = socket.local_addr()?.port().into();
-        for (words, address) in card[2..].chunks_exact_mut(2).zip(addresses()) {
+        contact[0] = (now.as_nanos() as u64) ^ (u64::from(std::process::id()) << 40);
+        contact[1] = socket.local_addr()?.port().into();
+        for (words, address) in contact[2..].chunks_exact_mut(2).zip(addresses()) {
             let bits = address.to_bits();
             (words[0], words[1]) = ((bits >> 64) as u64, bits as u64);
         }
-        Ok(Self { socket, card })
+        Ok(Self { socket, contact })
     }
 
-    pub(crate) fn card(&self) -> &Card {
-        &self.card
+    pub(crate) fn contact(&self) -> &Contact {
+        &self.contact
     }
 
-    /// Signs for the rank with the card `next`, and from `rank` with the card `previous`.
-    pub(crate) fn pulse(self, next: &Card, rank: usize, previous: &Card) -> Pulse {
+    /// Starts heartbeats to the rank with the contact data `next`, and the watch over `rank`, whose contact data is
+    /// `previous`.
+    pub(crate) fn connect(self, next: &Contact, rank: usize, previous: &Contact) -> Heartbeat {
         let is_v6 = self.socket.local_addr().is_ok_and(|address| address.is_ipv6());
         let targets = next[2..].chunks_exact(2).map(|words| u128::from(words[0]) << 64 | u128::from(words[1]));
         let targets = targets.filter(|&bits| bits != 0).map(|bits| {
@@ -61,62 +64,62 @@ impl Mouth {
             let ip = if is_v6 { IpAddr::V6(address) } else { address.to_canonical() };
             SocketAddr::new(ip, next[1] as u16)
         });
-        Pulse {
+        Heartbeat {
             targets: targets.collect(),
             socket: self.socket,
-            own: self.card[0],
+            own: self.contact[0],
             rank,
             expected: previous[0],
             sent: None,
-            since: Patience::new(),
+            since: WaitTimer::new(),
             is_heard: false,
             is_given_up: false,
         }
     }
 }
 
-/// The signs that a rank sends and those that it waits for.
-pub(crate) struct Pulse {
+/// The heartbeats that a rank sends, and the watch over those of another.
+pub(crate) struct Heartbeat {
     socket: UdpSocket,
     own: u64,
     targets: Vec<SocketAddr>,
-    /// Whom it waits for, and the number on that rank's signs.
+    /// The rank that is watched, and the number that its heartbeats carry.
     rank: usize,
     expected: u64,
     sent: Option<Instant>,
-    /// Since the last sign, or the beginning.
-    since: Patience,
+    /// The time since its last heartbeat, or since the start.
+    since: WaitTimer,
     is_heard: bool,
     is_given_up: bool,
 }
 
-impl Pulse {
-    /// Sends a sign when it is time and takes what has come; to be called several times a second. The rank that is waited for and how long
-    /// it has been silent, if it was ever heard.
+impl Heartbeat {
+    /// Sends a heartbeat if one is due and reads those that came. Call it several times a second. Returns the watched
+    /// rank and how long it has been silent, if it was ever heard.
     pub(crate) fn beat(&mut self) -> Option<(usize, Duration)> {
-        if self.sent.is_none_or(|sent| sent.elapsed() >= BEAT) {
+        if self.sent.is_none_or(|sent| sent.elapsed() >= PERIOD) {
             self.sent = Some(Instant::now());
             for target in &self.targets {
-                // One address or another may lead nowhere.
+                // Some of the addresses may lead nowhere.
                 let _ = self.socket.send_to(&self.own.to_le_bytes(), target);
             }
         }
         if self.hears() {
-            (self.since, self.is_heard) = (Patience::new(), true);
+            (self.since, self.is_heard) = (WaitTimer::new(), true);
         }
-        let silence = self.since.look();
+        let silence = self.since.tick();
         if !self.is_heard && !self.is_given_up && silence >= GRACE {
             self.is_given_up = true;
             let rank = self.rank;
             tracing::info!(
-                "no datagrams come from rank {rank} on another node (a firewall?): if its process stands still while ranks may wait \
-                 long, as for a checkpoint, it is found only then"
+                "no heartbeat comes from rank {rank} on another node (a firewall?): if its process stands still while \
+                 ranks may take long, as for a checkpoint, it is reported only after the timeout"
             );
         }
         self.is_heard.then_some((self.rank, silence))
     }
 
-    /// Whether a sign from the rank that is waited for is among what has come.
+    /// Reads all datagrams, and returns whether one is a heartbeat of the watched rank.
     fn hears(&self) -> bool {
         let mut sign = [0; 8];
         let mut is_heard = false;
@@ -127,7 +130,7 @@ impl Pulse {
     }
 }
 
-/// This machine's addresses, as IPv6 addresses all; those that lead out of it first.
+/// Returns this machine's addresses as IPv6, loopback addresses last.
 fn addresses() -> Vec<Ipv6Addr> {
     let mut list = ptr::null_mut();
     // SAFETY: `list` is valid for writing; freed below.
@@ -144,14 +147,14 @@ fn addresses() -> Vec<Ipv6Addr> {
     }
     // SAFETY: the list that was made above.
     unsafe { libc::freeifaddrs(list) };
-    // An address of one link means nothing without the name of that link.
+    // A link-local address means nothing without the name of its link.
     found.retain(|address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()));
     found.sort_by_key(IpAddr::is_loopback);
     let as_v6 = |address| match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped(),
         IpAddr::V6(v6) => v6,
     };
-    found.into_iter().map(as_v6).take(MOST_ADDRESSES).collect()
+    found.into_iter().map(as_v6).take(MAX_ADDRESSES).collect()
 }
 
 /// # Safety
@@ -177,11 +180,11 @@ unsafe fn address(address: *const libc::sockaddr) -> Option<IpAddr> {
 mod tests {
     use super::*;
 
-    fn pair() -> [Pulse; 2] {
-        let mouths = [(); 2].map(|()| Mouth::open().expect("a socket"));
-        let [a, b] = [*mouths[0].card(), *mouths[1].card()];
-        let [first, second] = mouths;
-        [first.pulse(&b, 1, &b), second.pulse(&a, 0, &a)]
+    fn pair() -> [Heartbeat; 2] {
+        let sockets = [(); 2].map(|()| HeartbeatSocket::open().expect("a socket"));
+        let [a, b] = [*sockets[0].contact(), *sockets[1].contact()];
+        let [first, second] = sockets;
+        [first.connect(&b, 1, &b), second.connect(&a, 0, &a)]
     }
 
     fn within_a_second(mut is_so: impl FnMut() -> bool) -> bool {
@@ -192,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_heard_and_then_silent_is_missed() {
+    fn a_rank_that_falls_silent_after_being_heard_is_reported() {
         let [mut a, mut b] = pair();
         assert_eq!(a.beat(), None, "nothing was ever heard");
         assert!(within_a_second(|| b.beat().is_some() && a.beat().is_some()));
@@ -205,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn signs_of_others_are_none() {
+    fn datagrams_of_strangers_do_not_count() {
         let [mut a, _b] = pair();
         let [mut stranger, _] = pair();
         stranger.targets = vec![SocketAddr::new(IpAddr::from([127, 0, 0, 1]), a.socket.local_addr().unwrap().port())];

@@ -1,24 +1,24 @@
-//! Collectives in which nothing crosses to a node more than once: what a rank gives to all goes to one rank of each other node and
-//! is handed on there, and sums are taken over the ranks of a node before they leave it.
+//! Collectives that cross to each other node once. A rank's piece for all goes to one rank of each other node and is
+//! handed on there; sums are taken over the ranks of a node before they leave it.
 
 use bytemuck::Pod;
 
 use crate::hierarchy::{Hierarchy, starts};
 use crate::{CommError, Reduce};
 
-/// The tag of pieces between nodes. They need no other: between two ranks they keep their order.
+/// The tag of pieces between nodes. One suffices, because messages between two ranks keep their order.
 const PIECES: u32 = 32_001;
 
 impl Hierarchy {
-    /// `Communicator::all_gather_v` with each piece sent once to each other node: the same result, in other messages.
+    /// Does `Communicator::all_gather_v`, with the same result, but sends each piece to each other node only once.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn all_gather_v<T: Pod>(&self, send: &[T], recv: &mut [T], counts: &[usize]) -> Result<(), CommError> {
         let own = self.comm().rank();
         let is_fitting = counts.get(own) == Some(&send.len()) && counts.iter().sum::<usize>() == recv.len();
         if self.grid.num() == 1 || counts.len() != self.comm().size() || !is_fitting {
-            // Says what is wrong, if anything is.
+            // The plain call reports what is wrong with the sizes, if anything.
             return self.comm().all_gather_v(send, recv, counts);
         }
         let counts: Vec<usize> = counts.iter().map(|count| count * size_of::<T>()).collect();
@@ -36,7 +36,8 @@ impl Hierarchy {
         Ok(())
     }
 
-    /// Gives `piece` to one rank of each other node, and collects those of `counts` bytes that this rank is given, its own among them.
+    /// Sends `piece` to one rank of each other node, and returns the pieces that this rank collects, its own
+    /// included. `counts` has the bytes of each rank's piece.
     fn collect(&self, piece: &[u8], counts: &[usize]) -> Result<Vec<u8>, CommError> {
         let (comm, own) = (self.comm(), self.comm().rank());
         let mut leaving = Vec::new();
@@ -59,11 +60,11 @@ impl Hierarchy {
         Ok(collected)
     }
 
-    /// `Communicator::reduce_scatter` of sums of f32, taken over the ranks of a node first, in their order, then over nodes in
-    /// theirs: a sum is sent once between two nodes.
+    /// Does `Communicator::reduce_scatter` for sums of f32, but sends one sum between two nodes. Sums are taken over
+    /// the ranks of a node in their order first, then over the nodes in theirs.
     ///
     /// # Errors
-    /// [`CommError`], as all calls.
+    /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn sum_scatter(&self, send: &[f32], counts: &[usize], recv: &mut [f32]) -> Result<(), CommError> {
         let own = self.comm().rank();
         let is_fitting = counts.get(own) == Some(&recv.len()) && counts.iter().sum::<usize>() == send.len();
@@ -94,7 +95,7 @@ impl Hierarchy {
         leaving.into_iter().try_for_each(|pending| pending.finish().map(drop))
     }
 
-    /// The sums over the ranks of the node of what this rank passes on, for each rank that it serves.
+    /// Returns this node's sums of the shares of all ranks that this rank serves, one after another.
     fn sums_of_node(&self, send: &[f32], counts: &[usize]) -> Result<Vec<f32>, CommError> {
         let ((order, lens), starts) = (self.order_in_node(counts), starts(counts));
         let ordered: Vec<f32> = order.iter().flat_map(|&rank| &send[starts[rank]..][..counts[rank]]).copied().collect();
@@ -108,8 +109,8 @@ impl Hierarchy {
         (0..self.grid.num()).filter(move |&node| node != here)
     }
 
-    /// The ranks of the group in the order in which the node's ranks collect pieces for them, and how much, by `counts`, each of these
-    /// collects.
+    /// Returns the ranks of the group in the order in which this node's ranks collect pieces for them, and the
+    /// elements that each rank of the node collects.
     fn order_in_node(&self, counts: &[usize]) -> (Vec<usize>, Vec<usize>) {
         let near = &self.grid.ranks()[self.grid.of(self.comm().rank())];
         let served: Vec<Vec<usize>> = near.iter().map(|&rank| self.grid.served_by(rank).collect()).collect();

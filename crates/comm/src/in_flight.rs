@@ -1,5 +1,5 @@
-//! Operations that were started and are finished later. All that a rank has under way go on whenever it waits for one of
-//! them, so that ranks may finish them in different orders.
+//! Operations that are started now and finished later. All operations that a rank has in flight progress while it
+//! waits for any of them, so that ranks may finish them in different orders.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,55 +8,56 @@ use crate::CommError;
 use crate::operation::Call;
 use crate::started::RawPending;
 
-/// An operation as the steps of one rank.
+/// One rank's part of an operation, as steps.
 pub(crate) trait Steps: Send {
-    /// Goes as far as it can without waiting; whether that is the end.
+    /// Goes as far as possible without waiting. Returns whether the operation has ended.
     fn advance(&mut self) -> Result<bool, CommError>;
-    /// Whether it could go on since it last did.
+    /// Returns whether the operation could progress since it last did.
     fn can_advance(&self) -> bool;
-    /// Waits for the end; meanwhile the others that are under way go on.
+    /// Waits for the end, while the other operations in flight progress.
     fn finish(&mut self) -> Result<(), CommError>;
-    /// Ends it one way or the other: afterwards nobody uses its memory.
+    /// Ends the operation in any case. Nobody uses its memory afterwards.
     fn close(&mut self);
 }
 
 type Shared = Arc<Mutex<dyn Steps>>;
 
-/// What a rank has started and not yet asked the end of.
+/// The operations that a rank has started and not finished.
 #[derive(Default)]
-pub(crate) struct UnderWay {
+pub(crate) struct InFlight {
     list: Mutex<Vec<Shared>>,
     len: AtomicUsize,
     num_collectives: AtomicUsize,
 }
 
-impl UnderWay {
+impl InFlight {
     pub(crate) fn is_empty(&self) -> bool {
         self.len.load(Ordering::Relaxed) == 0
     }
 
-    /// Whether calls of several ranks are under way: the same on all ranks of a group, unlike messages, which some ranks send and
-    /// others do not.
+    /// Returns whether collectives are in flight. All ranks of a group agree on it, unlike on messages, which some
+    /// ranks send and others do not.
     pub(crate) fn has_collectives(&self) -> bool {
         self.num_collectives.load(Ordering::Relaxed) > 0
     }
 
-    /// Makes all go on. An error is the whole run's: it comes out where an operation is finished.
+    /// Makes all operations progress. An error concerns the whole run and is returned where the operation is
+    /// finished.
     pub(crate) fn advance(&self) {
         for operation in self.list() {
-            // Whoever holds it makes it go on.
+            // An operation that is locked is being advanced by the holder of the lock.
             if let Ok(mut steps) = operation.try_lock() {
                 let _ = steps.advance();
             }
         }
     }
 
-    /// Whether one of them could go on.
+    /// Returns whether any operation could progress.
     pub(crate) fn can_advance(&self) -> bool {
         self.list().iter().any(|operation| operation.try_lock().is_ok_and(|steps| steps.can_advance()))
     }
 
-    /// A copy: the list's lock is not held while an operation goes on.
+    /// Copies the list, so that its lock is not held while an operation progresses.
     fn list(&self) -> Vec<Shared> {
         if self.is_empty() { Vec::new() } else { locked(&self.list).clone() }
     }
@@ -77,46 +78,47 @@ impl UnderWay {
     }
 }
 
-/// A started operation, which is also in its rank's list of those under way.
+/// A started operation. It is also in its rank's list of those in flight.
 pub(crate) struct Handle {
     started: Shared,
-    under_way: Arc<UnderWay>,
+    in_flight: Arc<InFlight>,
     is_collective: bool,
 }
 
 impl Handle {
-    /// Of a `call` that was started.
-    pub(crate) fn new(call: Call, mut started: impl Steps + 'static, under_way: &Arc<UnderWay>) -> Self {
-        // What is there already need not be waited for. An error comes out at the end.
+    /// Adds an operation that was started by `call` to the list.
+    pub(crate) fn new(call: Call, mut started: impl Steps + 'static, in_flight: &Arc<InFlight>) -> Self {
+        // Data that is there already need not be waited for. An error is returned at the end.
         let _ = started.advance();
         let started: Shared = Arc::new(Mutex::new(started));
         let is_collective = !matches!(call, Call::Send { .. } | Call::Receive { .. });
-        under_way.add(Arc::clone(&started), is_collective);
-        Self { started, under_way: Arc::clone(under_way), is_collective }
+        in_flight.add(Arc::clone(&started), is_collective);
+        Self { started, in_flight: Arc::clone(in_flight), is_collective }
     }
 }
 
 impl RawPending for Handle {
     fn is_finished(&mut self) -> Result<bool, CommError> {
-        self.under_way.advance();
+        self.in_flight.advance();
         locked(&self.started).advance()
     }
 
     fn finish(&mut self) -> Result<(), CommError> {
-        self.under_way.remove(&self.started, self.is_collective);
+        self.in_flight.remove(&self.started, self.is_collective);
         locked(&self.started).finish()
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.under_way.remove(&self.started, self.is_collective);
-        // Another thread of this rank may still hold it, to make it go on: the memory must not be needed after this.
+        self.in_flight.remove(&self.started, self.is_collective);
+        // Another thread of this rank may still be advancing it; the memory must not be used after this.
         locked(&self.started).close();
     }
 }
 
-/// The lock, also after a thread has panicked with it: what it guards is whole between any two statements.
+/// Locks a mutex, also after a thread panicked while it held it: the guarded value is valid between any two
+/// statements.
 pub(crate) fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

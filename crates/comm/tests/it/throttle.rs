@@ -1,8 +1,8 @@
-//! Paths of an all-to-all on links that are not there: which is faster, and by how much, is what the cost model says.
+//! Paths of an all-to-all on throttled links: their speeds differ by the factor that the cost model predicts.
 
 use std::time::Instant;
 
-use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, Metered, RankOptions, RowPlan, Shaped, run_ranks};
+use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, Metered, RankOptions, RowPlan, Throttled, run_ranks};
 use moeworks_plan::cost::collectives::{Rows, all_to_all, fastest_path};
 use moeworks_plan::{Algorithm, Group, Link, Links, Topology, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
@@ -10,7 +10,7 @@ use moeworks_tensor::{DType, MemoryPool, Tensor};
 /// Eight ranks on four nodes.
 const NODES: [usize; 8] = [0, 0, 1, 1, 2, 2, 3, 3];
 
-/// Links as between hosts: 1 Gbit/s, and slow to begin.
+/// Links as between hosts: 1 Gbit/s, with a high latency.
 fn links() -> Links {
     let node = Link { latency_s: 20e-6, bytes_per_s: 5e9 };
     Links { node, cluster: Link { latency_s: 4e-3, bytes_per_s: 125e6 } }
@@ -21,19 +21,19 @@ fn topology() -> Topology {
     Topology { node_sizes: vec![2; 4], node_link: node, cluster_link: cluster, ..Topology::example_cluster(1) }
 }
 
-/// Tokens of each rank that want experts on K = 8 different ranks of the eight: each goes everywhere.
+/// The tokens of each rank, with experts on K = 8 different ranks of the eight: each goes everywhere.
 fn rows(tokens: usize) -> Rows {
     Rows { tokens, top_k: 8, num_experts: 8, row_bytes: 4 * WIDTH }
 }
 
 const WIDTH: usize = 256;
 
-/// Seconds that a dispatch occupies a line of the slowest rank, its plan left out.
+/// Returns the seconds that a dispatch occupies a line of the slowest rank, without making its plan.
 fn occupied(algorithm: Algorithm, tokens: usize) -> f64 {
     let results = run_ranks(&RankOptions::new(0).with_nodes(&NODES), |comm| {
-        let shaped = Shaped::new(comm.split(Some(0), comm.rank())?.expect("a part"), links());
-        let lines = shaped.lines();
-        let hierarchy = Hierarchy::of(Box::new(shaped))?;
+        let throttled = Throttled::new(comm.split(Some(0), comm.rank())?.expect("a part"), links());
+        let lines = throttled.lines();
+        let hierarchy = Hierarchy::from_comm(Box::new(throttled))?;
         let everywhere: Vec<usize> = (0..8).collect();
         let plan = RowPlan::new(&hierarchy, algorithm, &vec![everywhere.as_slice(); tokens])?;
         let before = lines.seconds();
@@ -52,7 +52,7 @@ fn occupied(algorithm: Algorithm, tokens: usize) -> f64 {
 #[test]
 fn paths_differ_by_the_factor_that_their_costs_say() {
     let group = Group::of(&topology(), &(0..8).collect::<Vec<_>>());
-    // Few bytes: messages count. Many: bytes do.
+    // With few bytes messages count, with many bytes do.
     for tokens in [1, 600] {
         let cost = |algorithm| all_to_all(&topology(), group, algorithm, &rows(tokens)).seconds;
         let linear = occupied(Algorithm::Linear, tokens);
@@ -70,9 +70,9 @@ fn work_under_a_slow_message_hides_it() {
     let attempt = |_| {
         let stood = run_ranks(&RankOptions::new(2), |comm| {
             let meter = std::sync::Arc::new(Meter::new(false));
-            let shaped =
-                Shaped::new(comm.split(Some(0), comm.rank())?.expect("a part"), Links { node: link, cluster: link });
-            let comm: Box<dyn Communicator> = Box::new(Metered::new(Box::new(shaped), meter.clone()));
+            let throttled =
+                Throttled::new(comm.split(Some(0), comm.rank())?.expect("a part"), Links { node: link, cluster: link });
+            let comm: Box<dyn Communicator> = Box::new(Metered::new(Box::new(throttled), meter.clone()));
             let exchange = || comm.start_all_to_all_v(vec![0_u8; 8], &[4, 4], vec![0_u8; 8], &[4, 4]);
             let pending = exchange()?;
             std::thread::sleep(std::time::Duration::from_millis(25));
@@ -83,6 +83,6 @@ fn work_under_a_slow_message_hides_it() {
         });
         stood.into_iter().map(Result::unwrap).all(|(hidden, whole)| hidden < 10e-3 && whole > 19e-3)
     };
-    // On a busy machine a rank may come late.
+    // On a busy machine a rank may be late.
     assert!((0..20).any(attempt), "the message is not hidden, or takes no time");
 }

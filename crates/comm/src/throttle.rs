@@ -1,8 +1,7 @@
-//! Communication as slow as that of another machine: what goes through takes the time that given links would take.
+//! A communicator that is as slow as given links, to try decisions for clusters on one machine.
 //!
-//! A rank has a line out and a line in. A message occupies a line for its latency and its bytes, one after the other, as a network
-//! card does it: meanwhile the rank can do something else. This is how choices that are made for clusters can be tried where there
-//! is none.
+//! A rank has one line out and one line in. A message occupies a line for its latency and its bytes, one message
+//! after the other, as on a network card; meanwhile the rank can compute.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -15,7 +14,7 @@ use crate::operation::{Call, Memory, Operation};
 use crate::started::RawPending;
 use crate::{CommError, Communicator};
 
-/// A rank's lines out and in.
+/// The outgoing and incoming line of a rank.
 #[derive(Debug, Default)]
 pub struct Lines {
     state: Mutex<[Line; 2]>,
@@ -28,13 +27,13 @@ struct Line {
 }
 
 impl Lines {
-    /// Seconds that messages out, and messages in, have occupied so far.
+    /// Returns the seconds that outgoing and incoming messages have occupied so far.
     #[must_use]
     pub fn seconds(&self) -> [f64; 2] {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).map(|line| line.seconds)
     }
 
-    /// Occupies both for so many seconds, from when each is free. Gives the time when both are over.
+    /// Occupies each line for its seconds, from when it is free. Returns the time when both are free again.
     fn occupy(&self, seconds: [f64; 2]) -> Instant {
         let now = Instant::now();
         let mut lines = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -48,48 +47,48 @@ impl Lines {
     }
 }
 
-/// A communicator whose operations take at least as long as the links say.
-pub struct Shaped {
+/// A communicator whose operations take at least as long as on the given links.
+pub struct Throttled {
     inner: Box<dyn Communicator>,
     links: Links,
     lines: Arc<Lines>,
 }
 
-impl Shaped {
-    /// Slows `inner` down to `links`; also the parts made of it, which share the rank's lines.
+impl Throttled {
+    /// Slows `inner` down to `links`. Groups split from it share the rank's lines.
     #[must_use]
     pub fn new(inner: Box<dyn Communicator>, links: Links) -> Self {
         Self { inner, links, lines: Arc::default() }
     }
 
-    /// The rank's lines, for an account of them.
+    /// Returns the rank's lines, to read how long they were occupied.
     #[must_use]
     pub fn lines(&self) -> Arc<Lines> {
         Arc::clone(&self.lines)
     }
 
-    /// When an operation that starts now is over. Occupies the lines until then.
+    /// Occupies the lines for an operation that starts now, and returns its end.
     fn end_of(&self, operation: &Operation<'_>, memory: &Memory) -> Instant {
-        let (size, own) = (self.inner.size(), self.inner.rank());
+        let own = Place::new(&*self.inner);
         self.lines.occupy([
-            self.seconds(|rank| operation.bytes_to(rank, (own, size), memory)),
-            self.seconds(|rank| operation.bytes_from(rank, (own, size), memory)),
+            self.seconds(|rank| operation.bytes_to(rank, own, memory)),
+            self.seconds(|rank| operation.bytes_from(rank, own, memory)),
         ])
     }
 
-    /// Seconds of a message to, or from, each other rank.
+    /// Returns the seconds of the messages to, or from, all other ranks.
     fn seconds(&self, bytes: impl Fn(usize) -> Option<usize>) -> f64 {
         let (nodes, own) = (self.inner.nodes(), self.inner.rank());
         let message = |rank: usize| {
             let link = self.links.of(if nodes[rank] == nodes[own] { LinkClass::Node } else { LinkClass::Cluster });
-            // Nothing is not sent.
+            // An empty message is not sent.
             bytes(rank).filter(|&bytes| bytes > 0).map_or(0.0, |bytes| link.seconds(1, bytes as f64))
         };
         (0..nodes.len()).filter(|&rank| rank != own).map(message).sum()
     }
 }
 
-/// Waits without work where that is long, and otherwise awake.
+/// Sleeps until shortly before `end`, then yields until it has come.
 fn wait_until(end: Instant) {
     const AWAKE: Duration = Duration::from_micros(200);
     while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
@@ -97,7 +96,7 @@ fn wait_until(end: Instant) {
     }
 }
 
-impl Communicator for Shaped {
+impl Communicator for Throttled {
     forward_to_inner!();
 
     unsafe fn start(&self, operation: &Operation<'_>, memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
@@ -117,8 +116,8 @@ impl Communicator for Shaped {
 
     fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
         let part = self.inner.split(color, key)?;
-        let shaped = |inner| Self { inner, links: self.links, lines: self.lines() };
-        Ok(part.map(|inner| Box::new(shaped(inner)) as Box<dyn Communicator>))
+        let throttled = |inner| Self { inner, links: self.links, lines: self.lines() };
+        Ok(part.map(|inner| Box::new(throttled(inner)) as Box<dyn Communicator>))
     }
 }
 
@@ -139,27 +138,40 @@ impl RawPending for Delayed {
     }
 }
 
+/// This rank's place in its group.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+}
+
+impl Place {
+    pub(crate) fn new(comm: &dyn Communicator) -> Self {
+        Self { rank: comm.rank(), size: comm.size() }
+    }
+}
+
 impl Operation<'_> {
-    /// Bytes of the message from rank `own` of `size` to `rank`; none where there is no message. A reduction counts as the pieces
-    /// that a rank has to give and to pass on.
-    pub(crate) fn bytes_to(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
+    /// Returns the bytes of the message from rank `own` to `rank`; `None` if there is no message. A
+    /// reduction counts the pieces that a rank has to give and to pass on.
+    pub(crate) fn bytes_to(&self, rank: usize, own: Place, memory: &Memory) -> Option<usize> {
         match self.call {
             Call::AllToAllV | Call::ReduceScatter { .. } => self.send_counts.get(rank).copied(),
             Call::AllGatherV => Some(memory.send_bytes),
-            Call::AllReduce { bytes, .. } => Some(2 * bytes / size),
-            Call::Broadcast { root, bytes } => (root == own).then_some(bytes),
+            Call::AllReduce { bytes, .. } => Some(2 * bytes / own.size),
+            Call::Broadcast { root, bytes } => (root == own.rank).then_some(bytes),
             Call::Send { to, bytes, .. } => (to == rank).then_some(bytes),
             Call::Barrier | Call::Split | Call::Receive { .. } => None,
         }
     }
 
-    /// As [`bytes_to`](Self::bytes_to) for the message from `rank` to `own`.
-    fn bytes_from(&self, rank: usize, (own, size): (usize, usize), memory: &Memory) -> Option<usize> {
+    /// Returns the bytes of the message from `rank` to rank `own`; `None` if there is no message.
+    fn bytes_from(&self, rank: usize, own: Place, memory: &Memory) -> Option<usize> {
         match self.call {
             Call::AllToAllV | Call::AllGatherV => self.recv_counts.get(rank).copied(),
             Call::ReduceScatter { .. } => Some(memory.recv_bytes),
-            Call::AllReduce { bytes, .. } => Some(2 * bytes / size),
-            Call::Broadcast { root, bytes } => (root == rank && root != own).then_some(bytes),
+            Call::AllReduce { bytes, .. } => Some(2 * bytes / own.size),
+            Call::Broadcast { root, bytes } => (root == rank && root != own.rank).then_some(bytes),
             Call::Receive { from, bytes, .. } => (from == rank).then_some(bytes),
             Call::Barrier | Call::Split | Call::Send { .. } => None,
         }

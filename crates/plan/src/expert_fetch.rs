@@ -1,46 +1,47 @@
-//! What moves in a layer so that tokens and experts meet: tokens go to their experts, or for the length of a pass experts come to
-//! their tokens, or some of each.
+//! The choice of experts to fetch in a layer. Tokens move to their experts, or experts are fetched by all ranks for
+//! one pass, or some of each.
 //!
-//! An expert that moves is fetched by all ranks, its tokens stay where they are, and its gradients are summed back. None of them is
-//! expert parallelism, all of them data parallelism; how many do is chosen for each layer and step from the rows that the router
-//! gave each expert and from what the links cost (adaptive parallelism, Tutel 2206.03382, section 3.1; shadowing of popular
-//! experts, FasterMoE, He et al., PPoPP 2022, section 4.2). Other than FasterMoE's estimate ours also counts the tokens that still
-//! travel once some experts are fetched. Weights cross to each node once and are handed on there.
+//! The tokens of a fetched expert stay where they are, and its gradients are summed back. Fetching none is expert
+//! parallelism, fetching all is data parallelism. The number is chosen for each layer and step from the rows that the
+//! router gave each expert and from the costs of the links (adaptive parallelism, Tutel 2206.03382, section 3.1;
+//! shadowing of popular experts, FasterMoE, He et al., PPoPP 2022, section 4.2). Unlike FasterMoE's estimate, this
+//! one also counts the tokens that still move once some experts are fetched. Weights cross to each node once and are
+//! handed on there.
 
 use crate::{Algorithm, LinkClass, Links, Nodes, Placement};
 
-/// A group of ranks, and what its routers gave to do.
+/// The work that the routers gave a group of ranks in one layer.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerLoad<'a> {
-    /// Where the ranks stand.
+    /// The node of each rank.
     pub nodes: &'a Nodes,
-    /// Who holds which expert.
+    /// The ranks that hold each expert.
     pub placement: &'a Placement,
-    /// Tokens of each rank.
+    /// The number of tokens of each rank.
     pub tokens: &'a [u32],
-    /// `rows[rank][expert]`: rows of each rank for each expert, of a token one for each expert that it chose.
+    /// Rows of each rank for each expert, `rows[rank][expert]`: a token has one row for each of its experts.
     pub rows: &'a [Vec<u32>],
 }
 
-/// What a choice of what moves weighs.
+/// The costs that the choice weighs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MoveCosts {
-    /// By which hops tokens go.
+    /// The path of the tokens.
     pub algorithm: Algorithm,
-    /// What a rank's links do.
+    /// The links of a rank.
     pub links: Links,
-    /// Bytes of a token's row on its four ways (there and back, forward and backward), the mean of them.
+    /// Bytes of a token's row, the mean of its four transfers (there and back, forward and backward).
     pub row_bytes: f64,
-    /// Bytes of an expert's weights, and of its gradients.
+    /// Bytes of an expert's weights and of its gradients.
     pub expert_bytes: [f64; 2],
-    /// Seconds of an expert's computation of a row, forward and backward.
+    /// Seconds of an expert's computation of one row, forward and backward.
     pub row_compute_s: f64,
 }
 
-/// Bytes that go from each rank to each other at a time.
+/// The bytes from each rank to each other rank in one hop.
 struct Leg<'a> {
     nodes: &'a Nodes,
-    /// By sender, then by receiver.
+    /// Bytes by sender, then by receiver.
     bytes: Vec<f64>,
 }
 
@@ -55,7 +56,8 @@ impl<'a> Leg<'a> {
         }
     }
 
-    /// Seconds of the busiest line: what a rank sends goes one after the other, and so does what it receives.
+    /// Returns the seconds of the busiest line. Messages that a rank sends follow each other, and so do those that it
+    /// receives.
     fn seconds(&self, links: &Links) -> f64 {
         let n = self.nodes.num_ranks();
         let mut lines = vec![0.0; 2 * n];
@@ -70,14 +72,14 @@ impl<'a> Leg<'a> {
     }
 }
 
-/// A layer while experts are fetched one after the other.
+/// A layer while experts are fetched one after another.
 struct Pass<'a> {
     load: LayerLoad<'a>,
-    /// Rows that each rank computes.
+    /// The rows that each rank computes.
     computed: Vec<u64>,
-    /// By source, then by the rank that serves it: rows that are to go there.
+    /// The rows from each source to each serving rank, by source first.
     rows: Vec<u64>,
-    /// Fetched experts that each rank gives.
+    /// The number of fetched experts that each rank gives.
     given: Vec<usize>,
 }
 
@@ -95,7 +97,7 @@ impl<'a> Pass<'a> {
         pass
     }
 
-    /// Who serves `source` with `expert`, and with how many rows.
+    /// Returns the rank that serves `source` with `expert`, and the number of its rows.
     fn rows_of(&self, source: usize, expert: usize) -> (usize, u64) {
         let LayerLoad { nodes, placement, rows, .. } = self.load;
         (placement.serving_rank(nodes, source, expert), u64::from(rows[source][expert]))
@@ -112,8 +114,8 @@ impl<'a> Pass<'a> {
         self.given[self.load.placement.ranks_of(expert)[0]] += 1;
     }
 
-    /// Tokens of `source` that go to any of `ranks`, each once however many of its K choices are there: as if each choice were there
-    /// as often as those of all tokens are, one by one.
+    /// Returns the expected number of tokens of `source` that go to any of `ranks`, counting each once however many
+    /// of its K experts are there. Experts are taken as independent draws with the frequencies of all tokens.
     fn tokens_to(&self, source: usize, ranks: &[usize]) -> f64 {
         let rows: u64 = ranks.iter().map(|rank| self.rows[source * self.load.placement.num_ranks() + rank]).sum();
         let all: u64 = self.load.rows[source].iter().map(|&rows| u64::from(rows)).sum();
@@ -122,7 +124,7 @@ impl<'a> Pass<'a> {
         tokens * (1.0 - (1.0 - share).powf(num_choices))
     }
 
-    /// Seconds of tokens on one of their ways.
+    /// Returns the seconds of one of the four transfers of tokens.
     fn token_seconds(&self, costs: &MoveCosts) -> f64 {
         let nodes = self.load.nodes;
         let n = nodes.num_ranks();
@@ -148,7 +150,8 @@ impl<'a> Pass<'a> {
         first.seconds(&costs.links) + second.seconds(&costs.links)
     }
 
-    /// Seconds of the fetched experts on their way to all ranks, or of their gradients on the way back, where each has so many bytes.
+    /// Returns the seconds of sending the fetched experts, or of their gradients on the way back, at `bytes` bytes
+    /// each.
     fn expert_seconds(&self, bytes: f64, links: &Links) -> f64 {
         let nodes = self.load.nodes;
         let given = |rank: usize| self.given[rank] as f64 * bytes;
@@ -168,7 +171,7 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Seconds of a layer, forward and backward, whose experts `fetched` come to all ranks.
+/// Returns the seconds of a layer, forward and backward, in which all ranks fetch the experts `fetched`.
 #[must_use]
 pub fn pass_seconds(load: &LayerLoad<'_>, fetched: &[usize], costs: &MoveCosts) -> f64 {
     let mut pass = Pass::new(*load);
@@ -176,8 +179,9 @@ pub fn pass_seconds(load: &LayerLoad<'_>, fetched: &[usize], costs: &MoveCosts) 
     pass.seconds(costs)
 }
 
-/// The experts to be fetched, those first whose rows would take longest on their way: the best number of them (ties to the lower
-/// number, both times). With one expert a rank and rows from everywhere alike this is the best of all sets.
+/// Returns the experts to fetch. Experts are sorted by the time of the rows that other ranks have for them, the
+/// longest first, and the best number of them is taken; at ties the lower expert and the lower number. With one
+/// expert a rank and the same rows from each rank this is the best of all subsets.
 #[must_use]
 pub fn experts_to_fetch(load: &LayerLoad<'_>, costs: &MoveCosts) -> Vec<usize> {
     let LayerLoad { nodes, placement, rows, .. } = *load;

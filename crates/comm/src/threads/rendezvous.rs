@@ -1,7 +1,7 @@
-//! One operation of a group: where its ranks put down what they call and where their memory is.
+//! One operation of a group: each rank posts its call and the addresses of its memory.
 //!
-//! A rank that has put down its post may be read from by the others until it gets up: it waits until all have said that
-//! they are done. If the run fails it gets up at once, but first sees the last reader off.
+//! After a rank has posted, the others may read its memory until it revokes it, which it does when all have said that
+//! they are done. If the run fails it revokes at once, but first waits for the last reader.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
@@ -13,13 +13,13 @@ const EMPTY: u8 = 0;
 const POSTED: u8 = 1;
 const REVOKED: u8 = 2;
 
-/// What a rank calls, with which memory.
+/// A rank's call with its memory.
 pub(crate) struct Post {
     pub(crate) call: Call,
     pub(crate) send_counts: Box<[usize]>,
     pub(crate) recv_counts: Box<[usize]>,
     pub(crate) memory: Memory,
-    /// In a split: the colour and the key.
+    /// The colour and the key of a split.
     pub(crate) part: Option<(Option<u32>, usize)>,
 }
 
@@ -39,20 +39,20 @@ struct Seat {
     post: UnsafeCell<Option<Post>>,
 }
 
-/// The ranks' seats, and how far they are.
-pub(crate) struct Meeting {
+/// The seats of the ranks, with their progress.
+pub(crate) struct Rendezvous {
     seats: Box<[Seat]>,
     num_posted: AtomicUsize,
     num_done: AtomicUsize,
 }
 
-// SAFETY: a seat's post is written by its one rank while the seat is empty and nobody reads it (`put_down`), and only read
-// after it was marked as posted.
-unsafe impl Sync for Meeting {}
+// SAFETY: a seat's post is written by its one rank while the seat is empty and nobody reads it (`join`), and only
+// read after it was marked as posted.
+unsafe impl Sync for Rendezvous {}
 // SAFETY: the pointers in posts are addresses; their users say why they may use them.
-unsafe impl Send for Meeting {}
+unsafe impl Send for Rendezvous {}
 
-impl Meeting {
+impl Rendezvous {
     pub(crate) fn new(num_seats: usize) -> Self {
         Self {
             seats: (0..num_seats).map(|_| Seat::default()).collect(),
@@ -65,11 +65,11 @@ impl Meeting {
         self.seats.len()
     }
 
-    /// Takes a seat; whether all are taken now.
+    /// Takes a seat. Returns whether all are taken now.
     ///
     /// # Safety
-    /// Called once for a seat, by its rank; the memory stays valid until [`get_up`](Self::get_up) has returned.
-    pub(crate) unsafe fn put_down(&self, seat: usize, post: Post) -> bool {
+    /// It is called once for a seat, by its rank; the memory stays valid until [`revoke`](Self::revoke) has returned.
+    pub(crate) unsafe fn join(&self, seat: usize, post: Post) -> bool {
         let place = &self.seats[seat];
         // SAFETY: nobody reads a post before the seat is marked, and nobody else writes it.
         unsafe { *place.post.get() = Some(post) };
@@ -85,7 +85,7 @@ impl Meeting {
         self.num_posted.load(Ordering::Acquire) == self.seats.len()
     }
 
-    /// Says that a rank uses nobody's memory any more; how many do not.
+    /// Notes that a rank uses nobody's memory any more. Returns the number of such ranks.
     pub(crate) fn set_done(&self, seat: usize) -> usize {
         self.seats[seat].is_done.store(true, Ordering::SeqCst);
         self.num_done.fetch_add(1, Ordering::SeqCst) + 1
@@ -99,7 +99,8 @@ impl Meeting {
         (0..self.seats.len()).filter(|&seat| !self.seats[seat].is_done.load(Ordering::SeqCst)).collect()
     }
 
-    /// Of the seats of those who are not done those that nobody has taken, if there are any: the ranks that the others wait for.
+    /// Returns the seats that the others wait for: of those that are not done, the empty ones if there are any,
+    /// otherwise all.
     pub(crate) fn awaited_seats(&self) -> Vec<usize> {
         let unfinished = self.unfinished_seats();
         let is_empty = |seat: &usize| self.seats[*seat].state.load(Ordering::SeqCst) == EMPTY;
@@ -107,22 +108,23 @@ impl Meeting {
         if empty.is_empty() { unfinished } else { empty }
     }
 
-    /// What was put down on a seat, also after its rank got up; `None` if nothing yet. The memory it names may be gone.
+    /// Returns a seat's post, also after its rank revoked it; `None` if there is none yet. The memory that it names
+    /// may be gone.
     pub(crate) fn post(&self, seat: usize) -> Option<&Post> {
         let place = &self.seats[seat];
         if place.state.load(Ordering::SeqCst) == EMPTY {
             return None;
         }
-        // SAFETY: it was written before the mark, and is not written again while the meeting lives.
+        // SAFETY: it was written before the mark, and is not written again while the rendezvous lives.
         unsafe { (*place.post.get()).as_ref() }
     }
 
-    /// Opens a seat's memory for reading: its rank does not get up before the result is dropped.
+    /// Opens a seat's memory for reading. Its rank cannot finish revoking it before the result is dropped.
     pub(crate) fn read(&self, seat: usize) -> Option<Reading<'_>> {
         let place = &self.seats[seat];
         place.num_readers.fetch_add(1, Ordering::SeqCst);
         let mut reading = Reading { place, memory: None };
-        // Either the mark is seen here, or `get_up` sees this reader.
+        // Either this sees the mark, or `revoke` sees this reader.
         if place.state.load(Ordering::SeqCst) != POSTED {
             return None;
         }
@@ -130,8 +132,8 @@ impl Meeting {
         reading.memory.is_some().then_some(reading)
     }
 
-    /// Takes a rank's memory out of the others' reach and waits for those who are reading it.
-    pub(crate) fn get_up(&self, seat: usize) {
+    /// Withdraws a rank's memory and waits for the ranks that are reading it.
+    pub(crate) fn revoke(&self, seat: usize) {
         let place = &self.seats[seat];
         place.state.store(REVOKED, Ordering::SeqCst);
         while place.num_readers.load(Ordering::SeqCst) > 0 {
@@ -140,19 +142,19 @@ impl Meeting {
     }
 }
 
-/// Memory of another rank that stays valid while this lives.
+/// Another rank's memory, which stays valid while this lives.
 pub(crate) struct Reading<'a> {
     place: &'a Seat,
     memory: Option<Memory>,
 }
 
 impl Reading<'_> {
-    /// Where what is sent begins.
+    /// Returns the start of the sent region.
     pub(crate) fn sent(&self) -> *const u8 {
         self.memory.map_or(std::ptr::null(), |memory| memory.send)
     }
 
-    /// Where the memory of an in-place call begins.
+    /// Returns the start of the memory of an in-place call.
     pub(crate) fn in_place(&self) -> *const u8 {
         self.memory.map_or(std::ptr::null(), |memory| memory.recv.cast_const())
     }

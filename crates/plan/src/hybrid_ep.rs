@@ -1,26 +1,27 @@
-//! How much of a layer is to be done by moving experts where links are slow (HybridEP, 2510.19470, section 3).
+//! The share of a layer's exchange that is done by moving experts where links are slow (HybridEP, 2510.19470, section
+//! 3).
 //!
-//! Workers form domains. Inside a domain every worker fetches the others' experts (all-gather); between domains tokens travel,
-//! each to the worker at its own offset of the other domain (all-to-all). A domain of one worker is plain expert
-//! parallelism, one domain of all of them moves no token.
+//! Workers form domains. Inside a domain each worker fetches the others' experts by all-gather. Between domains
+//! tokens move by all-to-all, each to the worker at the same offset in the other domain. Domains of one worker are
+//! plain expert parallelism; with one domain of all workers no token moves.
 
-/// What the share of work that is done by moving tokens depends on.
+/// The quantities that determine the share of work done by moving tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Migration {
-    /// G: workers, at least 2.
+    /// G: the number of workers, at least 2.
     pub workers: usize,
-    /// D: bytes of tokens that a worker sends away.
+    /// D: bytes of tokens that a worker sends.
     pub data_bytes: f64,
-    /// P_E: bytes of the experts of a worker.
+    /// P_E: bytes of a worker's experts.
     pub expert_bytes: f64,
-    /// B: bytes a second of a worker's link.
+    /// B: bytes per second of a worker's link.
     pub bytes_per_s: f64,
     /// Seconds of computation before the experts, under which weights can move.
     pub hidden_s: f64,
 }
 
-/// p*, the share of the exchange by all-to-all that takes the least time, 0 to 1: as few experts move as tokens allow where
-/// tokens are the smaller load (`2 D < G P_E`), none of the tokens otherwise.
+/// Returns p*, the share of the exchange by all-to-all that takes the least time, 0 to 1. Where tokens are the
+/// smaller load (`2 D < G P_E`), only as many experts move as the computation hides; otherwise no token moves.
 #[must_use]
 pub fn token_share(of: &Migration) -> f64 {
     let peers = of.workers.saturating_sub(1).max(1) as f64;
@@ -31,8 +32,8 @@ pub fn token_share(of: &Migration) -> f64 {
 }
 
 impl Migration {
-    /// Seconds of the exchange at the share `p`, equations of both cases: weights move under the computation as far as it
-    /// reaches.
+    /// Returns the seconds of the exchange at share `p`, for both cases of the paper. Weights move under the
+    /// computation as far as it reaches.
     #[must_use]
     pub fn seconds(&self, p: f64) -> f64 {
         let (g, peers) = (self.workers as f64, self.workers as f64 - 1.0);
@@ -42,25 +43,25 @@ impl Migration {
     }
 }
 
-/// Messages of one exchange among `workers` in domains of `domain`: those of the all-to-all, `G (G/S - 1)`, and those of the
-/// all-gather, `G (S - 1)`.
+/// Returns the messages of one exchange among `workers` in domains of `domain`: `G (G/S - 1)` of the all-to-all and
+/// `G (S - 1)` of the all-gather.
 #[must_use]
 pub fn domain_transfers(workers: usize, domain: usize) -> (usize, usize) {
     (workers * (workers / domain.max(1)).saturating_sub(1), workers * domain.saturating_sub(1))
 }
 
-/// What two workers have to do with each other.
+/// The relation of two workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
     /// They fetch each other's experts.
     Gather,
     /// They send each other tokens.
     Exchange,
-    /// Nothing directly.
+    /// They do not communicate directly.
     None,
 }
 
-/// What workers `a` and `b` have to do with each other at `level` of a hierarchy (outermost 0), whose level i has `sizes[i]`
+/// Returns the relation of workers `a` and `b` at `level` of a hierarchy (0 is the outermost). Level i has `sizes[i]`
 /// parts, in domains of `domains[i]`.
 #[must_use]
 pub fn peer(a: usize, b: usize, level: usize, sizes: &[usize], domains: &[usize]) -> Peer {

@@ -1,17 +1,17 @@
-//! Learning at once that the process of another rank of this node has ended.
+//! Detection of processes of this node that end.
 
 use std::time::Duration;
 
-/// The processes of a node.
-pub(crate) struct Obituary {
+/// The processes of a node, watched through pidfds on Linux.
+pub(crate) struct DeathWatch {
     #[cfg(target_os = "linux")]
     processes: Vec<(usize, std::os::fd::OwnedFd)>,
 }
 
 #[cfg(target_os = "linux")]
-impl Obituary {
-    /// Of the processes with these numbers. One that cannot be watched is not.
-    pub(crate) fn of(pids: &[usize]) -> Self {
+impl DeathWatch {
+    /// Watches the processes with these ids. One that cannot be opened is not watched.
+    pub(crate) fn new(pids: &[usize]) -> Self {
         use std::os::fd::{FromRawFd as _, OwnedFd};
         let open = |(index, &pid): (usize, &usize)| {
             // SAFETY: the call takes two numbers and gives a new descriptor or an error.
@@ -22,7 +22,7 @@ impl Obituary {
         Self { processes: pids.iter().enumerate().filter_map(open).collect() }
     }
 
-    /// Waits this long, or until one of the processes has ended: its index.
+    /// Waits for `tick`, or until one of the processes has ended, and returns the index of that one.
     pub(crate) fn wait(&mut self, tick: Duration) -> Option<usize> {
         use std::os::fd::AsRawFd as _;
         let entry = |fd: &std::os::fd::OwnedFd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
@@ -39,9 +39,9 @@ impl Obituary {
 }
 
 #[cfg(not(target_os = "linux"))]
-impl Obituary {
-    /// Elsewhere than on Linux the launcher alone learns of it.
-    pub(crate) fn of(_pids: &[usize]) -> Self {
+impl DeathWatch {
+    /// Watches nothing: on other systems only the launcher notices that a process ended.
+    pub(crate) fn new(_pids: &[usize]) -> Self {
         Self {}
     }
 
