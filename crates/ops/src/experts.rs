@@ -11,7 +11,7 @@
 mod biases;
 mod epilogues;
 mod rows;
-mod turned;
+mod transposed;
 mod weight_grad;
 
 use std::ops::Range;
@@ -193,8 +193,8 @@ fn activations(
     let mut h = (!is_forward_only || in_turn.is_some()).then(|| ctx.empty(&[s.r, s.af], dtype));
     with_float!(dtype, T => match (in_turn, &mut h) {
         (Some((base, _)), Some(h)) => {
-            let between = turned::Between { activation, bias, experts };
-            turned::activate_in_turn::<T>(ctx, (x, Some(&rows.tokens)), base, &between, (h, &mut a));
+            let between = transposed::Between { activation, bias, experts };
+            transposed::activate_interleaved::<T>(ctx, x, Some(&rows.tokens), base, &between, h, &mut a);
         }
         (_, h) => {
             let h = h.as_mut().map(|h| Lent::new(h.slice_mut::<T>()));
@@ -224,7 +224,7 @@ fn forward_product(
 ) {
     let num_weights = columns * if is_paired { 2 } else { 1 };
     if let Some((base, false)) = weights.as_turned().filter(|_| !is_paired) {
-        return turned::product(ctx, (a, tokens), base, experts, epilogue);
+        return transposed::product(ctx, a, tokens, base, experts, epilogue);
     }
     if weights.dtype().is_quantized() {
         let group = |(e, range): &Expert| quantized::Group {
@@ -298,7 +298,7 @@ pub fn experts_backward_with_weight_grad(
     if is_apart {
         let back = experts_backward(ctx, dy, weights, rows, saved);
         let inputs = WeightGradInputs { x, dy, saved, dh: &back.dh, weighed: back.weighed.as_ref() };
-        weight_grad(ctx, inputs, weights.activation, (rows, keeps_unused), write, grads);
+        weight_grad(ctx, inputs, weights.activation, rows, keeps_unused, write, grads);
         return back;
     }
     let beside = Beside { x, experts: if keeps_unused { used_experts(rows) } else { all_experts(rows) }, write, grads };
@@ -360,9 +360,9 @@ fn backward(
         let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups: &first, is_paired: false };
         match &mut beside {
             Some(Beside { experts, write, grads, .. }) => {
-                let a = weighed_activations(ctx, (saved, dtype), weights.activation, rows, s.f);
+                let a = weighed_activations(ctx, saved, dtype, weights.activation, rows, s.f);
                 let of = GradOf { ctx, rows, experts, write: *write, beside: Some((&product, &epilogue)) };
-                of.down((dy, &a), grads.down);
+                of.down(dy, &a, grads.down);
             }
             None => gemm::run(ctx, &product, &epilogue),
         }
@@ -382,7 +382,7 @@ fn backward(
     let outputs = row_outputs(ctx, dtype, (&experts, &second), &[s.r, s.d], |product, store| match &mut beside {
         Some(Beside { x, experts, write, grads }) => {
             let of = GradOf { ctx, rows, experts, write: *write, beside: Some((product, store)) };
-            of.gate_up((&dh, x), s.af, grads.gate_up);
+            of.gate_up(&dh, x, s.af, grads.gate_up);
         }
         None => gemm::run(ctx, product, store),
     });

@@ -1,8 +1,8 @@
-//! A pool of threads with a fork-join of about a microsecond.
+//! A thread pool with a fork-join of about a microsecond.
 //!
-//! Workers look for the next job for a short while, then park: an idle program costs nothing. A job is a number of
-//! tasks taken in order from a shared counter; the caller works too. Which thread runs a task is not fixed, so a
-//! task's result must depend on its number alone: that is what makes results the same on any number of threads.
+//! Workers spin for the next job for a short while, then park, so that an idle program costs nothing. A job is a
+//! number of tasks, taken in order from a shared counter; the caller works too. Any thread may run any task, so a
+//! task's result must depend on its number alone: that makes results the same on any number of threads.
 
 use std::cell::{Cell, UnsafeCell};
 use std::hint;
@@ -12,10 +12,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// How long a worker looks for work before it parks. Longer than the gap between two operations of a training step.
+/// The time that a worker spins before it parks: longer than the gap between two operations of a training step.
 const SPIN: Duration = Duration::from_micros(100);
 
-/// The state word: the job's number in the high half, whether it takes helpers, and how many are at it.
+/// The state word: the job's number in the high half, whether the job takes helpers, and the number of threads
+/// working on it.
 const OPEN: u64 = 1 << 31;
 const ACTIVE: u64 = OPEN - 1;
 
@@ -61,7 +62,7 @@ thread_local! {
 }
 
 impl Threads {
-    /// A pool of `num_threads` threads, of which the caller is one. 0 counts as 1.
+    /// Starts a pool of `num_threads` threads, of which the caller is one. 0 counts as 1.
     #[must_use]
     pub fn new(num_threads: usize) -> Self {
         let num_workers = num_threads.saturating_sub(1);
@@ -86,7 +87,7 @@ impl Threads {
         Self { pool: Arc::new(Pool { shared, workers, handles: Mutex::new(handles), caller: Mutex::new(()) }) }
     }
 
-    /// How many threads work on a job, the caller included.
+    /// Returns the number of threads that work on a job, the caller included.
     #[must_use]
     pub fn count(&self) -> usize {
         self.pool.workers.len() + 1
@@ -132,7 +133,7 @@ impl Threads {
     }
 }
 
-/// A pointer that tasks on several threads may hold. Whoever dereferences it states why that is sound.
+/// A pointer that tasks on several threads may hold. Code that dereferences it states why that is sound.
 pub(crate) struct SendPointer<T>(pub(crate) *mut T);
 
 impl<T> Clone for SendPointer<T> {
@@ -232,7 +233,7 @@ fn work(shared: &Shared, index: usize) {
     }
 }
 
-/// The state word of an open job other than `last_job`; `None` when the pool ends.
+/// Returns the state word of an open job other than `last_job`; `None` when the pool ends.
 fn wait_for_job(shared: &Shared, index: usize, last_job: u64) -> Option<u64> {
     let ready = || {
         let state = shared.state.load(Ordering::SeqCst);

@@ -11,7 +11,7 @@ use super::blocks::{COL_UNIT, ROWS, RowBlock, SCORE_COLS, keys_forward};
 use super::operands::{OperandFormat, Rows, Values, store_scaled, transpose};
 use super::products::{Left, Products, Right, ScoreBlock, Size};
 use super::sequences::{AttentionHeads, Sequence, TaskList};
-use super::softmax::{Columns, SeenKeys, softmax};
+use super::softmax::{Columns, RowState, SeenKeys, softmax};
 use super::{AttentionInputs, Outputs};
 use crate::Context;
 use crate::parallel::piece_range;
@@ -258,7 +258,14 @@ impl<'a> Task<'a> {
                 let scale = self.sequence.heads.scale * LOG2_E;
                 let columns = Columns { first_col, first_key: keys.start, num_keys, scale, format };
                 let o = (!are_first).then_some(&mut *state.o);
-                softmax(isa, columns, shared.scores, shared.weights, &seen, state.max, state.sum, o);
+                softmax(
+                    isa,
+                    columns,
+                    shared.scores,
+                    shared.weights,
+                    &seen,
+                    RowState { max: state.max, sum: state.sum, o },
+                );
             }
             let weights = if format.are_pairs() { &*shared.weights } else { &*shared.scores };
             let weights = Right { values: weights, stride: SCORE_COLS };

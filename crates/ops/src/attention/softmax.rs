@@ -17,6 +17,13 @@ pub(super) struct Columns {
     pub(super) format: OperandFormat,
 }
 
+/// The running state of the rows of a block: their maxima, sums and outputs, if there are any yet.
+pub(super) struct RowState<'a> {
+    pub(super) max: &'a mut [f32; ROWS],
+    pub(super) sum: &'a mut [f32; ROWS],
+    pub(super) o: Option<&'a mut [f32]>,
+}
+
 /// The keys that each row of a block sees: `from[row]..until[row]`.
 pub(super) struct SeenKeys {
     pub(super) from: [i32; ROWS],
@@ -42,16 +49,14 @@ kernel! {
         scores: &mut [f32],
         pairs: &mut [f32],
         seen: &SeenKeys,
-        max: &mut [f32; ROWS],
-        sum: &mut [f32; ROWS],
-        o: Option<&mut [f32]>,
+        state: RowState<'_>,
     ) {
         let Columns { first_col, first_key, num_keys, .. } = columns;
         if num_keys == 0 {
             return;
         }
         let (seen_from, visible) = (lanes_of(&seen.from, first_col), lanes_of(&seen.until, first_col));
-        let (max, sum) = (lanes_of_mut(max, first_col), lanes_of_mut(sum, first_col));
+        let (max, sum) = (lanes_of_mut(state.max, first_col), lanes_of_mut(state.sum, first_col));
         let num_open = seen_by_all(first_key, num_keys, seen_from, visible);
         let scores = &mut scores[..num_keys * SCORE_COLS];
         let new_max = raise(columns, num_open, scores, seen_from, visible, *max);
@@ -65,7 +70,7 @@ kernel! {
             sum[i] = S::mul_add(sum[i], factors[i], new_sum[i]);
         }
         *max = new_max;
-        if let Some(o) = o {
+        if let Some(o) = state.o {
             scale::<S>(o, columns, &factors);
         }
     }

@@ -4,6 +4,7 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::{On, THREADS, WARPS, elementwise, name};
 use crate::linear::Write;
+use crate::rms_norm::RmsNormInputs;
 use moeworks_gpu::sources::{GROUPED, RMS_NORM};
 use moeworks_gpu::{Launch, Pending, PendingNorm};
 
@@ -64,7 +65,7 @@ fn combine_and_norm(on: On<'_>, x: &Tensor, norm: &PendingNorm<'_>) -> bool {
 pub(crate) fn backward(
     on: On<'_>,
     dy: &Tensor,
-    (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
+    RmsNormInputs { x, weight, inv_rms }: RmsNormInputs<'_>,
     base: Option<&Tensor>,
     write: Write,
     dweight: &mut Tensor,

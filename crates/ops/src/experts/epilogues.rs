@@ -1,4 +1,4 @@
-//! What becomes of sums where they leave the kernel: the activation forward, its derivative backward.
+//! Epilogues of the experts' products: the activation in forward, its derivative in backward.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::gemm::{Epilogue, Place, Span};
 use crate::parallel::{Lent, prefetch_elements};
 use crate::simd::{Float, Level};
 
-/// What becomes of the first product's sums: `h`, if it is kept, and its activation.
+/// The epilogue of the first product: writes `h`, if it is kept, and its activation.
 pub(super) struct Activate<'a, T> {
     pub(super) activation: Activation,
     pub(super) f: usize,
@@ -58,7 +58,7 @@ impl<T: Float> Epilogue for Activate<'_, T> {
                 }),
                 None => round_rows::<S, T>(tile, &mut room.stored, at.rows.len),
             }
-            // What is saved is what the activation is taken of, so that backward sees the same function.
+            // The activation is computed from `h` as it is stored, so that backward sees the same function.
             if T::DTYPE != DType::F32 {
                 load_stored::<S, T>(tile, &room.stored, at.rows.len);
             }
@@ -80,7 +80,7 @@ impl<T: Float> Epilogue for Activate<'_, T> {
     }
 }
 
-/// What becomes of `u = W2^T dy`: the gradient of `h`, and each row's part of `<u, a>`.
+/// The epilogue of `u = W2^T dy`: writes the gradient of `h` and each row's parts of `<u, a>`.
 pub(super) struct PullBack<'a, T> {
     pub(super) activation: Activation,
     pub(super) f: usize,
@@ -88,7 +88,7 @@ pub(super) struct PullBack<'a, T> {
     pub(super) row_weights: &'a [f32],
     pub(super) h: &'a [T],
     pub(super) dh: Lent<'a, T>,
-    /// `[R, num_panels]`: the parts of `<u, a>`, cut by panels of columns.
+    /// `[R, num_panels]`: the parts of `<u, a>`, one for each panel of columns.
     pub(super) parts: Lent<'a, f32>,
     pub(super) num_panels: usize,
 }
@@ -142,7 +142,7 @@ impl<T: Float> Epilogue for PullBack<'_, T> {
     }
 }
 
-/// The sum of products, in an order fixed by the length.
+/// Returns the dot product, summed in an order that the length fixes.
 #[inline(always)]
 pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 16;

@@ -177,7 +177,7 @@ fn decision(
     (k, of_y): (usize, DType),
 ) -> (Vec<Tensor>, Option<SortedChoices>) {
     let (y, _) = rms_norm(ctx, x, norm, 1e-5, of_y);
-    let scores = softmax_top_k_with(ctx, logits(ctx, &y, w), (k, true), false);
+    let scores = softmax_top_k_with(ctx, logits(ctx, &y, w), k, true, false);
     (vec![y, scores.probs, scores.ids, scores.weights], scores.sorted)
 }
 
