@@ -36,7 +36,7 @@ pub fn copy_columns(ctx: &Context, blocks: Blocks, from: &Tensor, from_at: Colum
     // If target blocks overlap the last one wins, an order that threads of a GPU do not keep.
     let are_apart = blocks.count < 2 || to_at.step >= blocks.width;
     if let Some(on) = On::taking(ctx, &[to.dtype()]).filter(|_| are_apart) {
-        return cuda::elementwise::copy_columns(on, blocks, (from, from_at), (to, to_at));
+        return cuda::elementwise::copy_columns(on, blocks, from, from_at, to, to_at);
     }
     with_float!(to.dtype(), T => {
         let values = from.slice::<T>();
@@ -52,7 +52,7 @@ pub fn add_columns(ctx: &Context, blocks: Blocks, from: &Tensor, from_at: Column
     assert_eq!((from.dtype(), to.dtype()), (DType::F32, DType::F32), "add_columns: types");
     check(blocks, from, from_at, to, to_at);
     if let Some(on) = On::of(ctx) {
-        return cuda::elementwise::add_columns(on, blocks, (from, from_at), (to, to_at));
+        return cuda::elementwise::add_columns(on, blocks, from, from_at, to, to_at);
     }
     let values = from.f32s();
     for_rows::<f32>(ctx, blocks, to, to_at, |row, block, to| {

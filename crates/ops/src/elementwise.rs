@@ -18,7 +18,7 @@ pub fn copy_rows(ctx: &Context, x: &Tensor, first: usize, y: &mut Tensor, start:
     assert!(first + count <= x.rows() && start + count <= y.rows(), "copy_rows: {count} rows from {first} to {start}");
     let row = x.cols() * x.dtype().size();
     if let Some(on) = On::of(ctx).filter(|_| row.is_multiple_of(2)) {
-        return cuda::elementwise::copy_rows(on, (x, first), (y, start), count);
+        return cuda::elementwise::copy_rows(on, x, first, y, start, count);
     }
     y.bytes_mut()[start * row..][..count * row].copy_from_slice(&x.bytes()[first * row..][..count * row]);
 }
@@ -46,7 +46,7 @@ pub fn copy_some_rows_of_each(
     assert!(first + rows <= given && start + rows <= capacity, "copy_rows_of_each: {rows} of {given} to {capacity}");
     let row = x.cols() * x.dtype().size();
     if let Some(on) = On::of(ctx).filter(|_| count > 1 && row.is_multiple_of(2)) {
-        return cuda::elementwise::copy_rows_of_each(on, (x, first), (y, start), rows, count);
+        return cuda::elementwise::copy_rows_of_each(on, x, first, y, start, rows, count);
     }
     for sequence in 0..count {
         copy_rows(ctx, x, sequence * given + first, y, sequence * capacity + start, rows);

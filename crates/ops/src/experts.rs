@@ -144,7 +144,8 @@ pub fn experts_forward_onto(
     }
     let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
-        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows, (base, is_forward_only));
+        let inputs = cuda::experts::ForwardInputs { x, weights, biases, rows, base };
+        return cuda::experts::forward(on, inputs, is_fp8, is_forward_only);
     }
     let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, x), RoundedWeights::of(ctx, weights)));
     let (x, weights) = rounded.as_ref().map_or((x, weights), |(x, rounded)| (x, rounded.weights()));
@@ -329,7 +330,7 @@ fn backward(
     let s = Sizes::of(dy, weights, rows);
     let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| !weights.gate_up.dtype().is_quantized() && cuda::experts::takes(weights)) {
-        return cuda::experts::backward(on, dy, (weights, is_fp8), rows, saved);
+        return cuda::experts::backward(on, dy, weights, is_fp8, rows, saved);
     }
     let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, dy), RoundedWeights::of(ctx, weights)));
     let (dy, weights) = rounded.as_ref().map_or((dy, weights), |(dy, rounded)| (dy, rounded.weights()));

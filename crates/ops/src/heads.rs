@@ -66,7 +66,7 @@ fn by_head(ctx: &Context, form: Form, x: &Tensor, w: &Tensor, parts: &HeadParts,
     }
     let types = [x.dtype(), w.dtype(), y.dtype()];
     if let Some(on) = On::taking(ctx, &types).filter(|_| depth > 0 && cuda::heads::takes(x)) {
-        return cuda::heads::by_head(on, form, (x, w), parts, y);
+        return cuda::heads::by_head(on, form, x, w, parts, y);
     }
     let group = |head: usize| {
         let a = Source::rows(x, 0);

@@ -107,7 +107,8 @@ pub fn layer_norm_backward(
     assert_eq!((dy.len(), statistics.len()), (x.len(), 2 * rows.count), "layer_norm backward: dy {:?}", dy.shape());
     assert_eq!((dweight.len(), dbias.len()), (rows.width, rows.width), "layer_norm backward: dweight, dbias");
     if let Some(on) = On::taking(ctx, &[x.dtype(), dy.dtype()]) {
-        return cuda::layer_norm::backward(on, dy, (x, statistics), weight, write, (dweight, dbias));
+        let saved = cuda::layer_norm::LayerNormSaved { x, statistics, weight };
+        return cuda::layer_norm::backward(on, dy, saved, write, dweight, dbias);
     }
     let weight = weight.to_f32_vec();
     let statistics = statistics.f32s();

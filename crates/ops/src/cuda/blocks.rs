@@ -1,6 +1,8 @@
-//! Weights in [blocks](crate::quantized) on a GPU: multiplied with as they lie by up to some rows
-//! (`small_m_gemm.rs`); turned into bf16 for more, anew for each product, of a layer's experts those that have rows.
-//! Activations are rounded to bf16, not to whole numbers as they are on the host.
+//! [Quantized](crate::quantized) weights on a GPU.
+//!
+//! Products of few rows read them as they are stored (`small_m_gemm.rs`). For more rows they are dequantised to bf16
+//! for each product; of a layer's experts only those that have rows. Activations are rounded to bf16, not to integers
+//! as on the host.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -11,7 +13,7 @@ use crate::late::List;
 use moeworks_gpu::sources::BLOCKS;
 use moeworks_gpu::{Arg, Launch};
 
-/// How kernels call a type of blocks.
+/// Returns the number by which kernels know a quantized type.
 fn code(dtype: DType) -> u32 {
     match dtype {
         DType::Q8 => 0,
@@ -31,9 +33,10 @@ fn code(dtype: DType) -> u32 {
     }
 }
 
-/// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are
-/// left out: what is in their place is unspecified. Of matrices that are `apart` there are those alone, one behind
-/// the other.
+/// Dequantises `blocks` `[groups, rows, width]` to bf16.
+///
+/// With `offsets` `[groups + 1]` groups without rows are skipped, and their elements are unspecified. With `apart`
+/// the result has the matrices of its groups alone, one behind the other.
 pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apart: Option<Apart<'_>>) -> Tensor {
     let (dtype, width) = (blocks.dtype(), blocks.cols());
     let groups = offsets.map_or(1, |offsets| offsets.len() - 1);
@@ -58,12 +61,12 @@ pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apa
     y
 }
 
-/// As [`dequantize`](crate::quantized::dequantize) to bf16.
+/// Computes [`dequantize`](crate::quantized::dequantize) to bf16.
 pub(crate) fn dequantized(on: On<'_>, blocks: &Tensor) -> Tensor {
     to_bf16(on, blocks, None, None).reshaped(blocks.shape())
 }
 
-/// Rows of a table in blocks; the ids are rows of it.
+/// Returns rows of a quantized table; the ids are rows of it.
 pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DType) -> Tensor {
     let (dtype, width) = (table.dtype(), table.cols());
     let (mut y, list) = (on.empty(&[ids.len(), width], out), on.list(ids));

@@ -71,7 +71,7 @@ pub fn experts_bias_grad(
     down: &mut Tensor,
 ) {
     if let Some(on) = On::taking(ctx, &[dy.dtype(), dh.dtype()]) {
-        return cuda::experts::bias_grad(on, (dy, dh), rows, write, (gate_up, down));
+        return cuda::experts::bias_grad(on, dy, dh, rows, write, gate_up, down);
     }
     let (af, d) = (gate_up.cols(), down.cols());
     let (dh, dy) = (dh.to_f32_vec(), dy.to_f32_vec());

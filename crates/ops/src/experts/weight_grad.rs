@@ -82,7 +82,8 @@ pub(super) fn weight_grad(
     let (r, dtype) = (rows.tokens.len(), dh.dtype());
     assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
     if let Some((on, weighed)) = On::of(ctx).zip(weighed) {
-        return cuda::experts::weight_grad(on, (inputs, weighed), activation, (rows, keeps_unused), write, grads);
+        let rows = cuda::experts::WgradRows { rows, keeps_unused };
+        return cuda::experts::weight_grad(on, inputs, weighed, activation, rows, write, grads);
     }
     // An expert without rows is a product without depth: zeros.
     let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };
