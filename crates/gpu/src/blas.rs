@@ -1,7 +1,7 @@
-//! Plain products in bf16 by NVIDIA's own library, cuBLASLt, which is found at run time; without it, or if it has no
-//! algorithm for a product, our kernels take them.
+//! Plain bf16 products by NVIDIA's library cuBLASLt, which is found at run time. Without it, or where it has no
+//! algorithm for a product, our kernels compute it.
 //!
-//! The library is column-major: our rows are its columns. So it is asked for the transposed product, whose operands
+//! The library is column-major: our rows are its columns. So it computes the transposed product, whose operands
 //! change sides.
 
 use std::collections::HashMap;
@@ -25,7 +25,7 @@ const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/
 
 /// Memory that products may use for partial sums.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
-/// The library's default for the alignment of operands in bytes.
+/// The library's default alignment of operands in bytes.
 const ALIGNMENT: u64 = 256;
 /// The most products whose plans are kept.
 const MAX_PLANS: usize = 256;
@@ -73,12 +73,12 @@ functions! {
     multiply = "cublasLtMatmul": fn(Pointer, Pointer, *const c_void, Pointer, Pointer, Pointer, Pointer, *const c_void, Pointer, Pointer, Pointer, Pointer, *const [u64; 8], Pointer, usize, Pointer) -> Status;
 }
 
-/// A product `A B` of two row-major matrices of bf16: `[rows, columns]` in f32 or bf16.
+/// A product `A B` of two row-major bf16 matrices: `[rows, columns]` in f32 or bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DenseProduct {
-    /// A lies as `[depth, rows]`, not `[rows, depth]`.
+    /// A is stored as `[depth, rows]`, not `[rows, depth]`.
     pub is_a_transposed: bool,
-    /// B lies as `[columns, depth]`, not `[depth, columns]`.
+    /// B is stored as `[columns, depth]`, not `[depth, columns]`.
     pub is_b_transposed: bool,
     /// Rows of the result.
     pub rows: usize,
@@ -101,7 +101,7 @@ pub enum Onto<'a> {
     Itself,
 }
 
-/// The addresses of operands and result; `base`, of the result's type, is added if it is there.
+/// The addresses of operands and result. `base`, of the result's type, is added if it is there.
 #[derive(Clone, Copy)]
 pub(crate) struct Places {
     pub(crate) a: u64,
@@ -132,7 +132,7 @@ struct Plan {
     found: Found,
 }
 
-/// The error for a product's status.
+/// Returns the error for a product's status.
 pub(crate) fn failed(product: DenseProduct, status: c_int) -> GpuError {
     GpuError::Driver { call: format!("cuBLASLt's {product:?}"), message: format!("status {status}") }
 }
@@ -220,7 +220,7 @@ impl Blas {
         };
         match status {
             0 => Ok(true),
-            // Nothing was launched: kernels of our own take it, now and later.
+            // Nothing was launched: our own kernels compute it, now and later.
             INVALID_VALUE | ARCH_MISMATCH | NOT_SUPPORTED => {
                 if let Some(plan) = plans.insert(product, None).flatten() {
                     self.drop_plan(&plan);
@@ -231,7 +231,7 @@ impl Blas {
         }
     }
 
-    /// The library's first choice for the product; none if it has none.
+    /// Returns the library's first choice for the product; none if it has none.
     fn plan(&self, product: DenseProduct) -> Option<Plan> {
         let DenseProduct { is_a_transposed, is_b_transposed, rows, columns, depth, is_rounded } = product;
         // Each operand as the library sees it: its rows are consecutive.
@@ -264,7 +264,7 @@ impl Blas {
         None
     }
 
-    /// Writes the first algorithm that the library names to the plan. Returns whether there is one.
+    /// Writes the library's first algorithm to the plan. Returns whether there is one.
     fn choose(&self, plan: &mut Plan) -> bool {
         let (f, mut preference, mut count) = (&self.functions, ptr::null_mut(), 0);
         let ([first, second, result], workspace) = (plan.layouts, WORKSPACE_BYTES);
@@ -292,6 +292,7 @@ impl Blas {
         }
     }
 
+    /// Destroys the descriptions of a plan.
     fn drop_plan(&self, plan: &Plan) {
         // SAFETY: pointers that are not null were made by this library and are used no more; queued products have
         // copies.

@@ -24,7 +24,7 @@ pub enum DeviceChoice {
     TraceSm90,
 }
 
-/// A name of no device.
+/// The error for a name of no device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown device {0:?}: must be cpu, cuda, cuda:N or auto")]
 pub struct UnknownDevice(String);
@@ -73,9 +73,9 @@ pub struct Chosen {
 }
 
 impl DeviceChoice {
-    /// The device of the rank `place` places after the one that has this choice. Ranks take GPUs in turn, several
-    /// ranks a GPU where there are fewer of them. Other devices are the same for all ranks, and so is `auto` where
-    /// the GPU cannot be used.
+    /// Returns the device of the rank `place` places after the one that has this choice. Ranks take GPUs in turn, and
+    /// several ranks share a GPU where there are fewer of them. Other devices are the same for all ranks, and so is
+    /// `auto` where the GPU cannot be used.
     #[must_use]
     pub fn later(self, place: usize) -> Self {
         let after = |first: usize| match Gpu::count() {
@@ -94,7 +94,7 @@ impl DeviceChoice {
     ///
     /// # Errors
     ///
-    /// The thing that is missing for a GPU that was asked for.
+    /// If a GPU that was asked for is missing or cannot be used.
     pub fn open(self) -> Result<Chosen, GpuError> {
         let gpu = match self {
             Self::Cpu => return Ok(Chosen { gpu: None, missing: None }),

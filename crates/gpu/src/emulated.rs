@@ -18,18 +18,18 @@ use crate::sources::SOURCES;
 use crate::tensor_map::{Matrices, TensorMap};
 use crate::{GpuError, kernel_cache};
 
-/// The alignment of memory in bytes, as on a GPU for vectors and tensor copies.
+/// The alignment of memory in bytes, like a GPU's for vectors and tensor copies.
 const ALIGN: usize = 256;
-/// Bytes before and after a block, which no kernel may write.
+/// Bytes before and after a block that no kernel may write.
 const GUARD: usize = 256;
 /// The value of guards and fresh memory: NaN in every float type.
 const FILL: u8 = 0xff;
 
-/// The compiler's options. They allow contraction as on a GPU: a product and a sum may be one operation.
+/// The compiler's options. Like a GPU, they allow a product and a sum to be contracted into one operation.
 const OPTIONS: [&str; 6] = ["-std=c++17", "-O2", "-w", "-fPIC", "-pthread", "-D_FORTIFY_SOURCE=0"];
 
 pub(crate) struct Emulated {
-    /// None if nothing is computed.
+    /// The kernels; none if nothing is computed.
     library: Option<&'static Library>,
     kind: Emulation,
     blas: Option<Blas>,
@@ -41,13 +41,13 @@ type Entry = unsafe extern "C" fn(*const u32, u32, u32, *mut *mut c_void, *const
 /// The kind of GPU that is emulated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Emulation {
-    /// The threads of a block take turns from the last to the first: a result that differs lacks a barrier.
+    /// The threads of a block run in turn from the last to the first: a result that differs lacks a barrier.
     pub is_reversed: bool,
-    /// The GPU has Hopper's instructions, and kernels that are made of them are taken.
+    /// The GPU has Hopper's instructions, and kernels made of them are used.
     pub is_hopper: bool,
     /// There is a library for plain products: another emulation.
     pub has_library: bool,
-    /// Nothing is computed, and memory is all zeros: each kernel is a line on standard error with its name, blocks,
+    /// Nothing is computed, and memory is all zeros. Each kernel is a line on standard error with its name, blocks,
     /// threads and numbers, and each copy a line with its bytes. So a pass of any size shows where it has too few
     /// blocks, waits or copies.
     pub is_traced: bool,
@@ -58,7 +58,7 @@ pub struct Emulation {
 const FIRST_NUMBER: usize = 1 << 16;
 /// The version of CUDA that the emulated library for plain products states.
 const BLAS_MAJOR: i32 = 12;
-/// The multiprocessors of an emulated GPU: so few that blocks that stay for many tiles have several.
+/// The multiprocessors of an emulated GPU: so few that blocks that process many tiles have several.
 const PROCESSORS: usize = 3;
 /// The multiprocessors of a traced GPU: an H100's.
 const TRACED_PROCESSORS: usize = 132;
@@ -95,13 +95,14 @@ impl Emulated {
         self.kind.is_hopper.then_some(self.processors())
     }
 
-    /// The most shared memory of a block; with threads in reverse as little as on GPUs of capability 8.6 and 8.9.
+    /// Returns the most shared memory of a block; with threads in reverse as little as on GPUs of capability 8.6 and
+    /// 8.9.
     pub(crate) fn most_shared(&self) -> usize {
         if self.kind.is_reversed && !self.kind.is_hopper { 99 << 10 } else { 227 << 10 }
     }
 
-    /// The map for tensor copies as the emulator reads it. With threads in reverse there is none, so that tests see
-    /// both ways of copying.
+    /// Returns the map for tensor copies as the emulator reads it. With threads in reverse there is none, so that
+    /// tests cover both ways of copying.
     pub(crate) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         if !self.kind.is_hopper || self.kind.is_reversed {
             return None;
@@ -117,12 +118,12 @@ impl Emulated {
         self.number
     }
 
-    /// A block of fresh memory, all NaN.
+    /// Allocates a block of fresh memory, all NaN.
     pub(crate) fn block(&self, bytes: usize) -> DeviceBlock {
         Box::new(Block::new(bytes, self))
     }
 
-    /// A block with a copy of `bytes`.
+    /// Allocates a block with a copy of `bytes`.
     pub(crate) fn upload(&self, bytes: &[u8]) -> DeviceBlock {
         if self.kind.is_traced {
             eprintln!("to the GPU: {} bytes", bytes.len());
@@ -191,7 +192,7 @@ fn load() -> Result<Library, GpuError> {
     unsafe { Library::new(&path) }.map_err(|error| GpuError::NoEmulation { reason: reason(error) })
 }
 
-/// Writes the texts into a folder beside `to`, compiles them there and removes it.
+/// Writes the sources into a folder beside `to`, compiles them there and removes it.
 fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
     let failed = |reason: String| GpuError::NoEmulation { reason };
     let folder = to.with_extension("sources");
@@ -208,7 +209,7 @@ fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
         let name = file(name, "cpp");
         fs::write(folder.join(&name), text).map_err(|error| failed(format!("{name}: {error}")))?;
     }
-    // Each core compiles every so many-th file.
+    // Each core compiles an equal share of the files.
     let count = std::thread::available_parallelism().map_or(1, usize::from);
     let of_core = |first: usize| texts.iter().skip(first).step_by(count).map(|(name, _)| file(name, "cpp")).collect();
     let parts: Vec<Vec<String>> = (0..count.min(texts.len())).map(of_core).collect();
@@ -218,7 +219,7 @@ fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
     });
     let objects: Vec<String> = texts.iter().map(|(name, _)| file(name, "o")).collect();
     let result = compiled.and_then(|()| run(&["-shared".as_ref(), "-o".as_ref(), to.as_os_str()], &objects));
-    // It holds only sources and objects; they cost nothing if they stay.
+    // The folder holds only sources and objects; nothing is lost if it stays.
     let _ = fs::remove_dir_all(&folder);
     result
 }

@@ -1,4 +1,4 @@
-//! Libraries that are found at run time: the places where they may be, and tables of the functions that are used.
+//! Libraries that are found at run time: their possible places, and tables of the functions that are used.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
@@ -62,8 +62,8 @@ impl Functions {
 
     /// Opens the library at `path`; the error is the loader's message.
     pub(crate) fn open(path: &Path) -> Result<Self, String> {
-        // The compiler loads its built-in functions by name alone; those beside it are found so only where they are
-        // loaded already.
+        // The compiler loads its built-in functions by name alone; those beside it are found only if they are loaded
+        // already.
         for beside in path.parent().into_iter().flat_map(fs::read_dir).flatten().flatten() {
             if beside.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so") {
                 // One that does not load is no loss: the compiler says so when it needs it.
@@ -78,11 +78,11 @@ impl Functions {
 pub(crate) fn load(path: &Path) -> Result<&'static Library, String> {
     // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
     let library = unsafe { Library::new(path) }.map_err(reason)?;
-    // It stays loaded until the process ends, as its functions are used until then.
+    // The library stays loaded until the process ends, as its functions are used until then.
     Ok(Box::leak(Box::new(library)))
 }
 
-/// The loader's message, which is in the error's source.
+/// Returns the loader's message, which is in the error's source.
 pub(crate) fn reason(error: libloading::Error) -> String {
     std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
 }

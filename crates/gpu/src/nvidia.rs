@@ -40,11 +40,11 @@ pub(crate) struct Nvidia {
     processors: usize,
     /// The most shared memory that a block may have.
     most_shared: usize,
-    /// Whether the device reads the host's pageable memory in place.
+    /// The device reads the host's pageable memory in place.
     reads_host_pages: bool,
     /// The major version of CUDA that the driver knows.
     driver_major: i32,
-    /// Whether kernels have the instruction to wait for those before them, and graphs know of it.
+    /// Kernels have the instruction to wait for those before them, and graphs know of it.
     kernels_wait: bool,
     compiler: &'static Nvrtc,
     kernels: Mutex<HashMap<String, Kernel>>,
@@ -68,8 +68,8 @@ pub(crate) struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Lets each kernel's blocks start when all those of the one before have begun; the kernels themselves wait for
-    /// its end (CUDA programming guide, "Programmatic Dependent Launch").
+    /// Lets each kernel's blocks start when all blocks of the kernel before have begun; the kernels themselves wait
+    /// for its end (CUDA programming guide, "Programmatic Dependent Launch").
     fn overlap(&self) -> Result<(), GpuError> {
         let count = self.nodes.len().saturating_sub(1);
         let (from, to) = (self.nodes[..count].as_ptr(), self.nodes[self.nodes.len() - count..].as_ptr());
@@ -122,8 +122,8 @@ fn describe(error: DriverError) -> String {
 }
 
 impl Nvidia {
-    /// Opens the device with this index. All callers share one device while any of them has it, since modules and the
-    /// library for plain products are made once for each.
+    /// Opens the device with this index. All callers share one device while any of them has it, because modules and
+    /// the library for plain products are made once for each.
     pub(crate) fn open(index: usize) -> Result<Arc<Self>, GpuError> {
         static OPENED: Mutex<Vec<(usize, Weak<Nvidia>)>> = Mutex::new(Vec::new());
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -183,12 +183,12 @@ impl Nvidia {
         &self.name
     }
 
-    /// The driver's number of the device.
+    /// Returns the driver's number of the device.
     pub(crate) fn number(&self) -> usize {
         self.shared.number
     }
 
-    /// The most shared memory of a block, in bytes.
+    /// Returns the most shared memory of a block, in bytes.
     pub(crate) fn most_shared(&self) -> usize {
         self.most_shared
     }
@@ -197,12 +197,13 @@ impl Nvidia {
         self.processors
     }
 
-    /// The number of multiprocessors, if the compiler and the device both know Hopper's instructions.
+    /// Returns the number of multiprocessors if both the compiler and the device know Hopper's instructions.
     pub(crate) fn hopper_processors(&self) -> Option<usize> {
         (self.target == Target::real(90) && self.compiler.knows_hopper()).then_some(self.processors)
     }
 
-    /// The driver's map of matrices for tensor copies; none if it refuses, or if kernels have no such instruction.
+    /// Returns the driver's map of matrices for tensor copies; none if it refuses, or if kernels have no such
+    /// instruction.
     pub(crate) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         self.hopper_processors()?;
         self.bind().ok()?;
@@ -235,7 +236,7 @@ impl Nvidia {
         Some(words)
     }
 
-    /// The bytes of memory that the driver states.
+    /// Returns the bytes of memory that the driver states.
     pub(crate) fn memory_bytes(&self) -> Option<u64> {
         self.shared.context.total_mem().ok().map(|bytes| bytes as u64)
     }
@@ -284,8 +285,8 @@ impl Nvidia {
         unsafe { blas.run(product, at, stream) }.map_err(|status| blas::failed(product, status))
     }
 
-    /// Makes a graph of these launches, one after the other; where possible the blocks of each start while the one
-    /// before is still at work, and wait.
+    /// Makes a graph of these launches, one after the other. Where possible the blocks of each start while the one
+    /// before still runs, and wait.
     pub(crate) fn graph(&self, launches: &[CapturedLaunch]) -> Result<Graph, GpuError> {
         let overlapping = if self.kernels_wait { self.graph_with(launches, true).ok() } else { None };
         overlapping.map_or_else(|| self.graph_with(launches, false), Ok)
@@ -346,7 +347,7 @@ impl Nvidia {
             .map_err(failed("cuGraphLaunch"))
     }
 
-    /// The launch in the form that graphs take; `args` are pointers to its values.
+    /// Returns the launch in the form that graphs take; `args` are pointers to its values.
     fn params(&self, launch: &Launch<'_>, args: &mut [*mut c_void]) -> Result<sys::CUDA_KERNEL_NODE_PARAMS, GpuError> {
         let [x, y, z] = launch.blocks();
         Ok(sys::CUDA_KERNEL_NODE_PARAMS {
@@ -365,7 +366,7 @@ impl Nvidia {
         })
     }
 
-    /// Returns the kernel with as much shared memory as it asks for; the first launch compiles and loads it.
+    /// Returns the kernel with as much shared memory as it asks for. The first launch compiles and loads it.
     fn kernel(&self, launch: &Launch<'_>) -> Result<sys::CUfunction, GpuError> {
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = kernels.get(launch.kernel).filter(|kernel| kernel.shared >= launch.shared) {
@@ -433,7 +434,7 @@ impl Nvidia {
     }
 }
 
-/// The number of devices.
+/// Returns the number of devices.
 pub(crate) fn count() -> Result<usize, GpuError> {
     // SAFETY: it only tries to load the driver's library.
     if !unsafe { sys::is_culib_present() } {
@@ -443,7 +444,7 @@ pub(crate) fn count() -> Result<usize, GpuError> {
     Ok(result::device::get_count().map_err(failed("cuDeviceGetCount"))?.max(0) as usize)
 }
 
-/// The driver's version: 1000 times the major one and 10 times the minor one.
+/// Returns the driver's version: 1000 times the major one and 10 times the minor one.
 fn driver_version() -> Result<i32, GpuError> {
     let mut version = 0;
     // SAFETY: the driver writes a number.

@@ -16,14 +16,14 @@ use crate::{GpuError, Source, kernel_cache};
 pub struct Target {
     /// Ten times the compute capability: 80, 90, 100.
     pub capability: u32,
-    /// With the instructions that only this capability has (`sm_90a`); from 90 on.
+    /// Uses the instructions that only this capability has (`sm_90a`); from 90 on.
     pub is_specific: bool,
-    /// PTX, which the driver compiles further, instead of a cubin: for a device newer than the compiler.
+    /// Makes PTX, which the driver compiles further, instead of a cubin: for a device newer than the compiler.
     pub is_virtual: bool,
 }
 
 impl Target {
-    /// A cubin for exactly this capability.
+    /// Returns the target of a cubin for exactly this capability.
     #[must_use]
     pub fn real(capability: u32) -> Self {
         Self { capability, is_specific: capability >= 90, is_virtual: false }
@@ -105,19 +105,19 @@ impl Nvrtc {
         if status == 0 { Ok(Self { functions, version: (major, minor), capabilities }) } else { Err(failed()) }
     }
 
-    /// Major and minor version.
+    /// Returns the major and minor version.
     #[must_use]
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// Whether kernels that are made of Hopper's own instructions can be compiled.
+    /// Returns whether kernels made of Hopper's own instructions can be compiled.
     pub(crate) fn knows_hopper(&self) -> bool {
         self.version >= MIN_HOPPER_VERSION
     }
 
-    /// The target for a device of this capability: a cubin if the compiler knows it, else PTX for the newest that it
-    /// knows.
+    /// Returns the target for a device of this capability: a cubin if the compiler knows it, else PTX for the newest
+    /// capability that it knows.
     #[must_use]
     pub fn target_for(&self, capability: u32) -> Target {
         if self.capabilities.contains(&capability) {
@@ -128,11 +128,11 @@ impl Nvrtc {
         Target { capability: newest.unwrap_or(80), is_specific: false, is_virtual: true }
     }
 
-    /// The options of every compilation, besides the target. Before 13.2 the compiler takes a lambda inside a device
+    /// The options of every compilation besides the target. Before 13.2 the compiler takes a lambda inside a device
     /// function for a host function, unless device is the default execution space.
     const OPTIONS: [&'static str; 3] = ["--std=c++17", "-lineinfo", "--device-as-default-execution-space"];
 
-    /// The cubin, or for a virtual target the PTX, of a source. Needs no GPU.
+    /// Compiles a source to a cubin, or for a virtual target to PTX. Needs no GPU.
     pub fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
         let (code, log) = self.compile_text(source.name, &source.cuda_text(), target);
         code.ok_or_else(|| GpuError::Compile { source_name: source.name.into(), target: target.to_string(), log })
@@ -158,7 +158,7 @@ impl Nvrtc {
         Ok(code)
     }
 
-    /// The path of the code in the cache.
+    /// Returns the path of the code in the cache.
     fn cached_at(&self, source: &Source, target: Target) -> PathBuf {
         let ((major, minor), text) = (self.version, source.cuda_text());
         let (target_name, version) = (target.to_string(), format!("{major}.{minor}"));
@@ -236,7 +236,7 @@ impl Nvrtc {
     }
 }
 
-/// Whether bytes begin as a cubin, or are PTX: a full disk leaves files that are empty.
+/// Returns whether bytes begin like a cubin or are PTX. A full disk leaves empty files.
 fn is_code(bytes: &[u8]) -> bool {
     bytes.starts_with(b"\x7fELF") || bytes.windows(8).any(|window| window == b".version")
 }

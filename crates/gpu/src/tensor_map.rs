@@ -48,14 +48,14 @@ pub(crate) struct Dimensions {
 }
 
 impl Matrices {
-    /// Bytes of a row.
+    /// Returns the bytes of a row.
     pub(crate) fn row_bytes(&self) -> u64 {
         self.columns as u64 * 2
     }
 
-    /// Columns, rows and matrices; or, where a box has several blocks of columns, the columns of a block, rows,
-    /// blocks and matrices. One instruction copies several blocks, because the thread that asks for them has no time
-    /// for one each.
+    /// Returns columns, rows and matrices; or, where a box has several blocks of columns, the columns of a block,
+    /// rows, blocks and matrices. One instruction copies several blocks, because the thread that issues copies has no
+    /// time for one each.
     pub(crate) fn dimensions(&self) -> Dimensions {
         let (columns, rows, count) = (self.columns as u64, self.rows as u64, self.count as u64);
         let (row, of_matrix) = (self.row_bytes(), self.row_bytes() * rows);
@@ -71,7 +71,7 @@ impl Matrices {
         }
     }
 
-    /// Whether the instruction can copy boxes of them.
+    /// Returns whether the instruction can copy boxes of them.
     fn suit(&self) -> bool {
         let sizes = [self.columns, self.rows, self.count, self.box_rows, self.box_blocks];
         sizes.iter().all(|&size| size > 0 && u32::try_from(size).is_ok())
@@ -83,7 +83,7 @@ impl Matrices {
 }
 
 impl Gpu {
-    /// The map of these matrices; none where there are no tensor copies, or none of these sizes.
+    /// Returns the map of these matrices; none where there are no tensor copies, or none of these sizes.
     #[must_use]
     pub fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         static ARE_LEFT_OUT: OnceLock<bool> = OnceLock::new();

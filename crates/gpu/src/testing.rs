@@ -5,9 +5,9 @@ use std::sync::{Once, OnceLock};
 use crate::{Emulation, Gpu, GpuError};
 
 impl Gpu {
-    /// The devices that tests of operations run on besides the CPU, each with a name: the emulation in both orders
-    /// and with Hopper's kernels, and the first GPU. Says once which of them are missing. `MOEWORKS_NO_EMULATION`
-    /// leaves the emulation out.
+    /// Returns the devices that tests of operations run on besides the CPU, each with a name: the emulation in both
+    /// orders and with Hopper's kernels, and the first GPU. Says once which of them are missing.
+    /// `MOEWORKS_NO_EMULATION` leaves the emulation out.
     ///
     /// # Panics
     ///
@@ -15,7 +15,7 @@ impl Gpu {
     #[must_use]
     pub fn for_tests() -> Vec<(&'static str, Self)> {
         static SKIPPED: Once = Once::new();
-        // A device that nobody has is closed, and takes a second to open again.
+        // A device without handles is closed, and takes a second to open again.
         static KEPT: OnceLock<Result<Gpu, GpuError>> = OnceLock::new();
         let _ = KEPT.get_or_init(|| Self::open(0));
         let emulation = |is_reversed, is_hopper| match std::env::var_os("MOEWORKS_NO_EMULATION") {
@@ -44,7 +44,7 @@ impl Gpu {
         there.into_iter().filter_map(|(name, gpu)| Some((name, gpu.ok()?))).collect()
     }
 
-    /// The device for a test that needs any GPU: the first one, or else the emulation.
+    /// Returns the device for a test that needs any GPU: the first one, or else the emulation.
     ///
     /// # Errors
     ///

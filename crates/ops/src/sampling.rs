@@ -31,7 +31,7 @@ pub struct Filters {
 pub struct Drawn {
     /// The token.
     pub id: u32,
-    /// Whether any logit is NaN.
+    /// Some logit is NaN.
     pub has_nan: bool,
 }
 

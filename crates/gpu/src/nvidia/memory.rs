@@ -34,7 +34,7 @@ pub(super) struct Shared {
 struct LazyPinned(OnceLock<Option<PinnedRing<Event>>>);
 
 impl LazyPinned {
-    /// The context must be this thread's.
+    /// Returns the memory. The context must be this thread's.
     fn get(&self) -> Option<&PinnedRing<Event>> {
         let make = || {
             // SAFETY: no flags; the memory is given back once.
@@ -112,9 +112,9 @@ impl CopyEngine for CudaStream {
     }
 }
 
-/// Free blocks by size: queued work may still use them, but work that is queued later may have them at once. A call
-/// of the driver for each tensor would take longer than many kernels do, and addresses that recur spare graphs
-/// changes.
+/// Free blocks by size. Queued work may still use them, but work that is queued later may have them at once. A call
+/// of the driver for each tensor would take longer than many kernels do, and recurring addresses spare changes of
+/// graphs.
 #[derive(Default)]
 struct FreeBlocks {
     by_size: HashMap<usize, Vec<sys::CUdeviceptr>>,
@@ -126,7 +126,7 @@ const MOST_BYTES: usize = 64 << 20;
 /// The size of the smallest blocks.
 const LEAST_BYTES: usize = 512;
 
-/// The size of a reusable block for so many bytes: a multiple of an eighth of the power of two below it.
+/// Returns the size of a reusable block for `bytes` bytes: a multiple of an eighth of the power of two below it.
 fn size_of_block(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(LEAST_BYTES);
     (bytes <= MOST_BYTES).then(|| bytes.next_multiple_of(1 << bytes.ilog2() >> 3))
@@ -146,8 +146,8 @@ impl Shared {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sorts the free blocks, so that their order does not depend on which were freed first: a step that allocates as
-    /// the one before did gets the same addresses.
+    /// Sorts the free blocks, so that their order does not depend on which were freed first. A step that allocates
+    /// like the one before then gets the same addresses.
     pub(super) fn sort_free_blocks(&self) {
         self.free().by_size.values_mut().for_each(|blocks| blocks.sort_unstable());
     }

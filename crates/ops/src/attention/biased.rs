@@ -203,7 +203,8 @@ struct BlockRows {
 /// The bias of a block's scores.
 #[derive(Clone, Copy)]
 struct BlockBias<'a> {
-    /// The bias of the last query's scores, key by key. The bias of each query begins one element behind its successor's.
+    /// The bias of the last query's scores, key by key. The bias of each query begins one element behind its
+    /// successor's.
     values: &'a [f32],
     /// The number of queries before the last.
     num_before: usize,

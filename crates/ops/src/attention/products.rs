@@ -45,7 +45,8 @@ pub(super) struct Right<'a> {
     pub(super) stride: usize,
 }
 
-/// The scores that a sum over keys takes its weights from: [`SCORE_COLS`] rows of a block, from `col` on, and a block of keys.
+/// The scores that a sum over keys takes its weights from: [`SCORE_COLS`] rows of a block, from `col` on, and a block
+/// of keys.
 #[derive(Clone, Copy)]
 pub(super) struct ScoreBlock<'a> {
     pub(super) rows: RowBlock<'a>,
