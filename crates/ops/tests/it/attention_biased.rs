@@ -13,7 +13,9 @@ use crate::common::{
 
 /// The definition, in f64.
 fn reference(
-    (q, k, v): (&[f64], &[f64], &[f64]),
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
     bias: Option<&[f64]>,
     is_causal: bool,
     s: &AttentionShape,
@@ -51,7 +53,7 @@ struct Case {
 }
 
 impl Case {
-    fn new(ctx: &Context, shape: AttentionShape, (is_causal, has_bias): (bool, bool), dtype: DType) -> Self {
+    fn new(ctx: &Context, shape: AttentionShape, is_causal: bool, has_bias: bool, dtype: DType) -> Self {
         let (rows, kv_rows) = (shape.batch * shape.seq_len, shape.batch * shape.kv_capacity);
         let AttentionShape { seq_len, kv_len, num_heads, num_kv_heads, head_dim, value_dim, .. } = shape;
         let qkv = [
@@ -133,7 +135,7 @@ impl Case {
 
     fn check(&self, what: &str, ctx: &Context) {
         let [q, k, v] = self.qkv.each_ref().map(doubles);
-        let expected = reference((&q, &k, &v), self.bias().as_deref(), self.is_causal, &self.shape);
+        let expected = reference(&q, &k, &v, self.bias().as_deref(), self.is_causal, &self.shape);
         let tolerance = 1e-5 + rounding(self.qkv[0].dtype());
         let what = format!("{what}, causal {}, {:?}", self.is_causal, self.shape);
         assert_close(&what, &doubles(&self.run(ctx)), &expected, tolerance);
@@ -177,7 +179,7 @@ fn every_instruction_set_gives_the_definition() {
         for (dtype, (shape, kind)) in
             [DType::F32, DType::BF16].into_iter().flat_map(|dtype| usual_shapes().map(|s| (dtype, s)))
         {
-            let case = Case::new(&ctx, shape, kind, dtype);
+            let case = Case::new(&ctx, shape, kind.0, kind.1, dtype);
             case.check(&what, &ctx);
             case.check_backward(&what, &ctx);
         }
@@ -187,11 +189,11 @@ fn every_instruction_set_gives_the_definition() {
 #[test]
 fn gradients_are_those_of_finite_differences() {
     let ctx = Context::cpu(2);
-    let case = Case::new(&ctx, shape([2, 4, 6, 1], [2, 2, 3, 4]), (true, true), DType::F32);
+    let case = Case::new(&ctx, shape([2, 4, 6, 1], [2, 2, 3, 4]), true, true, DType::F32);
     let ([q, k, v], d_o) = (case.qkv.each_ref().map(doubles), doubles(&case.d_o(&ctx)));
     let bias = case.bias().unwrap();
     let loss = |q: &[f64], k: &[f64], v: &[f64], bias: &[f64]| {
-        dot(&reference((q, k, v), Some(bias), case.is_causal, &case.shape), &d_o)
+        dot(&reference(q, k, v, Some(bias), case.is_causal, &case.shape), &d_o)
     };
     let expected = [
         finite_differences(&q, |q| loss(q, &k, &v, &bias)),
@@ -207,7 +209,7 @@ fn gradients_are_those_of_finite_differences() {
 #[test]
 fn without_bias_and_causal_it_is_plain_attention() {
     let ctx = Context::cpu(2);
-    let case = Case::new(&ctx, shape([2, 80, 90, 0], [2, 2, 16, 16]), (true, false), DType::F32);
+    let case = Case::new(&ctx, shape([2, 80, 90, 0], [2, 2, 16, 16]), true, false, DType::F32);
     let [q, k, v] = &case.qkv;
     let (o, lse) = attention(&ctx, q, k, v, &case.shape);
     assert_close("o", &doubles(&case.run(&ctx)), &doubles(&o), 1e-5);
@@ -220,7 +222,7 @@ fn without_bias_and_causal_it_is_plain_attention() {
 #[test]
 fn any_number_of_threads_gives_the_same_bits() {
     let [one, two, three] = thread_counts().map(|ctx| {
-        let case = Case::new(&ctx, shape([2, 130, 130, 0], [3, 1, 16, 16]), (false, true), DType::F32);
+        let case = Case::new(&ctx, shape([2, 130, 130, 0], [3, 1, 16, 16]), false, true, DType::F32);
         let BiasedGrads { qkv, bias } = case.backward(&ctx);
         (case.run(&ctx).to_f32_vec(), qkv.map(|d| d.to_f32_vec()), bias)
     });
@@ -239,7 +241,7 @@ proptest! {
         let ctx = Context::cpu(2);
         let kv_len = if is_causal { seq_len + keys } else { keys };
         let shape = shape([batch, seq_len, kv_len, spare], [kv_heads, group, head_dim, value_dim]);
-        let case = Case::new(&ctx, shape, (is_causal, has_bias), DType::F32);
+        let case = Case::new(&ctx, shape, is_causal, has_bias, DType::F32);
         case.check("random", &ctx);
         case.check_backward("random", &ctx);
     }

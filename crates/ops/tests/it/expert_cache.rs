@@ -33,7 +33,7 @@ impl Layer {
         ExpertWeights { gate_up: &self.gate_up, down: &self.down, activation: Activation::SwiGlu }
     }
 
-    /// The same weights, each expert's matrix a tensor of its own.
+    /// Returns the weights with each expert's matrix as a tensor of its own.
     fn in_pieces(&self, ctx: &Context) -> Self {
         let pieces = |stack: &Tensor| {
             let len = stack.len() / E;
