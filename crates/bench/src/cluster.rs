@@ -3,7 +3,7 @@
 use moeworks_comm::mpi::RawMpi;
 use moeworks_comm::{CommError, Communicator, Reduce, cores_by_numa_node};
 use moeworks_ops::linear::linear;
-use moeworks_ops::{Context, peak};
+use moeworks_ops::{Context, MachineOptions, peak};
 use moeworks_plan::{Link, Nodes, RankSpec, Topology};
 use moeworks_tensor::{DType, Tensor};
 use moeworks_train::machine_bytes;
@@ -77,6 +77,7 @@ pub fn measure(
     comm: &dyn Communicator,
     raw: Option<&RawMpi>,
     max_bytes: usize,
+    machine: &MachineOptions,
 ) -> Result<Option<ClusterTimes>, CommError> {
     let mut timings = time_sizes(comm, Among::All, raw, max_bytes)?;
     let grid = Nodes::new(comm.nodes());
@@ -92,7 +93,7 @@ pub fn measure(
         }
     }
     let links = collectives::links(comm)?;
-    let topology = topology(comm, &links)?;
+    let topology = topology(comm, &links, machine)?;
     let kind = raw.map_or_else(|| "threads".to_owned(), RawMpi::version);
     Ok((comm.rank() == 0).then_some(ClusterTimes { kind, num_ranks: comm.size(), timings, links, topology }))
 }
@@ -114,14 +115,14 @@ fn time_sizes(
 }
 
 /// Measures the rates of a rank while all ranks compute, and puts them together with the links.
-fn topology(comm: &dyn Communicator, links: &Links) -> Result<Topology, CommError> {
+fn topology(comm: &dyn Communicator, links: &Links, machine: &MachineOptions) -> Result<Topology, CommError> {
     let nodes = comm.nodes();
     let num_nodes = nodes.iter().max().map_or(0, |last| last + 1);
     let size_of = |node: usize| nodes.iter().filter(|&&other| other == node).count();
     let node_sizes: Vec<usize> = (0..num_nodes).map(size_of).collect();
     let largest = node_sizes.iter().copied().max().unwrap_or(1);
     let cores = num_cores();
-    let ctx = Context::cpu((cores / largest).max(1));
+    let ctx = Context::cpu((cores / largest).max(1)).on_machine(machine);
     comm.barrier()?;
     let mut rates = [
         product_rate(&ctx),

@@ -1,15 +1,22 @@
 //! The environment variables that the commands read, all of them here: the crates below get what they say as arguments.
 //!
-//! Devices and MPI libraries read their own (`crates/gpu`, `crates/ops`, `crates/comm`).
+//! MPI libraries are found by their own (`crates/comm`).
 
 use std::env;
 use std::path::PathBuf;
+
+use moeworks_ops::MachineOptions;
 
 /// Variables with the number of processes that a launcher has started: Open MPI's, Hydra's (MPICH) and Slurm's.
 const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"];
 
 /// Terminals that show no escape codes, in which Ctrl-C is a signal and no key.
 const PLAIN_TERMINALS: [&str; 3] = ["dumb", "cons25", "emacs"];
+
+/// Returns the options of the machine: libraries of GPUs, the folder of compiled kernels, and parts that are left out or asked for.
+pub(crate) fn machine() -> MachineOptions {
+    MachineOptions::from_variables(|name| env::var_os(name))
+}
 
 /// Returns the value of a variable; none if it is not set.
 pub(crate) fn variable(name: &str) -> Option<String> {

@@ -5,7 +5,7 @@
 //! change sides.
 
 use std::collections::HashMap;
-use std::env;
+
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr;
@@ -14,11 +14,8 @@ use std::sync::{Mutex, PoisonError};
 use libloading::Library;
 use moeworks_tensor::{DeviceBlock, Tensor};
 
-use crate::GpuError;
-use crate::library::{NVRTC_VARIABLE, functions, load};
-
-/// The variable that names a cuBLASLt library to use in place of the system's; empty to use none.
-pub const CUBLASLT_VARIABLE: &str = "MOEWORKS_CUBLASLT_LIBRARY";
+use crate::library::{functions, load};
+use crate::{GpuError, GpuOptions};
 
 /// Names that the system's loader may know, the newest first.
 const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so"];
@@ -139,12 +136,11 @@ pub(crate) fn failed(product: DenseProduct, status: c_int) -> GpuError {
 
 /// The libraries to try in order: the one that [`CUBLASLT_VARIABLE`] names; or those beside NVRTC's if that was named
 /// (in its folder, or where Python's wheels of version 12 have it), and the system's.
-fn candidates() -> Vec<PathBuf> {
-    let candidates: Vec<PathBuf> = match env::var_os(CUBLASLT_VARIABLE) {
-        Some(path) => vec![path.into()],
+fn candidates(options: &GpuOptions) -> Vec<PathBuf> {
+    let candidates: Vec<PathBuf> = match &options.cublaslt_library {
+        Some(path) => vec![path.clone()],
         None => {
-            let nvrtc = env::var_os(NVRTC_VARIABLE).map(PathBuf::from);
-            let folder = nvrtc.as_deref().and_then(Path::parent);
+            let folder = options.nvrtc_library.as_deref().and_then(Path::parent);
             let wheels = folder.and_then(|folder| Some(folder.parent()?.parent()?.join("cublas/lib")));
             let folders = folder.map(Path::to_path_buf).into_iter().chain(wheels);
             let beside =
@@ -158,8 +154,12 @@ fn candidates() -> Vec<PathBuf> {
 impl Blas {
     /// Opens the first library that can be used with a driver that knows this major version of CUDA. The device's
     /// context must be current.
-    pub(crate) fn find(driver_major: c_int, workspace: impl Fn() -> Option<DeviceBlock>) -> Option<Self> {
-        candidates().iter().find_map(|path| Self::open(load(path).ok()?, driver_major, workspace()?))
+    pub(crate) fn find(
+        options: &GpuOptions,
+        driver_major: c_int,
+        workspace: impl Fn() -> Option<DeviceBlock>,
+    ) -> Option<Self> {
+        candidates(options).iter().find_map(|path| Self::open(load(path).ok()?, driver_major, workspace()?))
     }
 
     /// Opens a library; none if it lacks a function, is too new or cannot be initialised.

@@ -16,7 +16,7 @@ use crate::launch::{Launch, pointers};
 use crate::library::reason;
 use crate::sources::SOURCES;
 use crate::tensor_map::{Matrices, TensorMap};
-use crate::{GpuError, kernel_cache};
+use crate::{GpuError, GpuOptions, kernel_cache};
 
 /// The alignment of memory in bytes, like a GPU's for vectors and tensor copies.
 const ALIGN: usize = 256;
@@ -64,14 +64,15 @@ const PROCESSORS: usize = 3;
 const TRACED_PROCESSORS: usize = 132;
 
 impl Emulated {
-    pub(crate) fn open(kind: Emulation) -> Result<Self, GpuError> {
+    pub(crate) fn open(kind: Emulation, options: &GpuOptions) -> Result<Self, GpuError> {
+        // The library is the same whichever folder it is cached in.
         static LIBRARY: OnceLock<Result<Library, GpuError>> = OnceLock::new();
         static OPENED: AtomicUsize = AtomicUsize::new(FIRST_NUMBER);
         let number = OPENED.fetch_add(1, Ordering::Relaxed);
         if kind.is_traced {
             return Ok(Self { library: None, kind, blas: None, number });
         }
-        let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
+        let library = LIBRARY.get_or_init(|| load(&options.kernel_folder())).as_ref().map_err(Clone::clone)?;
         let mut emulated = Self { library: Some(library), kind, blas: None, number };
         if kind.has_library {
             emulated.blas = Blas::open(library, BLAS_MAJOR, emulated.block(WORKSPACE_BYTES));
@@ -180,11 +181,12 @@ impl Emulated {
 /// The emulation of the library for plain products.
 const BLAS: (&str, &str) = ("blas", include_str!("blas_emulator.cpp"));
 
-fn load() -> Result<Library, GpuError> {
+/// Loads the kernels for the host, compiled if they are not in `folder` yet.
+fn load(folder: &Path) -> Result<Library, GpuError> {
     let kernels = SOURCES.iter().map(|source| (source.name, source.emulated_text()));
     let texts: Vec<(&str, String)> = kernels.chain([(BLAS.0, BLAS.1.to_string())]).collect();
     let parts: Vec<&str> = texts.iter().map(|(_, text)| text.as_str()).chain(OPTIONS).collect();
-    let path = kernel_cache::path(&kernel_cache::folder(), "emulated", &parts, "so");
+    let path = kernel_cache::path(folder, "emulated", &parts, "so");
     if !path.exists() {
         kernel_cache::write_whole(&path, |beside| compile(&texts, beside))?;
     }

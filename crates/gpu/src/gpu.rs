@@ -12,12 +12,13 @@ use crate::device::{Capturing, Device, lock};
 use crate::emulated::Emulated;
 use crate::expert_cache::{ExpertCache, ExpertCacheStats};
 use crate::nvidia::{self, Nvidia, PendingCopy};
-use crate::{Arg, CapturedLaunch, Emulation, GpuError, Launch, Pending, Traffic};
+use crate::{Arg, CapturedLaunch, Emulation, GpuError, GpuOptions, Launch, Pending, Traffic};
 
 /// A GPU, or its emulation. Cloning gives another handle.
 #[derive(Clone)]
 pub struct Gpu {
     pub(crate) device: Arc<Device>,
+    options: Arc<GpuOptions>,
     lists: Arc<Mutex<CachedLists>>,
     all_rows: Arc<Mutex<HashMap<usize, [Tensor; 2]>>>,
     counters: Arc<Mutex<Option<Tensor>>>,
@@ -39,9 +40,10 @@ const MAX_ALL_ROWS: usize = 16;
 
 /// Opening a GPU and asking what it is.
 impl Gpu {
-    fn new(backend: Backend) -> Self {
+    fn new(backend: Backend, options: &GpuOptions) -> Self {
         Self {
             device: Arc::new(Device::new(backend)),
+            options: Arc::new(options.clone()),
             lists: Arc::default(),
             all_rows: Arc::default(),
             counters: Arc::default(),
@@ -63,8 +65,8 @@ impl Gpu {
     /// # Errors
     ///
     /// The one thing that is missing, in a line.
-    pub fn open(index: usize) -> Result<Self, GpuError> {
-        Ok(Self::new(Backend::Nvidia(Nvidia::open(index)?)))
+    pub fn open(index: usize, options: &GpuOptions) -> Result<Self, GpuError> {
+        Ok(Self::new(Backend::Nvidia(Nvidia::open(index, options)?), options))
     }
 
     /// Opens the emulation, for tests. It needs a C++ compiler (`c++`), which compiles all kernels on the first call;
@@ -73,8 +75,14 @@ impl Gpu {
     /// # Errors
     ///
     /// The reason why the kernels cannot be compiled for the host.
-    pub fn emulated(emulation: Emulation) -> Result<Self, GpuError> {
-        Ok(Self::new(Backend::Emulated(Emulated::open(emulation)?)))
+    pub fn emulated(emulation: Emulation, options: &GpuOptions) -> Result<Self, GpuError> {
+        Ok(Self::new(Backend::Emulated(Emulated::open(emulation, options)?), options))
+    }
+
+    /// Returns the options that the GPU was opened with.
+    #[must_use]
+    pub fn options(&self) -> &GpuOptions {
+        &self.options
     }
 
     /// Adds an [`ExpertCache`] of `bytes` bytes. The experts of models that are not trained then stay in the host's

@@ -1,20 +1,9 @@
 //! The cache of compiled kernels on disk, each named by a hash of everything that it depends on.
 
 use std::path::{Path, PathBuf};
-use std::{env, fs, process};
+use std::{fs, process};
 
 use crate::GpuError;
-
-/// The variable that names a folder for compiled kernels, in place of the user's cache folder.
-const FOLDER_VARIABLE: &str = "MOEWORKS_KERNEL_CACHE";
-
-/// The folder of compiled kernels.
-pub(crate) fn folder() -> PathBuf {
-    let named = env::var_os(FOLDER_VARIABLE).map(PathBuf::from);
-    let xdg = || env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let home = || env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache"));
-    named.unwrap_or_else(|| xdg().or_else(home).unwrap_or_else(env::temp_dir).join("moeworks/kernels"))
-}
 
 /// Returns the path of a file that `parts` determine, by 128 bits of FNV-1a, which are the same in every build of the
 /// program.

@@ -31,13 +31,14 @@ mod launch;
 mod library;
 mod nvidia;
 mod nvrtc;
+mod options;
 mod pending;
 pub mod sources;
 mod tensor_map;
 mod testing;
 mod traffic;
 
-pub use blas::{CUBLASLT_VARIABLE, DenseProduct, Onto};
+pub use blas::{DenseProduct, Onto};
 pub use choice::{Chosen, DeviceChoice, UnknownDevice};
 pub use emulated::Emulation;
 pub use error::GpuError;
@@ -46,8 +47,11 @@ pub use fetch::Fetched;
 pub use gpu::{COUNTERS, Gpu};
 pub use graph::CapturedLaunch;
 pub use launch::{Arg, Launch};
-pub use nvrtc::{NVRTC_VARIABLE, Nvrtc, Target};
+pub use nvrtc::{Nvrtc, Target};
+pub use options::{
+    CUBLASLT_VARIABLE, GpuOptions, KERNEL_CACHE_VARIABLE, NO_PACE_VARIABLE, NO_TENSOR_COPIES_VARIABLE, NVRTC_VARIABLE,
+};
 pub use pending::{Pending, PendingCombine, PendingNorm, PendingProduct, PendingQkvAppend, ProductKernel};
 pub use sources::{SOURCES, Source};
-pub use tensor_map::{BOX_COLUMNS, Matrices, NO_TENSOR_COPIES_VARIABLE, TensorMap};
+pub use tensor_map::{BOX_COLUMNS, Matrices, TensorMap};
 pub use traffic::Traffic;

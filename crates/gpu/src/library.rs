@@ -1,13 +1,12 @@
 //! Libraries that are found at run time: their possible places, and tables of the functions that are used.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::{env, fs};
 
 use libloading::Library;
 
-/// The variable that names an NVRTC library to use in place of the system's.
-pub const NVRTC_VARIABLE: &str = "MOEWORKS_NVRTC_LIBRARY";
+use crate::GpuOptions;
 
 /// Names that the system's loader may know, the newest first.
 const NAMES: [&str; 4] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "/usr/local/cuda/lib64/libnvrtc.so"];
@@ -53,9 +52,9 @@ functions! {
 
 impl Functions {
     /// The libraries to try in order: the one that the environment names, or those that the system may find.
-    pub(crate) fn candidates() -> Vec<PathBuf> {
-        match env::var_os(NVRTC_VARIABLE) {
-            Some(path) => vec![path.into()],
+    pub(crate) fn candidates(options: &GpuOptions) -> Vec<PathBuf> {
+        match &options.nvrtc_library {
+            Some(path) => vec![path.clone()],
             None => NAMES.iter().map(PathBuf::from).collect(),
         }
     }

@@ -22,7 +22,7 @@ use crate::launch::{Launch, pointers};
 use crate::nvrtc::{Nvrtc, Target};
 use crate::sources::SOURCES;
 use crate::tensor_map::{Dimensions, Matrices, TensorMap};
-use crate::{GpuError, Source};
+use crate::{GpuError, GpuOptions, Source};
 
 /// The oldest generation that has bf16 products and asynchronous copies (Ampere).
 const MIN_CAPABILITY: u32 = 80;
@@ -46,7 +46,8 @@ pub(crate) struct Nvidia {
     driver_major: i32,
     /// Kernels have the instruction to wait for those before them, and graphs know of it.
     kernels_wait: bool,
-    compiler: &'static Nvrtc,
+    compiler: Nvrtc,
+    options: GpuOptions,
     kernels: Mutex<HashMap<String, Kernel>>,
     modules: Mutex<HashMap<&'static str, Module>>,
     /// The library for plain products; looked for at the first product.
@@ -124,20 +125,22 @@ fn describe(error: DriverError) -> String {
 impl Nvidia {
     /// Opens the device with this index. All callers share one device while any of them has it, because modules and
     /// the library for plain products are made once for each.
-    pub(crate) fn open(index: usize) -> Result<Arc<Self>, GpuError> {
+    pub(crate) fn open(index: usize, options: &GpuOptions) -> Result<Arc<Self>, GpuError> {
         static OPENED: Mutex<Vec<(usize, Weak<Nvidia>)>> = Mutex::new(Vec::new());
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
         opened.retain(|(_, device)| device.strong_count() > 0);
-        if let Some(device) = opened.iter().find(|(known, _)| *known == index).and_then(|(_, device)| device.upgrade())
-        {
+        let mut of_index =
+            opened.iter().filter(|(known, _)| *known == index).filter_map(|(_, device)| device.upgrade());
+        if let Some(device) = of_index.find(|device| device.options == *options) {
             return Ok(device);
         }
-        let device = Arc::new(Self::open_new(index)?);
+        drop(of_index);
+        let device = Arc::new(Self::open_new(index, options)?);
         opened.push((index, Arc::downgrade(&device)));
         Ok(device)
     }
 
-    fn open_new(index: usize) -> Result<Self, GpuError> {
+    fn open_new(index: usize, options: &GpuOptions) -> Result<Self, GpuError> {
         let count = count()?;
         let version = driver_version()?;
         if version < MIN_VERSION {
@@ -160,7 +163,7 @@ impl Nvidia {
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as usize;
         let reads_host_pages = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS)? == 1;
         let driver_major = version / 1000;
-        let compiler = Nvrtc::find_for(driver_major)?;
+        let compiler = Nvrtc::find_for(driver_major, options)?;
         let target = compiler.target_for(capability);
         let kernels_wait = target.capability >= MIN_WAITING_CAPABILITY && version >= MIN_EDGES_VERSION;
         Ok(Self {
@@ -173,6 +176,7 @@ impl Nvidia {
             driver_major,
             kernels_wait,
             compiler,
+            options: options.clone(),
             kernels: Mutex::default(),
             modules: Mutex::default(),
             blas: OnceLock::new(),
@@ -269,7 +273,7 @@ impl Nvidia {
     pub(crate) fn blas(&self) -> Option<&Blas> {
         let open = || {
             self.bind().ok()?;
-            Blas::find(self.driver_major, || self.block(WORKSPACE_BYTES).ok())
+            Blas::find(&self.options, self.driver_major, || self.block(WORKSPACE_BYTES).ok())
         };
         self.blas.get_or_init(open).as_ref()
     }

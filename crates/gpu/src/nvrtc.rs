@@ -8,8 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{fmt, fs, thread};
 
 use crate::library::Functions;
-pub use crate::library::NVRTC_VARIABLE;
-use crate::{GpuError, Source, kernel_cache};
+use crate::{GpuError, GpuOptions, Source, kernel_cache};
 
 /// The target of a compilation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,34 +46,30 @@ pub struct Nvrtc {
     functions: Functions,
     version: (i32, i32),
     capabilities: Vec<u32>,
+    /// The folder of compiled kernels.
+    folder: PathBuf,
 }
 
 impl Nvrtc {
-    /// The library that [`NVRTC_VARIABLE`] names, or the system's; loaded on the first call.
+    /// Finds the library that the options name, or the system's.
     ///
     /// # Errors
     ///
     /// [`GpuError::NoCompiler`] with the loader's message for each place.
-    pub fn find() -> Result<&'static Self, GpuError> {
-        static FOUND: OnceLock<Result<Nvrtc, GpuError>> = OnceLock::new();
-        FOUND.get_or_init(|| Self::find_up_to(c_int::MAX)).as_ref().map_err(Clone::clone)
+    pub fn find(options: &GpuOptions) -> Result<Self, GpuError> {
+        Self::find_for(c_int::MAX, options)
     }
 
-    /// The library for a driver that knows this major version of CUDA, since drivers take no code of a newer one
+    /// Finds the library for a driver that knows this major version of CUDA, since drivers take no code of a newer one
     /// (CUDA Compatibility Guide, "Minor Version Compatibility").
-    pub(crate) fn find_for(driver_major: c_int) -> Result<&'static Self, GpuError> {
-        static FOUND: OnceLock<Result<Nvrtc, GpuError>> = OnceLock::new();
-        FOUND.get_or_init(|| Self::find_up_to(driver_major)).as_ref().map_err(Clone::clone)
-    }
-
-    fn find_up_to(major: c_int) -> Result<Self, GpuError> {
+    pub(crate) fn find_for(driver_major: c_int, options: &GpuOptions) -> Result<Self, GpuError> {
         let mut tried = Vec::new();
-        for path in Functions::candidates() {
-            match Self::open(&path) {
-                Ok(found) if found.version.0 <= major => return Ok(found),
+        for path in Functions::candidates(options) {
+            match Self::open(&path, options) {
+                Ok(found) if found.version.0 <= driver_major => return Ok(found),
                 Ok(found) => {
                     let path = path.display();
-                    tried.push(format!("{path} is of CUDA {}, the driver of CUDA {major}", found.version.0));
+                    tried.push(format!("{path} is of CUDA {}, the driver of CUDA {driver_major}", found.version.0));
                 }
                 Err(GpuError::NoCompiler { tried: reasons }) => tried.extend(reasons),
                 Err(error) => return Err(error),
@@ -88,11 +83,12 @@ impl Nvrtc {
     /// # Errors
     ///
     /// [`GpuError::NoCompiler`] with the loader's message.
-    pub fn open(path: &Path) -> Result<Self, GpuError> {
-        Self::with(Functions::open(path).map_err(|error| GpuError::NoCompiler { tried: vec![error] })?)
+    pub fn open(path: &Path, options: &GpuOptions) -> Result<Self, GpuError> {
+        let functions = Functions::open(path).map_err(|error| GpuError::NoCompiler { tried: vec![error] })?;
+        Self::new(functions, options.kernel_folder())
     }
 
-    fn with(functions: Functions) -> Result<Self, GpuError> {
+    fn new(functions: Functions, folder: PathBuf) -> Result<Self, GpuError> {
         let failed = || GpuError::NoCompiler { tried: vec!["it does not say what it compiles for".into()] };
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: each call writes one number to each pointer.
@@ -102,7 +98,7 @@ impl Nvrtc {
         // SAFETY: the call writes as many numbers as the one before said.
         let status = status | unsafe { (functions.archs)(archs.as_mut_ptr()) };
         let capabilities = archs.into_iter().filter_map(|arch| u32::try_from(arch).ok()).collect();
-        if status == 0 { Ok(Self { functions, version: (major, minor), capabilities }) } else { Err(failed()) }
+        if status == 0 { Ok(Self { functions, version: (major, minor), capabilities, folder }) } else { Err(failed()) }
     }
 
     /// Returns the major and minor version.
@@ -163,7 +159,7 @@ impl Nvrtc {
         let ((major, minor), text) = (self.version, source.cuda_text());
         let (target_name, version) = (target.to_string(), format!("{major}.{minor}"));
         let parts: Vec<&str> = [text.as_str(), &target_name, &version].into_iter().chain(Self::OPTIONS).collect();
-        kernel_cache::path(&kernel_cache::folder(), &format!("{}-{target_name}", source.name), &parts, "cubin")
+        kernel_cache::path(&self.folder, &format!("{}-{target_name}", source.name), &parts, "cubin")
     }
 
     /// Compiles sources by [`compile_cached`](Self::compile_cached) on as many threads as there are cores: each takes

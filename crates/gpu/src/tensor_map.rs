@@ -1,13 +1,7 @@
 //! Maps of matrices for tensor copies (TMA), by which one thread of Hopper's kernels asks for a whole box of a
 //! matrix.
 
-use std::sync::OnceLock;
-
 use crate::Gpu;
-
-/// Turns tensor copies off if it is set: weights are then copied 16 bytes a thread, as rows of activations are. For
-/// comparisons, and for drivers that have trouble with them.
-pub const NO_TENSOR_COPIES_VARIABLE: &str = "MOEWORKS_NO_TENSOR_COPIES";
 
 /// The driver's form of [`Matrices`]: 128 bytes that kernels read by address (CUDA driver API, "Tensor Map Object
 /// Management").
@@ -86,9 +80,7 @@ impl Gpu {
     /// Returns the map of these matrices; none where there are no tensor copies, or none of these sizes.
     #[must_use]
     pub fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
-        static ARE_LEFT_OUT: OnceLock<bool> = OnceLock::new();
-        let are_left_out = *ARE_LEFT_OUT.get_or_init(|| std::env::var_os(NO_TENSOR_COPIES_VARIABLE).is_some());
-        if are_left_out || !matrices.suit() {
+        if self.options().without_tensor_copies || !matrices.suit() {
             return None;
         }
         self.device.backend.tensor_map(matrices)

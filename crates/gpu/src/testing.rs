@@ -2,7 +2,15 @@
 
 use std::sync::{Once, OnceLock};
 
-use crate::{Emulation, Gpu, GpuError};
+use crate::{Emulation, Gpu, GpuError, GpuOptions};
+
+impl GpuOptions {
+    /// Returns the options that the environment variables of a test name.
+    #[must_use]
+    pub fn for_tests() -> Self {
+        Self::from_variables(|name| std::env::var_os(name))
+    }
+}
 
 impl Gpu {
     /// Returns the devices that tests of operations run on besides the CPU, each with a name: the emulation in both
@@ -17,17 +25,18 @@ impl Gpu {
         static SKIPPED: Once = Once::new();
         // A device without handles is closed, and takes a second to open again.
         static KEPT: OnceLock<Result<Gpu, GpuError>> = OnceLock::new();
-        let _ = KEPT.get_or_init(|| Self::open(0));
+        let options = &GpuOptions::for_tests();
+        let _ = KEPT.get_or_init(|| Self::open(0, options));
         let emulation = |is_reversed, is_hopper| match std::env::var_os("MOEWORKS_NO_EMULATION") {
             Some(_) => Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() }),
-            None => Self::emulated(Emulation { is_reversed, is_hopper, ..Emulation::default() }),
+            None => Self::emulated(Emulation { is_reversed, is_hopper, ..Emulation::default() }, options),
         };
         let all = [
             ("emulated GPU", emulation(false, false)),
             ("emulated GPU in reverse", emulation(true, false)),
             ("emulated Hopper", emulation(false, true)),
             ("emulated Hopper in reverse", emulation(true, true)),
-            ("GPU", Self::open(0)),
+            ("GPU", Self::open(0, options)),
         ];
         // A compiler that is missing is no failure, one that finds an error is.
         for (name, gpu) in &all {
@@ -50,6 +59,7 @@ impl Gpu {
     ///
     /// The reason why there is no emulation.
     pub fn for_a_test() -> Result<Self, GpuError> {
-        Self::open(0).or_else(|_| Self::emulated(Emulation::default()))
+        let options = &GpuOptions::for_tests();
+        Self::open(0, options).or_else(|_| Self::emulated(Emulation::default(), options))
     }
 }

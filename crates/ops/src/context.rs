@@ -1,10 +1,38 @@
 //! The context of operations: device, memory, threads and instruction set.
 
+use std::ffi::OsString;
+
 use moeworks_tensor::{DType, Device, MemoryPool, Tensor};
 
 use crate::cuda::{self, On};
 use crate::{Isa, Threads};
-use moeworks_gpu::{DeviceChoice, Gpu, GpuError};
+use moeworks_gpu::{DeviceChoice, Gpu, GpuError, GpuOptions};
+
+/// The variable that, set to 1, asks for f32 products in AMX tiles: see [`Isa::AmxF32`].
+pub const F32_TILES_VARIABLE: &str = "MOEWORKS_F32_TILES";
+
+/// Options of the machine that a program reads once and passes to what makes a context.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MachineOptions {
+    /// Options of GPUs.
+    pub gpu: GpuOptions,
+    /// Takes f32 products of many rows in AMX tiles, where there are tiles.
+    pub has_f32_tiles: bool,
+}
+
+impl MachineOptions {
+    /// Makes the options that environment variables name. `value` returns the value of a variable.
+    pub fn from_variables(value: impl Fn(&str) -> Option<OsString>) -> Self {
+        let has_f32_tiles = value(F32_TILES_VARIABLE).is_some_and(|value| value == "1");
+        Self { gpu: GpuOptions::from_variables(value), has_f32_tiles }
+    }
+
+    /// Returns the instruction set whose kernels are fastest here.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        Isa::detect().with_f32_tiles(self.has_f32_tiles)
+    }
+}
 
 /// The device, its memory and its threads, passed to every operation. Clones share the pool and the threads.
 #[derive(Clone)]
@@ -94,14 +122,24 @@ impl Context {
         Self { gpu: None, ..self.clone() }
     }
 
-    /// Returns this context with the chosen device, and the reason why `auto` found no GPU, if so.
+    /// Returns this context with the instruction set that the options ask for.
+    #[must_use]
+    pub fn on_machine(self, machine: &MachineOptions) -> Self {
+        Self { isa: self.isa.with_f32_tiles(machine.has_f32_tiles), ..self }
+    }
+
+    /// Returns this context on the chosen device of the machine, and the reason where `auto` found no GPU.
     ///
     /// # Errors
     ///
-    /// Returns what is missing for a GPU that was asked for.
-    pub fn on_device(self, choice: DeviceChoice) -> Result<(Self, Option<GpuError>), GpuError> {
-        let chosen = choice.open()?;
-        Ok((Self { gpu: chosen.gpu, ..self }, chosen.missing))
+    /// If a GPU that was asked for is missing or cannot be used.
+    pub fn on_device(
+        self,
+        choice: DeviceChoice,
+        machine: &MachineOptions,
+    ) -> Result<(Self, Option<GpuError>), GpuError> {
+        let chosen = choice.open(&machine.gpu)?;
+        Ok((Self { gpu: chosen.gpu, ..self.on_machine(machine) }, chosen.missing))
     }
 
     /// Waits until all work queued on the device is done. On the CPU operations are done when they return.

@@ -19,7 +19,7 @@ pub enum Isa {
     /// [`Isa::Avx512Bf16`] and the AMX tiles with their bf16 product, on Linux.
     Amx,
     /// [`Isa::Amx`], with f32 products of many rows in tiles as well, each as six bf16 products: as exact, and twice
-    /// as fast in a loop of its own. Chosen only by `MOEWORKS_F32_TILES`: on a host whose other guests use much
+    /// as fast in a loop of its own. Chosen only [on demand](Isa::with_f32_tiles): on a host whose other guests use much
     /// power, tiles take three times as long and multiply-adds one and a half times.
     AmxF32,
 }
@@ -28,15 +28,19 @@ impl Isa {
     /// Returns the level whose kernels are fastest on this machine: the best one, but without the bf16 dot product if
     /// that is slower than f32 multiply-adds. (On some CPUs it is half as fast for the same number of products, and
     /// bf16 matrices are better widened while they are packed.) Measured once per process, in under a millisecond.
-    /// With `MOEWORKS_F32_TILES=1` in the environment it is [`Isa::AmxF32`] if there are tiles.
     #[must_use]
     pub fn detect() -> Self {
         static FASTEST: OnceLock<Isa> = OnceLock::new();
         *FASTEST.get_or_init(|| match Self::best() {
             Self::Avx512Bf16 if !crate::peak::is_bf16_dot_fast() => Self::Avx512,
-            Self::Amx if std::env::var("MOEWORKS_F32_TILES").is_ok_and(|value| value == "1") => Self::AmxF32,
             best => best,
         })
+    }
+
+    /// Returns [`Isa::AmxF32`] for [`Isa::Amx`] if it is `wanted`, and this level otherwise.
+    #[must_use]
+    pub fn with_f32_tiles(self, wanted: bool) -> Self {
+        if wanted && self == Self::Amx { Self::AmxF32 } else { self }
     }
 
     /// Returns whether bf16 is multiplied in AMX tiles.

@@ -79,7 +79,7 @@ pub mod top_k;
 mod vmath;
 
 pub use activation::Activation;
-pub use context::Context;
+pub use context::{Context, F32_TILES_VARIABLE, MachineOptions};
 pub use isa::Isa;
 pub use mapped::MappedFile;
 pub use threads::Threads;

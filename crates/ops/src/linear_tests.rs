@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
-use moeworks_gpu::{Emulation, Gpu, GpuError};
+use moeworks_gpu::{Emulation, Gpu, GpuError, GpuOptions};
 
 const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 
@@ -303,7 +303,7 @@ fn a_library_takes_plain_products_of_more_than_some_rows() {
     }
     for is_hopper in [false, true] {
         let emulation = Emulation { is_hopper, has_library: true, ..Emulation::default() };
-        let gpu = match Gpu::emulated(emulation) {
+        let gpu = match Gpu::emulated(emulation, &GpuOptions::for_tests()) {
             Err(GpuError::NoEmulation { reason }) => return eprintln!("SKIPPED: products by a library: {reason}"),
             gpu => gpu.unwrap_or_else(|error| panic!("{error}")),
         };

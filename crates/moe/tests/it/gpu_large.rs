@@ -1,7 +1,7 @@
 //! Layers of published sizes on a GPU against the processor: more tiles than multiprocessors, many stages, long sums. The emulation would
 //! take hours, so they are skipped where there is no GPU.
 
-use moeworks_gpu::Gpu;
+use moeworks_gpu::{Gpu, GpuOptions};
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context, elementwise};
@@ -55,7 +55,7 @@ fn distance(found: &[f32], expected: &[f32]) -> f64 {
 
 #[test]
 fn layers_of_published_sizes_on_a_gpu_are_those_of_the_processor() {
-    let gpu = match Gpu::open(0) {
+    let gpu = match Gpu::open(0, &GpuOptions::for_tests()) {
         Ok(gpu) => gpu,
         Err(missing) => return println!("SKIPPED: layers of published sizes on a GPU: {missing}"),
     };

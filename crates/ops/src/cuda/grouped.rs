@@ -5,8 +5,6 @@
 //! products whose sizes are whole vectors of 8 run on tensor cores with asynchronous copies in four stages: `wgmma`
 //! and TMA on Hopper, `mma.sync` elsewhere. All others take a plain kernel.
 
-use std::sync::OnceLock;
-
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
@@ -37,8 +35,6 @@ const FP8_SHARED: usize = 6 * (TILE + TILE) * 128 + 8 * OWN_BUFFERS + 12 * 8 + 8
 /// The depth by which Hopper's blocks may be apart, about; a power of two. All tiles at work have 0.6 MB of operands
 /// for each of its 16 stages, of the 50 MB that an H100's second-level cache holds.
 const EPOCH_DEPTH: usize = 1024;
-/// Set to anything to let blocks drift apart, to compare.
-const NO_PACE_VARIABLE: &str = "MOEWORKS_NO_PACE";
 
 /// Rows and columns of a plain block's tile.
 pub(super) const PLAIN_TILE: usize = 64;
@@ -52,12 +48,6 @@ const MAX_SHORT_ROW: usize = 2048;
 const MIN_SHORT_BLOCKS: usize = 32;
 /// The most plain tiles of a result that has few.
 const MAX_FEW_TILES: usize = 32;
-
-/// Returns whether blocks keep together (`hopper_tiles.cuh`).
-fn keep_together() -> bool {
-    static ARE_APART: OnceLock<bool> = OnceLock::new();
-    !*ARE_APART.get_or_init(|| std::env::var_os(NO_PACE_VARIABLE).is_some())
-}
 
 /// The number of arguments behind those of a small-M kernel for rows to be combined (experts.rs).
 pub(super) const COMBINE_ARGS: usize = 7;
@@ -427,7 +417,8 @@ impl RowsProduct<'_> {
         args.extend(kernel.last_arg(self.compute, grid[1]));
         let counters = kernel.is_of_hopper().then(|| on.gpu.counters(on.ctx.pool()));
         if let Some(counters) = &counters {
-            let counters = if keep_together() { on.read(counters) } else { Arg::none() };
+            // With counters blocks keep together (`hopper_tiles.cuh`).
+            let counters = if on.gpu.options().without_pace { Arg::none() } else { on.read(counters) };
             args.extend([counters, (EPOCH_DEPTH - 1).into(), depth.div_ceil(EPOCH_DEPTH).into()]);
         }
         let map = kernel.is_of_hopper().then(|| self.b_map(on, b_stride));

@@ -8,8 +8,8 @@ use moeworks_infer::store::{Pick, resolve_run};
 use moeworks_model::hf::load_model;
 use moeworks_model::{Decoder, DecoderWeights, ParamSet, Tokenizer};
 use moeworks_moe::{TableSource, balanced_hash, clustered_hash};
-use moeworks_ops::Context;
 use moeworks_ops::elementwise::cast;
+use moeworks_ops::{Context, MachineOptions};
 use moeworks_tensor::{DType, Tensor};
 
 use super::corpus::Corpus;
@@ -34,6 +34,8 @@ pub struct LanguageModelStart<'a> {
     pub from: Option<PathBuf>,
     /// This rank's place, if there are several; all of them start the run.
     pub ranks: Option<Ranks>,
+    /// The options of the machine.
+    pub machine: MachineOptions,
     /// Goes along while data is read.
     pub watch: &'a Watch,
 }
@@ -42,7 +44,7 @@ impl<'a> LanguageModelStart<'a> {
     /// A run on one rank with random weights.
     #[must_use]
     pub fn new(config: RunConfig, folder: impl Into<RunFolder>, watch: &'a Watch) -> Self {
-        Self { config, folder: folder.into(), from: None, ranks: None, watch }
+        Self { config, folder: folder.into(), from: None, ranks: None, machine: MachineOptions::default(), watch }
     }
 }
 
@@ -54,6 +56,8 @@ pub struct LanguageModelResume<'a> {
     pub config: RunConfig,
     /// This rank's place, if there are several; all of them resume the run, whose checkpoint may be one of any number of ranks.
     pub ranks: Option<Ranks>,
+    /// The options of the machine.
+    pub machine: MachineOptions,
     /// Goes along while data is read.
     pub watch: &'a Watch,
 }
@@ -62,6 +66,7 @@ pub struct LanguageModelResume<'a> {
 struct Run {
     config: RunConfig,
     ranks: Option<Arc<Ranks>>,
+    machine: MachineOptions,
     watch: Watch,
 }
 
@@ -71,11 +76,11 @@ impl LanguageModel {
     /// # Errors
     /// Where the folder is taken, or the configuration or the data cannot be used.
     pub fn start(start: LanguageModelStart<'_>) -> Result<LanguageModelTrainer, TrainError> {
-        let LanguageModelStart { config, folder, from, ranks, watch } = start;
+        let LanguageModelStart { config, folder, from, ranks, machine, watch } = start;
         if is_root(ranks.as_ref()) {
             folder.check()?;
         }
-        let mut run = Run::new(config, ranks, watch);
+        let mut run = Run::new(config, ranks, machine, watch);
         let (task, ctx) = run.prepare(from)?;
         Trainer::start(task, StartOptions { folder, settings: trainer_settings(&run.config), ctx, ranks: run.ranks })
     }
@@ -85,8 +90,8 @@ impl LanguageModel {
     /// # Errors
     /// Where the checkpoint is damaged, or the data cannot be used.
     pub fn resume(resume: LanguageModelResume<'_>) -> Result<LanguageModelTrainer, TrainError> {
-        let LanguageModelResume { run_dir, config, ranks, watch } = resume;
-        let mut run = Run::new(config, ranks, watch);
+        let LanguageModelResume { run_dir, config, ranks, machine, watch } = resume;
+        let mut run = Run::new(config, ranks, machine, watch);
         run.check_ranks()?;
         let point = ResumePoint::find(run_dir.clone(), run.ranks.as_deref())?;
         let (task, ctx) = match &point.checkpoint {
@@ -142,10 +147,10 @@ impl LanguageModel {
 }
 
 impl Run {
-    fn new(config: RunConfig, ranks: Option<Ranks>, watch: &Watch) -> Self {
+    fn new(config: RunConfig, ranks: Option<Ranks>, machine: MachineOptions, watch: &Watch) -> Self {
         // The root alone tells how far it is with reading.
         let watch = if is_root(ranks.as_ref()) { watch.clone() } else { watch.silent() };
-        Self { config, ranks: ranks.map(Arc::new), watch }
+        Self { config, ranks: ranks.map(Arc::new), machine, watch }
     }
 
     /// Refuses ranks that were given other settings, or another number of ranks than the settings say.
@@ -163,7 +168,7 @@ impl Run {
         run_files::make_absolute(&mut self.config)?;
         self.check_ranks()?;
         let ranks = self.ranks.as_deref();
-        let ctx = context(&self.config, ranks)?;
+        let ctx = context(&self.config, ranks, &self.machine)?;
         let corpus = root_first(ranks, || Corpus::open(&self.config, None, &self.watch))?;
         self.config.model.vocab_size = vocab_size(&self.config, &corpus.tokenizer)?;
         let decoder = self.decoder()?;
@@ -175,7 +180,7 @@ impl Run {
     fn prepare_to_go_on(&self, dir: &Path) -> Result<(LanguageModel, Context), TrainError> {
         let open = || Corpus::open(&self.config, Some(Tokenizer::from_dir(dir)?), &self.watch);
         let corpus = root_first(self.ranks.as_deref(), open)?;
-        let ctx = context(&self.config, self.ranks.as_deref())?;
+        let ctx = context(&self.config, self.ranks.as_deref(), &self.machine)?;
         let decoder = self.decoder()?;
         Ok((self.task(corpus, decoder, None), ctx))
     }
