@@ -115,7 +115,7 @@ impl<'a> RangeTasks<'a> {
             sequences,
             tasks: TaskList::new(cuts.iter().map(|cut| cut.num_ranges)),
             cuts,
-            queries: with_float!(inputs.k.dtype(), K => Queries::of::<K>(isa, inputs.q, heads, sequences)),
+            queries: with_float!(inputs.k.dtype(), K => Queries::new::<K>(isa, inputs.q, heads, sequences)),
             layout: Layout { num_heads: heads.num_heads, width: heads.value_dim.next_multiple_of(block_len(isa)) },
         }
     }
@@ -178,7 +178,8 @@ struct Queries {
 }
 
 impl Queries {
-    fn of<K: Weight>(isa: Isa, q: &Tensor, heads: &AttentionHeads, sequences: &[Sequence<'_>]) -> Self {
+    /// Lays out the queries of all sequences.
+    fn new<K: Weight>(isa: Isa, q: &Tensor, heads: &AttentionHeads, sequences: &[Sequence<'_>]) -> Self {
         let (h, group) = (heads.head_dim, heads.group());
         let padded = h.next_multiple_of(block_len(isa));
         let per_sequence = heads.num_heads * padded;

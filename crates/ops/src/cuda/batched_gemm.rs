@@ -79,14 +79,14 @@ impl BatchedGemm<'_> {
         match kernel {
             BatchKernel::Vec => None,
             BatchKernel::SmallM => Some(Layout::new(on, dtype, depth, rows, true, blocks)),
-            BatchKernel::NarrowSmallM => Some(Layout::of_one_tile(on, dtype, blocks(small_m_gemm::LEAST_TILES))),
+            BatchKernel::NarrowSmallM => Some(Layout::for_one_tile(on, dtype, blocks(small_m_gemm::LEAST_TILES))),
         }
     }
 
     /// Writes the products to `ys`.
     fn store_to(&self, on: On<'_>, kernel: BatchKernel, ys: &mut [Tensor]) {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
-        let levels = small_m_gemm::in_levels(on, self.a, dtype, rows >= small_m_gemm::MANY_ROWS);
+        let levels = small_m_gemm::in_level_order(on, self.a, dtype, rows >= small_m_gemm::MANY_ROWS);
         let a = levels.as_ref().unwrap_or(self.a);
         let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
         let layout = self.layout(on, kernel);

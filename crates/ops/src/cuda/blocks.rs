@@ -6,7 +6,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::Apart;
+use super::grouped::Scattered;
 use super::small_m_gemm::row_bytes;
 use super::{On, THREADS};
 use crate::late::List;
@@ -14,7 +14,7 @@ use moeworks_gpu::sources::BLOCKS;
 use moeworks_gpu::{Arg, Launch};
 
 /// Returns the number by which kernels know a quantized type.
-fn code(dtype: DType) -> u32 {
+fn type_code(dtype: DType) -> u32 {
     match dtype {
         DType::Q8 => 0,
         DType::Q4 => 1,
@@ -37,18 +37,18 @@ fn code(dtype: DType) -> u32 {
 ///
 /// With `offsets` `[groups + 1]` groups without rows are skipped, and their elements are unspecified. With `apart`
 /// the result has the matrices of its groups alone, one behind the other.
-pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apart: Option<Apart<'_>>) -> Tensor {
+pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, scattered: Option<Scattered<'_>>) -> Tensor {
     let (dtype, width) = (blocks.dtype(), blocks.cols());
     let groups = offsets.map_or(1, |offsets| offsets.len() - 1);
     let rows = blocks.len() / (groups * width).max(1);
-    let count = apart.map_or(groups, |apart| apart.groups.len());
+    let count = scattered.map_or(groups, |scattered| scattered.groups.len());
     let mut y = on.empty(&[count, rows, width], DType::BF16);
-    let names = apart.map(|apart| on.u32s(apart.groups));
+    let names = scattered.map(|scattered| on.u32s(scattered.groups));
     let args = [
-        on.read(apart.map_or(blocks, |apart| apart.addresses)),
+        on.read(scattered.map_or(blocks, |scattered| scattered.addresses)),
         on.write(&mut y),
         on.read_or_none(offsets),
-        code(dtype).into(),
+        type_code(dtype).into(),
         rows.into(),
         width.into(),
         row_bytes(dtype, width).into(),
@@ -75,7 +75,7 @@ pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DTy
         on.read(table),
         on.write(&mut y),
         (out == DType::BF16).into(),
-        code(dtype).into(),
+        type_code(dtype).into(),
         width.into(),
         row_bytes(dtype, width).into(),
     ];

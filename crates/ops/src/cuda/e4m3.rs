@@ -70,7 +70,7 @@ pub(super) fn pack_matrices(on: On<'_>, weights: &Tensor, rows: usize, offsets: 
 
 /// Packs the transposes `[N, M]` of each group's matrices, side by side, with their blocks' scales. `rows` is a
 /// multiple of 16, and of [`BLOCK`] where a group has several matrices.
-pub(super) fn pack_turned_matrices(on: On<'_>, weights: &Tensor, rows: usize, offsets: &Tensor) -> Packed {
+pub(super) fn pack_transposed_matrices(on: On<'_>, weights: &Tensor, rows: usize, offsets: &Tensor) -> Packed {
     let mut to = Packed::for_matrices(on, weights, rows);
     let args = [Arg::none(), Arg::none(), on.write(&mut to.bytes), on.write(&mut to.scales)];
     launch(on, weights, rows, Some(offsets), args);
@@ -92,7 +92,7 @@ fn launch(
     weights: &Tensor,
     rows: usize,
     offsets: Option<&Tensor>,
-    [rounded, bytes, turned, scales]: [Arg<'_>; 4],
+    [rounded, bytes, transposed, scales]: [Arg<'_>; 4],
 ) {
     let columns = weights.cols();
     let matrices = weights.len() / (rows * columns).max(1);
@@ -103,7 +103,7 @@ fn launch(
         on.read_or_none(offsets),
         rounded,
         bytes,
-        turned,
+        transposed,
         scales,
         rows.into(),
         columns.into(),

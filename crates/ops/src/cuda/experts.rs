@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::e4m3::{self, Packed};
-use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct};
+use super::grouped::{Scattered, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct};
 use super::tile_list::TileLists;
 use super::wgrad::WgradProduct;
 use super::{Listed, On, THREADS, WARPS, small_m_gemm, takes_weights};
@@ -48,14 +48,14 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    pub(super) fn of(on: On<'_>, rows: ExpertRows<'a>) -> Self {
+    pub(super) fn new(on: On<'_>, rows: ExpertRows<'a>) -> Self {
         let num_tokens = rows.token_rows.len() / rows.num_choices.max(1);
         Self {
             offsets: on.list(rows.offsets),
             tokens: on.list(rows.tokens),
             weights: on.list(rows.weights),
             num_tokens,
-            tiles: TileLists::of_few(rows.few_tiles, num_tokens),
+            tiles: TileLists::from_sort(rows.few_tiles, num_tokens),
         }
     }
 
@@ -129,8 +129,8 @@ impl Part {
 
 impl LoadedPart {
     /// Returns the addresses of the matrices of a stack; none if all of the stack is on the GPU.
-    fn apart(&self, stack: usize) -> Option<Apart<'_>> {
-        self.addresses.as_ref().map(|addresses| Apart { addresses: &addresses[stack], groups: &self.experts })
+    fn scattered(&self, stack: usize) -> Option<Scattered<'_>> {
+        self.addresses.as_ref().map(|addresses| Scattered { addresses: &addresses[stack], groups: &self.experts })
     }
 
     /// Returns the groups of rows of this part. Their bound is that of all parts, so that the choice of the kernel
@@ -207,7 +207,7 @@ impl Numbers {
     /// takes transposed matrices.
     fn matrices_of_backward(self, on: On<'_>, weights: &Tensor, rows: usize, map: &Rows<'_>) -> (Form, Operand) {
         match self {
-            Self::Fp8 => (Form::Nt, e4m3::pack_turned_matrices(on, weights, rows, map.offsets.tensor()).into()),
+            Self::Fp8 => (Form::Nt, e4m3::pack_transposed_matrices(on, weights, rows, map.offsets.tensor()).into()),
             _ => (Form::Nn, self.matrices(on, weights, rows, map)),
         }
     }
@@ -254,7 +254,7 @@ pub(crate) fn forward(
     is_forward_only: bool,
 ) -> (Tensor, Option<ExpertsSaved>) {
     let ForwardInputs { x, weights, biases, rows, base } = inputs;
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
     let num_inputs = weights.activation.num_inputs();
     // The second product's kernels round to bf16 in any case.
@@ -274,7 +274,7 @@ pub(crate) fn forward(
             a: &of_x.data,
             gather: Some(map.tokens.tensor()),
             b: &gate_up.data,
-            apart: part.apart(0),
+            scattered: part.scattered(0),
             group_rows: num_inputs * f,
             columns: f,
             depth: d,
@@ -285,7 +285,7 @@ pub(crate) fn forward(
             scales: scales(&of_x, &gate_up),
         };
         // The first product's kernel writes activations in the order that the second product takes, if it can.
-        let in_levels = up.is_of_some(on) && up.reads_blocks(weights.down.dtype(), f);
+        let in_levels = up.is_small_m(on) && up.reads_blocks(weights.down.dtype(), f);
         let epilogue = activation(on, weights, biases, h.as_mut(), &mut a, in_levels, dtype);
         // SAFETY: `h`, if it is there, and `a` have a row for each row, the bias one for each expert.
         unsafe { up.run(on, &epilogue) };
@@ -295,7 +295,7 @@ pub(crate) fn forward(
             a: &a.data,
             gather: None,
             b: &down.data,
-            apart: part.apart(1),
+            scattered: part.scattered(1),
             group_rows: d,
             columns: d,
             depth: f,
@@ -358,7 +358,7 @@ pub(crate) fn add_bias_row_weight_grads(
     rows: ExpertRows<'_>,
     d_row_weights: &mut Tensor,
 ) {
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let offsets = map.offsets.tensor();
     let args = [
         on.read(dy),
@@ -385,7 +385,7 @@ pub(crate) fn bias_grad(
     gate_up: &mut Tensor,
     down: &mut Tensor,
 ) {
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let offsets = map.offsets.tensor();
     let sum = |x: &Tensor, of_tokens: bool, sums: &mut Tensor| {
         let width = sums.cols();
@@ -507,7 +507,7 @@ pub(crate) fn backward(
     rows: ExpertRows<'_>,
     saved: &ExpertsSaved,
 ) -> ExpertsBackward {
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let (r, d, f, dtype) = (map.len(), dy.cols(), weights.down.cols(), weights.gate_up.dtype());
     let af = f * weights.activation.num_inputs();
     let numbers = Numbers::choose(on, is_fp8, d, f, &map);
@@ -517,7 +517,7 @@ pub(crate) fn backward(
         a: &of_dy.data,
         gather: Some(map.tokens.tensor()),
         b: &down.data,
-        apart: None,
+        scattered: None,
         group_rows: if form == Form::Nt { f } else { d },
         columns: f,
         depth: d,
@@ -582,7 +582,7 @@ pub(crate) fn weight_grad(
     grads: ExpertGrads<'_>,
 ) {
     let WeightGradInputs { x, dy, dh, .. } = inputs;
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let (d, f) = (x.cols(), grads.down.cols());
     let (offsets, tokens, compute) = (map.offsets.tensor(), Some(map.tokens.tensor()), dh.dtype());
     let down =

@@ -144,14 +144,14 @@ fn in_one_dimension(tiles: [usize; 3], processors: usize) -> [usize; 3] {
 
 /// The matrices of groups that are not in one stack.
 #[derive(Clone, Copy)]
-pub(super) struct Apart<'a> {
+pub(super) struct Scattered<'a> {
     /// `[E]` of 64 bits, as pairs of 32: the address of each group's matrix.
     pub(super) addresses: &'a Tensor,
     /// The groups that have an address.
     pub(super) groups: &'a [u32],
 }
 
-impl Apart<'_> {
+impl Scattered<'_> {
     /// Returns the addresses of these groups' matrices in a stack that has them alone, one behind the other.
     fn in_stack(self, on: On<'_>, stack: &Tensor) -> Tensor {
         let mut addresses = vec![0; self.addresses.len()];
@@ -174,7 +174,7 @@ pub(super) struct RowsProduct<'a> {
     /// The matrices, `group_rows` rows each.
     pub(super) b: &'a Tensor,
     /// The addresses of the groups' matrices, if these are not in `b`. `b` still gives their type and sizes.
-    pub(super) apart: Option<Apart<'a>>,
+    pub(super) scattered: Option<Scattered<'a>>,
     pub(super) group_rows: usize,
     /// Columns of the result: rows of B (nt) or columns of B (nn); with pairs the first of each pair.
     pub(super) columns: usize,
@@ -243,7 +243,7 @@ impl RowsProduct<'_> {
             return Kernel::SmallM(self.b.dtype());
         }
         let is_bf16 = self.compute == DType::BF16 && self.b.dtype() == DType::BF16;
-        if is_bf16 && self.has_some_rows() && small_m_gemm::takes(DType::BF16, self.depth) {
+        if is_bf16 && self.has_small_groups() && small_m_gemm::takes(DType::BF16, self.depth) {
             return Kernel::SmallM(DType::BF16);
         }
         match self.form {
@@ -295,7 +295,7 @@ impl RowsProduct<'_> {
     fn layout(&self, on: On<'_>, dtype: DType) -> Layout {
         let (tiles, is_one) = match self.groups {
             Groups::One { rows } => (rows.div_ceil(small_m_gemm::ROWS), true),
-            Groups::Many { offsets, rows, .. } => (num_tiles(self.some_height(), rows, offsets.len() - 1), false),
+            Groups::Many { offsets, rows, .. } => (num_tiles(self.small_m_height(), rows, offsets.len() - 1), false),
         };
         let lines = self.columns * if self.pair.is_some() { 2 } else { 1 };
         let blocks = |of_block| lines.div_ceil(of_block * small_m_gemm::LINES) * tiles;
@@ -303,7 +303,7 @@ impl RowsProduct<'_> {
     }
 
     /// Returns the rows of a tile of the small-M kernels.
-    fn some_height(&self) -> usize {
+    fn small_m_height(&self) -> usize {
         if self.groups.most() > FEW_ROWS { small_m_gemm::ROWS } else { FEW_ROWS }
     }
 
@@ -317,7 +317,7 @@ impl RowsProduct<'_> {
         let height = match self.kernel(on) {
             Kernel::Tensor | Kernel::Hopper { .. } | Kernel::Fp8 { .. } => TILE,
             Kernel::Plain => PLAIN_TILE,
-            Kernel::SmallM(_) => self.some_height(),
+            Kernel::SmallM(_) => self.small_m_height(),
             Kernel::Vec => FEW_ROWS,
         };
         match self.groups {
@@ -326,7 +326,7 @@ impl RowsProduct<'_> {
                 on.cached_list(&(0..rows).step_by(height).flat_map(tile).collect::<Vec<_>>())
             }
             Groups::Many { offsets, rows, listed, .. } => {
-                listed.of_height(height, || list_tiles(on, offsets, height, num_tiles(height, rows, offsets.len() - 1)))
+                listed.with_height(height, || list_tiles(on, offsets, height, num_tiles(height, rows, offsets.len() - 1)))
             }
         }
     }
@@ -346,11 +346,11 @@ impl RowsProduct<'_> {
             Groups::One { .. } => None,
             Groups::Many { offsets, .. } => Some(offsets),
         };
-        let b = &blocks::to_bf16(on, self.b, offsets, self.apart);
-        let addresses = self.apart.map(|apart| apart.in_stack(on, b));
-        let apart = self.apart.zip(addresses.as_ref()).map(|(apart, addresses)| Apart { addresses, ..apart });
+        let b = &blocks::to_bf16(on, self.b, offsets, self.scattered);
+        let addresses = self.scattered.map(|scattered| scattered.in_stack(on, b));
+        let scattered = self.scattered.zip(addresses.as_ref()).map(|(scattered, addresses)| Scattered { addresses, ..scattered });
         // SAFETY: the caller's promise.
-        unsafe { RowsProduct { b, apart, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
+        unsafe { RowsProduct { b, scattered, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
     }
 
     /// Returns the number of rows and of groups.
@@ -362,14 +362,14 @@ impl RowsProduct<'_> {
     }
 
     /// Returns whether groups have so few rows on average that most of a tile of tensor cores would be empty.
-    fn has_some_rows(&self) -> bool {
+    fn has_small_groups(&self) -> bool {
         let (rows, groups) = self.rows_and_groups();
         let is_decoding = self.groups.most() <= FEW_ROWS || rows <= small_m_gemm::ROWS / 2 * groups && groups > 1;
         self.form == Form::Nt && self.scales.is_none() && is_decoding
     }
 
     /// Returns whether a small-M kernel takes the product with the matrices as they are stored.
-    pub(super) fn is_of_some(&self, on: On<'_>) -> bool {
+    pub(super) fn is_small_m(&self, on: On<'_>) -> bool {
         self.is_there() && matches!(self.kernel(on), Kernel::SmallM(_))
     }
 
@@ -395,7 +395,7 @@ impl RowsProduct<'_> {
             .then(|| elementwise::cast(on, self.a, DType::BF16));
         let is_to_be_ordered =
             matches!(kernel, Kernel::SmallM(_)) && !self.a_in_levels && self.a.rows() >= small_m_gemm::MANY_ROWS;
-        let levels = small_m_gemm::in_levels(on, self.a, self.b.dtype(), is_to_be_ordered);
+        let levels = small_m_gemm::in_level_order(on, self.a, self.b.dtype(), is_to_be_ordered);
         let a = levels.as_ref().or(rounded.as_ref()).unwrap_or(self.a);
         // Kernels copy FP8 numbers in pairs.
         let depth = if is_fp8 { self.depth / 2 } else { self.depth };
@@ -471,7 +471,7 @@ impl RowsProduct<'_> {
         [
             on.read(a),
             on.read_or_none(self.gather),
-            on.read(self.apart.map_or(self.b, |apart| apart.addresses)),
+            on.read(self.scattered.map_or(self.b, |scattered| scattered.addresses)),
             on.read(tiles),
             small_m_gemm::kind_of(a.dtype(), a_in_levels),
             (self.b.dtype() == DType::BF16).into(),
@@ -481,7 +481,7 @@ impl RowsProduct<'_> {
             self.columns.into(),
             depth.into(),
             self.pair.unwrap_or(0).into(),
-            self.apart.is_some().into(),
+            self.scattered.is_some().into(),
         ]
     }
 
@@ -509,7 +509,7 @@ impl RowsProduct<'_> {
         let b_stride = small_m_gemm::row_bytes(dtype, self.depth);
         let mut args = self.operands(on, self.a, self.a_in_levels, &tiles, self.depth, b_stride).to_vec();
         let blocks = self.columns.div_ceil(small_m_gemm::LINES);
-        let Layout { stages, shared, .. } = Layout::of_one_tile(on, dtype, blocks);
+        let Layout { stages, shared, .. } = Layout::for_one_tile(on, dtype, blocks);
         args.extend([on.read(weights), rows.into(), stages.into()]);
         args.extend([on.write(&mut y), on.read_or_none(base), false.into(), self.columns.into()]);
         let (source, kernel) = small_m_gemm::kernel("combined", dtype);
@@ -523,7 +523,7 @@ impl RowsProduct<'_> {
     /// Returns the TMA map of B for Hopper's kernels, in the GPU's memory. Boxes have a tile's columns, or a pair's
     /// half of them, where rows lie along the depth, and a stage's depth where they lie across it.
     fn b_map(&self, on: On<'_>, b_stride: usize) -> Option<Tensor> {
-        if self.apart.is_some() {
+        if self.scattered.is_some() {
             return None;
         }
         let (rows, count) = match (self.groups, self.form) {
@@ -561,7 +561,7 @@ impl RowsProduct<'_> {
     /// it.
     fn is_taken(&self, on: On<'_>, y: &mut Tensor, base: Option<&Tensor>) -> bool {
         let Groups::One { rows } = self.groups else { return false };
-        let is_plain = self.gather.is_none() && self.apart.is_none() && self.pair.is_none() && self.scales.is_none();
+        let is_plain = self.gather.is_none() && self.scattered.is_none() && self.pair.is_none() && self.scales.is_none();
         if !is_plain || !on.gpu.takes_dense() || !self.kernel(on).uses_tensor_cores() {
             return false;
         }

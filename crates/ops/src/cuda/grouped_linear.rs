@@ -16,12 +16,12 @@ pub(crate) fn takes(groups: GroupedRows<'_>) -> bool {
 }
 
 pub(crate) fn forward(on: On<'_>, x: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
-    let map = Rows::of(on, groups.rows);
+    let map = Rows::new(on, groups.rows);
     product(&map, Form::Nt, x, w, groups.width, groups.width, x.cols()).store(on, map.len(), DType::F32)
 }
 
 pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
-    let map = Rows::of(on, groups.rows);
+    let map = Rows::new(on, groups.rows);
     let product = product(&map, Form::Nn, dy, w, groups.width, w.cols(), groups.width);
     let rows = product.store(on, map.len(), DType::F32);
     combine(on, &rows, groups.rows, None, &[map.num_tokens, w.cols()])
@@ -42,7 +42,7 @@ fn product<'a>(
         a,
         gather: (form == Form::Nt).then_some(map.tokens.tensor()),
         b,
-        apart: None,
+        scattered: None,
         group_rows,
         columns,
         depth,
@@ -62,7 +62,7 @@ pub(crate) fn backward_weight(
     write: Write,
     dw: &mut Tensor,
 ) {
-    let map = Rows::of(on, groups.rows);
+    let map = Rows::new(on, groups.rows);
     let (rows, columns, compute) = (groups.width, x.cols(), dy.dtype());
     let (a, b, offsets) = ((dy, None), (x, Some(map.tokens.tensor())), map.offsets.tensor());
     WgradProduct { a, b, rows, columns, offsets, compute, keeps_unused: write == Write::Add }.run(on, write, dw);

@@ -34,8 +34,8 @@ fn product(on: On<'_>, form: Form, a: &Tensor, b: &Tensor, out: DType, base: Opt
     let (columns, depth) = if form == Form::Nt { (b.rows(), b.cols()) } else { (b.cols(), b.rows()) };
     let (rows, compute) = (a.rows(), b.dtype().of_activations());
     let groups = Groups::One { rows };
-    let (gather, apart, pair, scales, a_in_levels) = (None, None, None, None, false);
-    RowsProduct { form, a, gather, b, apart, group_rows: 0, columns, depth, pair, compute, groups, a_in_levels, scales }
+    let (gather, scattered, pair, scales, a_in_levels) = (None, None, None, None, false);
+    RowsProduct { form, a, gather, b, scattered, group_rows: 0, columns, depth, pair, compute, groups, a_in_levels, scales }
         .store_onto(on, rows, out, base)
 }
 

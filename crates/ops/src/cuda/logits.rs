@@ -55,7 +55,7 @@ fn product<'a>(form: Form, a: &'a Tensor, b: &'a Tensor, rows: usize, columns: u
         a,
         gather: None,
         b,
-        apart: None,
+        scattered: None,
         group_rows: 0,
         columns,
         depth,

@@ -79,51 +79,51 @@ impl Layout {
             return Self::with_all_rows(on, dtype, depth, tiles.unwrap_or(TILES));
         }
         if is_one {
-            return Self::of_two(on, dtype, TILES);
+            return Self::for_two_blocks(on, dtype, TILES);
         }
         if most >= MANY_BLOCKS && depth <= SHORT_DEPTH {
             // bf16 is bound by memory, not by instructions: smaller blocks end together.
-            return Self::of_two(on, dtype, if dtype == DType::BF16 { MOST_TILES / 2 } else { MOST_TILES });
+            return Self::for_two_blocks(on, dtype, if dtype == DType::BF16 { MOST_TILES / 2 } else { MOST_TILES });
         }
         // About as many blocks as multiprocessors: each warp has a tile to itself.
         if (processors - processors / 4..=processors + processors / 8).contains(&most) {
-            return Self::alone(on, dtype, MOST_TILES);
+            return Self::for_one_block(on, dtype, MOST_TILES);
         }
-        Self::of_two(on, dtype, TILES)
+        Self::for_two_blocks(on, dtype, TILES)
     }
 
     /// Returns a layout for two blocks on a multiprocessor.
-    fn of_two(on: On<'_>, dtype: DType, tiles: usize) -> Self {
+    fn for_two_blocks(on: On<'_>, dtype: DType, tiles: usize) -> Self {
         let [many, few] = STAGED_BYTES.map(|bytes| chunk_bytes(dtype, STAGES) + bytes);
         let shared = if 2 * (many + OTHER_BYTES) <= on.gpu.most_shared() { many } else { few };
         Self { tiles, stages: STAGES, shared }
     }
 
     /// Returns a layout for one block on a multiprocessor.
-    fn alone(on: On<'_>, dtype: DType, tiles: usize) -> Self {
+    fn for_one_block(on: On<'_>, dtype: DType, tiles: usize) -> Self {
         let shared = chunk_bytes(dtype, STAGES_ALONE) + STAGED_BYTES[0];
-        Self { tiles, stages: STAGES_ALONE, shared }.or_of_two(on, dtype)
+        Self { tiles, stages: STAGES_ALONE, shared }.or_for_two_blocks(on, dtype)
     }
 
     /// Returns a layout for blocks that hold all activations of up to 32 rows at once, because each piece of them
     /// takes longer to load than to multiply.
     fn with_all_rows(on: On<'_>, dtype: DType, depth: usize, tiles: usize) -> Self {
         let shared = chunk_bytes(dtype, STAGES) + depth.next_multiple_of(CHUNK_DEPTH) * ROWS * 2;
-        Self { tiles, stages: STAGES, shared }.or_of_two(on, dtype)
+        Self { tiles, stages: STAGES, shared }.or_for_two_blocks(on, dtype)
     }
 
     /// Returns this layout where a block may have so much memory, and a smaller one elsewhere.
-    fn or_of_two(self, on: On<'_>, dtype: DType) -> Self {
+    fn or_for_two_blocks(self, on: On<'_>, dtype: DType) -> Self {
         let has_room = self.shared + OTHER_BYTES <= on.gpu.most_shared();
-        if has_room { self } else { Self::of_two(on, dtype, self.tiles) }
+        if has_room { self } else { Self::for_two_blocks(on, dtype, self.tiles) }
     }
 
     /// Returns the layout for `blocks` blocks of one tile. Where each has a multiprocessor, it asks for more than
     /// half of its memory, needed or not: otherwise blocks that start while others still run share a multiprocessor.
     /// (H200, OLMoE, one text: 3%.)
-    pub(super) fn of_one_tile(on: On<'_>, dtype: DType, blocks: usize) -> Self {
+    pub(super) fn for_one_tile(on: On<'_>, dtype: DType, blocks: usize) -> Self {
         let is_alone = blocks <= on.gpu.processors();
-        if is_alone { Self::alone(on, dtype, LEAST_TILES) } else { Self::of_two(on, dtype, LEAST_TILES) }
+        if is_alone { Self::for_one_block(on, dtype, LEAST_TILES) } else { Self::for_two_blocks(on, dtype, LEAST_TILES) }
     }
 
     /// Returns the layout with room for `rows` rows of `depth` elements that each block norms; none if there is not
@@ -195,7 +195,7 @@ pub(super) fn kind_of(dtype: DType, are_in_levels: bool) -> Arg<'static> {
 /// Returns activations as bf16 in the order in which kernels take them with quantized weights (`small_m_gemm.cuh`);
 /// none if they stay as they are. Reordered once, blocks of threads copy them without looking at them, which is worth
 /// a launch where there `are_many` rows.
-pub(super) fn in_levels(on: On<'_>, x: &Tensor, weights: DType, are_many: bool) -> Option<Tensor> {
+pub(super) fn in_level_order(on: On<'_>, x: &Tensor, weights: DType, are_many: bool) -> Option<Tensor> {
     if !are_many || !weights.is_quantized() || !x.cols().is_multiple_of(WHOLE_DEPTH) {
         return None;
     }

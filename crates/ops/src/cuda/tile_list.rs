@@ -30,13 +30,13 @@ pub(super) fn num_tiles(height: usize, rows: usize, groups: usize) -> usize {
 
 impl TileLists {
     /// Begins with the tiles that the sort of the choices of `num_tokens` tokens listed, if there are any.
-    pub(super) fn of_few(tiles: Option<&Tensor>, num_tokens: usize) -> Self {
+    pub(super) fn from_sort(tiles: Option<&Tensor>, num_tokens: usize) -> Self {
         let few = tiles.map(|tiles| (listed_height(num_tokens), tiles.clone()));
         Self { few, others: OnceCell::new() }
     }
 
     /// Returns the tiles of this height. `list` makes them if they do not exist yet.
-    pub(super) fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
+    pub(super) fn with_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
         if let Some((_, few)) = self.few.as_ref().filter(|few| few.0 == height) {
             return few.clone();
         }

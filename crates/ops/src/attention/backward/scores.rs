@@ -54,7 +54,8 @@ struct SomeRows {
 
 impl Statistics {
     #[inline(always)]
-    fn of(&self, columns: Columns) -> SomeRows {
+    /// Returns the statistics of the rows and keys of `columns`.
+    fn for_columns(&self, columns: Columns) -> SomeRows {
         let Columns { first_col, first_key, num_keys, .. } = columns;
         let (seen_from, visible) = (*lanes_of(&self.seen_from, first_col), *lanes_of(&self.visible, first_col));
         let num_open = seen_by_all(first_key, num_keys, &seen_from, &visible);
@@ -84,7 +85,7 @@ kernel! {
     /// the format has pairs.
     pub(super) fn score_grads<S: Level>(columns: Columns, scale: f32, scores: &mut Scores<'_>, statistics: &Statistics) {
         let Columns { first_col, at, stride, num_keys, format, .. } = columns;
-        let rows = statistics.of(columns);
+        let rows = statistics.for_columns(columns);
         if format == OperandFormat::F32 {
             let keys = scores.p.chunks_exact_mut(stride).zip(scores.ds.chunks_exact_mut(stride)).take(num_keys);
             for (key, (p, ds)) in keys.enumerate() {
