@@ -178,7 +178,8 @@ mod tests {
     #[test]
     fn where_there_are_nodes_each_is_measured_and_what_is_between_them() {
         let options = RankOptions::new(0).with_nodes(&[0, 0, 1, 1, 1]).with_timeout(TIMEOUT);
-        let measured = try_run_ranks(&options, |comm| measure(comm, None, 64, &MachineOptions::default())).expect("ranks talk");
+        let measured =
+            try_run_ranks(&options, |comm| measure(comm, None, 64, &MachineOptions::default())).expect("ranks talk");
         let measured = measured.into_iter().flatten().next().expect("rank 0 knows");
         for among in Among::EVERY {
             let timings = measured.timings.iter().filter(|case| case.among == among);

@@ -37,7 +37,12 @@ fn type_code(dtype: DType) -> u32 {
 ///
 /// With `offsets` `[groups + 1]` groups without rows are skipped, and their elements are unspecified. With `apart`
 /// the result has the matrices of its groups alone, one behind the other.
-pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, scattered: Option<Scattered<'_>>) -> Tensor {
+pub(super) fn to_bf16(
+    on: On<'_>,
+    blocks: &Tensor,
+    offsets: Option<&Tensor>,
+    scattered: Option<Scattered<'_>>,
+) -> Tensor {
     let (dtype, width) = (blocks.dtype(), blocks.cols());
     let groups = offsets.map_or(1, |offsets| offsets.len() - 1);
     let rows = blocks.len() / (groups * width).max(1);

@@ -325,9 +325,8 @@ impl RowsProduct<'_> {
                 let tile = |first: usize| [0, first as u32, height.min(rows - first) as u32];
                 on.cached_list(&(0..rows).step_by(height).flat_map(tile).collect::<Vec<_>>())
             }
-            Groups::Many { offsets, rows, listed, .. } => {
-                listed.with_height(height, || list_tiles(on, offsets, height, num_tiles(height, rows, offsets.len() - 1)))
-            }
+            Groups::Many { offsets, rows, listed, .. } => listed
+                .with_height(height, || list_tiles(on, offsets, height, num_tiles(height, rows, offsets.len() - 1))),
         }
     }
 
@@ -348,7 +347,8 @@ impl RowsProduct<'_> {
         };
         let b = &blocks::to_bf16(on, self.b, offsets, self.scattered);
         let addresses = self.scattered.map(|scattered| scattered.in_stack(on, b));
-        let scattered = self.scattered.zip(addresses.as_ref()).map(|(scattered, addresses)| Scattered { addresses, ..scattered });
+        let scattered =
+            self.scattered.zip(addresses.as_ref()).map(|(scattered, addresses)| Scattered { addresses, ..scattered });
         // SAFETY: the caller's promise.
         unsafe { RowsProduct { b, scattered, compute: DType::BF16, ..*self }.run_as_it_lies(on, epilogue) };
     }
@@ -561,7 +561,8 @@ impl RowsProduct<'_> {
     /// it.
     fn is_taken(&self, on: On<'_>, y: &mut Tensor, base: Option<&Tensor>) -> bool {
         let Groups::One { rows } = self.groups else { return false };
-        let is_plain = self.gather.is_none() && self.scattered.is_none() && self.pair.is_none() && self.scales.is_none();
+        let is_plain =
+            self.gather.is_none() && self.scattered.is_none() && self.pair.is_none() && self.scales.is_none();
         if !is_plain || !on.gpu.takes_dense() || !self.kernel(on).uses_tensor_cores() {
             return false;
         }

@@ -35,8 +35,22 @@ fn product(on: On<'_>, form: Form, a: &Tensor, b: &Tensor, out: DType, base: Opt
     let (rows, compute) = (a.rows(), b.dtype().of_activations());
     let groups = Groups::One { rows };
     let (gather, scattered, pair, scales, a_in_levels) = (None, None, None, None, false);
-    RowsProduct { form, a, gather, b, scattered, group_rows: 0, columns, depth, pair, compute, groups, a_in_levels, scales }
-        .store_onto(on, rows, out, base)
+    RowsProduct {
+        form,
+        a,
+        gather,
+        b,
+        scattered,
+        group_rows: 0,
+        columns,
+        depth,
+        pair,
+        compute,
+        groups,
+        a_in_levels,
+        scales,
+    }
+    .store_onto(on, rows, out, base)
 }
 
 pub(crate) fn backward_weight(on: On<'_>, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {

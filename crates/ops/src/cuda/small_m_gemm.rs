@@ -123,7 +123,11 @@ impl Layout {
     /// (H200, OLMoE, one text: 3%.)
     pub(super) fn for_one_tile(on: On<'_>, dtype: DType, blocks: usize) -> Self {
         let is_alone = blocks <= on.gpu.processors();
-        if is_alone { Self::for_one_block(on, dtype, LEAST_TILES) } else { Self::for_two_blocks(on, dtype, LEAST_TILES) }
+        if is_alone {
+            Self::for_one_block(on, dtype, LEAST_TILES)
+        } else {
+            Self::for_two_blocks(on, dtype, LEAST_TILES)
+        }
     }
 
     /// Returns the layout with room for `rows` rows of `depth` elements that each block norms; none if there is not

@@ -12,14 +12,7 @@ use crate::common::{
 };
 
 /// The definition, in f64.
-fn reference(
-    q: &[f64],
-    k: &[f64],
-    v: &[f64],
-    bias: Option<&[f64]>,
-    is_causal: bool,
-    s: &AttentionShape,
-) -> Vec<f64> {
+fn reference(q: &[f64], k: &[f64], v: &[f64], bias: Option<&[f64]>, is_causal: bool, s: &AttentionShape) -> Vec<f64> {
     let (h, w, group) = (s.head_dim, s.value_dim, s.num_heads / s.num_kv_heads);
     let mut o = vec![0.0; s.batch * s.seq_len * s.num_heads * w];
     for (row, o) in o.chunks_exact_mut(w).enumerate() {

@@ -363,11 +363,15 @@ fn check_bits_of_grads(name: &str, ctx: &Context, case: &Case) {
         let (o, lse) = attention_with_sinks(ctx, (&q, &k, &v), case.sinks.as_ref(), &shape);
         let (own_dq, own_dk, own_dv) = attention_backward(ctx, &own_d_o, (&q, &k, &v), (&o, &lse), &shape);
         let of_keys = |all: &Tensor, own: &Tensor| {
-            all.f32s()[sequence.row(0) * own.cols()..][..own.len()].iter().zip(own.f32s()).all(|(a, b)| same_bits(*a, *b))
+            all.f32s()[sequence.row(0) * own.cols()..][..own.len()]
+                .iter()
+                .zip(own.f32s())
+                .all(|(a, b)| same_bits(*a, *b))
         };
-        let are_same = case.of_queries(index, dq.f32s(), q.cols()).iter().zip(own_dq.f32s()).all(|(a, b)| same_bits(*a, *b))
-            && of_keys(&dk, &own_dk)
-            && of_keys(&dv, &own_dv);
+        let are_same =
+            case.of_queries(index, dq.f32s(), q.cols()).iter().zip(own_dq.f32s()).all(|(a, b)| same_bits(*a, *b))
+                && of_keys(&dk, &own_dk)
+                && of_keys(&dv, &own_dv);
         assert!(are_same, "{name}, document {index}, {:?}", case.heads);
     }
 }
