@@ -11,13 +11,13 @@ use moeworks_tensor::{DType, Tensor};
 use crate::Context;
 use crate::cuda::{self, On};
 use crate::experts::{ExpertRows, combine};
-use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
 use crate::gemm::{self, Compute, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::with_float;
+use crate::skinny_gemm::{Gradients, weight_gradients};
 
 /// Rows sorted by group, and the place of the groups' matrices.
 #[derive(Clone, Copy)]

@@ -9,13 +9,13 @@ use moeworks_tensor::{DType, Device, Tensor};
 
 use crate::cuda::{self, On};
 use crate::elementwise::{add_assign, rounded_once, written_wide};
-use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::kernel::Tile;
 use crate::gemm::source::Source;
 use crate::gemm::store::{Room, Store};
 use crate::gemm::{Compute, Epilogue, Form, Group, Place, Product, run};
 use crate::parallel::Lent;
 use crate::simd::{Float, Level, with_float};
+use crate::skinny_gemm::{Gradients, weight_gradients};
 use crate::{Context, quantized};
 
 /// The way in which a gradient goes to its buffer.

@@ -5,12 +5,12 @@ use moeworks_tensor::{DType, Tensor};
 use super::{Expert, ExpertRows, ExpertsSaved, activate_row, all_experts, groups, used_experts};
 use crate::cuda::{self, On};
 use crate::elementwise::rounded_once;
-use crate::few_rows::{Gradients, product_with_gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::{Compute, Finish, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::with_float;
+use crate::skinny_gemm::{Gradients, product_with_gradients, weight_gradients};
 use crate::{Activation, Context};
 
 /// Buffers for the gradients of [`ExpertWeights`](super::ExpertWeights), same shapes, f32, or bf16 where half the

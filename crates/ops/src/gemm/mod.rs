@@ -39,7 +39,7 @@ pub(crate) mod turned;
 use moeworks_tensor::DType;
 
 use crate::simd::{Level, fence, kernel as compiled};
-use crate::{Context, Isa, few_rows};
+use crate::{Context, Isa, skinny_gemm};
 use kernel::{Kernels, MAX_ROWS, Prefetch, Tile, TileArgs, widest};
 use plan::Chooser;
 use row_pieces::with_row_pieces;
@@ -210,7 +210,7 @@ impl Tasks<'_> {
     }
 
     /// Runs the tasks of both, evenly mixed: if one kind reads memory while the other writes it, the two overlap.
-    pub(crate) fn run_beside(self, ctx: &Context, other: Self) {
+    pub(crate) fn run_interleaved(self, ctx: &Context, other: Self) {
         let (all, num_threads) = (self.count + other.count, ctx.threads().count());
         let ahead = |count: usize| (num_threads * count).div_ceil(all.max(1));
         // Among the first `index` tasks so many are of `self`.
@@ -236,7 +236,7 @@ pub(crate) fn with_tasks(
     ctx: &Context,
     product: &Product<'_>,
     epilogue: &dyn Finish,
-    gradients: Option<&dyn few_rows::StripGradients>,
+    gradients: Option<&dyn skinny_gemm::StripGradients>,
     work: impl FnOnce(Tasks<'_>),
 ) {
     let chooser = Chooser::new(ctx.isa(), product.compute, ctx.is_batch_invariant() && gradients.is_none());
@@ -246,17 +246,23 @@ pub(crate) fn with_tasks(
     }
     let kernels = chooser.kernels;
     let plan = tasks::cut(product, &plans, &chooser, ctx.threads().count());
-    let few = few_rows::Cut::new(product, &plans, &kernels, gradients, ctx.threads().count());
-    let count = plan.tasks.len() + few.tasks.len();
+    let skinny = skinny_gemm::Cut::new(product, &plans, &kernels, gradients, ctx.threads().count());
+    let count = plan.tasks.len() + skinny.tasks.len();
     let num_threads = ctx.threads().count().min(count).max(1);
-    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);
+    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(skinny.scratch_units)], DType::U32);
     let scratch = ScratchPool::new(&mut scratch, num_threads);
     let run = |index: usize, ahead: usize| {
         if let Some(task) = index.checked_sub(plan.tasks.len()) {
-            let next = few.tasks.get(task + ahead);
-            let work =
-                few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], next, kernels: &kernels, gradients };
-            scratch.with(|scratch, held| few_rows::run_task(work, scratch, held, epilogue));
+            let next = skinny.tasks.get(task + ahead);
+            let work = skinny_gemm::Work {
+                isa: ctx.isa(),
+                product,
+                task: &skinny.tasks[task],
+                next,
+                kernels: &kernels,
+                gradients,
+            };
+            scratch.with(|scratch, held| skinny_gemm::run_task(work, scratch, held, epilogue));
             if gradients.is_some() {
                 fence();
             }

@@ -132,7 +132,7 @@ impl RowLayout {
         }
     }
 
-    fn of(source: &Source<'_>, depth: usize) -> Self {
+    fn from_source(source: &Source<'_>, depth: usize) -> Self {
         Self {
             dtype: match source.elements {
                 Elements::F32(_) => DType::F32,
@@ -219,7 +219,7 @@ impl GemmProblem {
         Self { form: Form::Tn, is_gradient: true, ..Self::linear_backward_input(sizes, compute) }
     }
 
-    pub(crate) fn of(product: &Product<'_>, group: &Group<'_>, most_rows: usize) -> Self {
+    pub(crate) fn from_group(product: &Product<'_>, group: &Group<'_>, most_rows: usize) -> Self {
         Self {
             form: product.form,
             compute: product.compute,
@@ -229,7 +229,7 @@ impl GemmProblem {
             is_paired: product.is_paired,
             num_groups: product.groups.len(),
             most_rows,
-            b: RowLayout::of(&group.b, group.depth),
+            b: RowLayout::from_source(&group.b, group.depth),
             is_gradient: false,
         }
     }
@@ -320,7 +320,7 @@ impl Chooser {
     /// Chooses for all groups of a list.
     pub(crate) fn choose_all(&self, product: &Product<'_>) -> Vec<GemmPlan> {
         let most_rows = product.groups.iter().map(|group| group.rows).max().unwrap_or(0);
-        product.groups.iter().map(|group| self.choose(&GemmProblem::of(product, group, most_rows))).collect()
+        product.groups.iter().map(|group| self.choose(&GemmProblem::from_group(product, group, most_rows))).collect()
     }
 
     pub(crate) fn choose(&self, problem: &GemmProblem) -> GemmPlan {
