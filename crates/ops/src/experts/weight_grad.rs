@@ -137,7 +137,7 @@ impl GradOf<'_> {
             columns: a.cols(),
             depth: range.len(),
         });
-        self.product(&product, Compute::of(a.dtype()), (dy.cols(), a.cols()), grad);
+        self.product(&product, Compute::from_dtype(a.dtype()), (dy.cols(), a.cols()), grad);
     }
 
     /// `dh^T x` for each expert, of `dh [R, A F]`, whose shape without rows may be another, and `x [T, D]`.
@@ -149,7 +149,7 @@ impl GradOf<'_> {
             columns: x.cols(),
             depth: range.len(),
         });
-        self.product(&product, Compute::of(dh.dtype()), (af, x.cols()), grad);
+        self.product(&product, Compute::from_dtype(dh.dtype()), (af, x.cols()), grad);
     }
 
     fn product(self, groups: &[Group<'_>], compute: Compute, size: (usize, usize), grad: &mut Tensor) {

@@ -190,7 +190,7 @@ impl GemmProblem {
     /// Describes a linear layer's forward: `x [rows, depth] w^T`, with `w [columns, depth]` of type `weights`.
     #[must_use]
     pub fn linear([rows, columns, depth]: [usize; 3], weights: DType) -> Self {
-        let compute = if weights.is_quantized() { Compute::Bf16 } else { Compute::of(weights) };
+        let compute = if weights.is_quantized() { Compute::Bf16 } else { Compute::from_dtype(weights) };
         Self {
             form: Form::Nt,
             compute,
@@ -313,7 +313,7 @@ pub(crate) struct Chooser {
 
 impl Chooser {
     pub(crate) fn new(isa: Isa, compute: Compute, is_batch_invariant: bool) -> Self {
-        let (kernels, bf16x3) = (Kernels::select(isa, compute), Kernels::in_parts(isa, compute));
+        let (kernels, bf16x3) = (Kernels::select(isa, compute), Kernels::bf16x3(isa, compute));
         Self { isa, is_batch_invariant, kernels, bf16x3 }
     }
 

@@ -92,7 +92,7 @@ impl Cut {
         let all_bytes: usize = groups().map(|(_, group)| weight_bytes(product, group)).sum();
         let task_bytes = (all_bytes / (TASKS_PER_THREAD * num_threads)).clamp(TASK_BYTES.0, TASK_BYTES.1);
         for (index, group) in groups() {
-            let panels = Panels::of(group.columns, kernels.lanes);
+            let panels = Panels::new(group.columns, kernels.lanes);
             let share = panels_per_task(product, group, &panels, task_bytes);
             let num_tasks = panels.count.div_ceil(share);
             let mut share = panels.count.div_ceil(num_tasks);
@@ -204,7 +204,7 @@ impl Work<'_> {
     fn run<T: Weight>(&self, weights: &[T], scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Self { isa, product, task, kernels, .. } = *self;
         let group = &product.groups[task.group];
-        let panels = Panels::of(group.columns, kernels.lanes);
+        let panels = Panels::new(group.columns, kernels.lanes);
         let gradients = self.gradients.filter(|gradients| gradients.has(task.group));
         let layout = Layout::new(product, group, &panels, task.panels.len, gradients.map(|_| kernels));
         let (a, rest) = bytemuck::cast_slice_mut::<u32, f32>(&mut scratch[..layout.len()]).split_at_mut(layout.a);
@@ -226,9 +226,9 @@ impl Work<'_> {
             let stretch = first..(first + at_once).min(range.end);
             let places = stretch.clone().flat_map(|panel| {
                 let (column, columns, _) = panels.panel(panel);
-                Place::of_panel(task.group, group.rows, Span::new(column, columns), panel)
+                Place::tiles_of_panel(task.group, group.rows, Span::new(column, columns), panel)
             });
-            places.clone().for_each(|at| epilogue.ask_ahead(at));
+            places.clone().for_each(|at| epilogue.prefetch(at));
             if product.form == Form::Nt {
                 self.sum_rows(weights, &panels, stretch, a, strip, tiles);
             } else {
@@ -238,7 +238,7 @@ impl Work<'_> {
             }
             for (at, tiles) in places.zip(tiles.chunks_exact_mut(num_tiles)) {
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.room());
+                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.scratch());
             }
         }
     }
@@ -290,7 +290,7 @@ impl Work<'_> {
         }
         let Some(next) = self.next else { return first(group, panels, stretch.start) };
         let group = &product.groups[next.group];
-        first(group, &Panels::of(group.columns, lanes), next.panels.first)
+        first(group, &Panels::new(group.columns, lanes), next.panels.first)
     }
 
     /// Lays the rows of A out in `a` for the form `A B^T`; `row_scratch` holds one row on its way.
