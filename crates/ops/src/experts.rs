@@ -246,7 +246,7 @@ fn forward_product(
         columns,
         depth: a.cols(),
     });
-    let compute = Compute::of(weights.dtype());
+    let compute = Compute::from_dtype(weights.dtype());
     gemm::run(ctx, &Product { form: Form::Nt, compute, groups: &groups, is_paired }, epilogue);
 }
 
@@ -337,7 +337,7 @@ fn backward(
     let dtype = weights.gate_up.dtype();
     let dy = &*rounded_once(ctx, dy, dtype);
     let experts = used_experts(rows);
-    let num_panels = gemm::num_panels(ctx, Compute::of(dtype), s.f);
+    let num_panels = gemm::num_panels(ctx, Compute::from_dtype(dtype), s.f);
     let mut dh = ctx.empty(&[s.r, s.af], dtype);
     let mut parts = ctx.empty(&[s.r, num_panels], DType::F32);
     let first = groups(&experts, |e, range| Group {
@@ -358,7 +358,7 @@ fn backward(
             parts: Lent::new(parts.f32s_mut()),
             num_panels,
         };
-        let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups: &first, is_paired: false };
+        let product = Product { form: Form::Nn, compute: Compute::from_dtype(dtype), groups: &first, is_paired: false };
         match &mut beside {
             Some(Beside { experts, write, grads, .. }) => {
                 let a = weighed_activations(ctx, saved, dtype, weights.activation, rows, s.f);
@@ -436,7 +436,7 @@ fn row_outputs(
 ) -> Tensor {
     let mut outputs = ctx.empty(shape, dtype.of_activations());
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
-    let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups, is_paired: false };
+    let product = Product { form: Form::Nn, compute: Compute::from_dtype(dtype), groups, is_paired: false };
     with_float!(outputs.dtype(), T => {
         let to = Lent::new(outputs.slice_mut::<T>());
         run(&product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });

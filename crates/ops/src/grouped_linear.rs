@@ -11,13 +11,13 @@ use moeworks_tensor::{DType, Tensor};
 use crate::Context;
 use crate::cuda::{self, On};
 use crate::experts::{ExpertRows, combine};
-use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
 use crate::gemm::{self, Compute, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::with_float;
+use crate::skinny_gemm::{Gradients, weight_gradients};
 
 /// Rows sorted by group, and the place of the groups' matrices.
 #[derive(Clone, Copy)]
@@ -117,7 +117,7 @@ pub fn grouped_linear_backward_weight(
     };
     let list: Vec<Group<'_>> = groups.ranges().map(group).collect();
     let offsets: Vec<usize> = (0..groups.num_groups()).map(|g| (groups.first + g * groups.width) * columns).collect();
-    let product = Product { form: Form::Tn, compute: Compute::of(dy.dtype()), groups: &list, is_paired: false };
+    let product = Product { form: Form::Tn, compute: Compute::from_dtype(dy.dtype()), groups: &list, is_paired: false };
     with_float!(dw.dtype(), T => {
         let to = Lent::new(dw.slice_mut::<T>());
         weight_gradients(ctx, &product, Gradients { to, offsets: &offsets, stride: columns, write });
@@ -137,7 +137,7 @@ fn row_products<'a>(
     let used: Vec<_> = groups.ranges().filter(|(_, range)| !range.is_empty()).collect();
     let offsets: Vec<usize> = used.iter().map(|(_, range)| range.start * columns).collect();
     let list: Vec<Group<'_>> = used.into_iter().map(group).collect();
-    let product = Product { form, compute: Compute::of(dtype), groups: &list, is_paired: false };
+    let product = Product { form, compute: Compute::from_dtype(dtype), groups: &list, is_paired: false };
     let to = Lent::new(y.f32s_mut());
     gemm::run(ctx, &product, &Store { to, offsets: &offsets, stride: columns, write: Write::Replace });
     y

@@ -76,7 +76,7 @@ fn by_head(ctx: &Context, form: Form, x: &Tensor, w: &Tensor, parts: &HeadParts,
     let groups: Vec<Group<'_>> = (0..parts.count).map(group).collect();
     let offsets: Vec<usize> = (0..parts.count).map(|head| parts.y.start + head * parts.y.step).collect();
     let (product, stride) =
-        (Product { form, compute: Compute::of(w.dtype()), groups: &groups, is_paired: false }, y.cols());
+        (Product { form, compute: Compute::from_dtype(w.dtype()), groups: &groups, is_paired: false }, y.cols());
     with_float!(y.dtype(), T => {
         let to = Lent::new(y.slice_mut::<T>());
         run(ctx, &product, &Store { to, offsets: &offsets, stride, write: Write::Replace });

@@ -43,7 +43,6 @@ pub mod embedding;
 pub mod experts;
 #[cfg(test)]
 mod f16_tests;
-mod few_rows;
 mod gemm;
 pub mod gemm_plan {
     //! The kernel that takes a product on the host, as a value.
@@ -72,6 +71,7 @@ pub mod router_rows;
 pub mod sampling;
 pub mod score_top_k;
 mod simd;
+mod skinny_gemm;
 #[cfg(test)]
 mod test_data;
 mod threads;

@@ -9,13 +9,13 @@ use moeworks_tensor::{DType, Device, Tensor};
 
 use crate::cuda::{self, On};
 use crate::elementwise::{add_assign, rounded_once, written_wide};
-use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::kernel::Tile;
 use crate::gemm::source::Source;
-use crate::gemm::store::{Room, Store};
+use crate::gemm::store::{Scratch, Store};
 use crate::gemm::{Compute, Epilogue, Form, Group, Place, Product, run};
 use crate::parallel::Lent;
 use crate::simd::{Float, Level, with_float};
+use crate::skinny_gemm::{Gradients, weight_gradients};
 use crate::{Context, quantized};
 
 /// The way in which a gradient goes to its buffer.
@@ -93,7 +93,7 @@ fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tenso
             let a = Source::rows(x, 0);
             let groups: Vec<_> =
                 ws.iter().map(|&w| Group { a, b: Source::rows(w, 0), rows, columns: w.rows(), depth }).collect();
-            let product = Product { form: Form::Nt, compute: Compute::of(dtype), groups: &groups, is_paired: false };
+            let product = Product { form: Form::Nt, compute: Compute::from_dtype(dtype), groups: &groups, is_paired: false };
             run(ctx, &product, &each);
         }
     });
@@ -115,8 +115,8 @@ impl<T: Float> Epilogue for Each<'_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
-        self.0[at.group].tile::<S>(Place { group: 0, ..at }, tile, second, room);
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch) {
+        self.0[at.group].tile::<S>(Place { group: 0, ..at }, tile, second, scratch);
     }
 }
 
@@ -130,7 +130,7 @@ pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType)
     }
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(w, 0), rows, columns, depth };
     let mut dx = ctx.empty(&[rows, columns], out);
-    product(ctx, Form::Nn, Compute::of(w.dtype()), group, &mut dx);
+    product(ctx, Form::Nn, Compute::from_dtype(w.dtype()), group, &mut dx);
     dx
 }
 
@@ -165,7 +165,7 @@ pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: D
     }
     let dy = &*rounded_once(ctx, dy, compute);
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(x, 0), rows, columns, depth };
-    let product = Product { form: Form::Tn, compute: Compute::of(compute), groups: &[group], is_paired: false };
+    let product = Product { form: Form::Tn, compute: Compute::from_dtype(compute), groups: &[group], is_paired: false };
     with_float!(dw.dtype(), T => {
         let to = Lent::new(dw.slice_mut::<T>());
         weight_gradients(ctx, &product, Gradients { to, offsets: &[0], stride: columns, write });

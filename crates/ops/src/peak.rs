@@ -93,7 +93,7 @@ pub fn measure(ctx: &Context) -> Peaks {
     }
     #[cfg(target_arch = "x86_64")]
     if ctx.isa() == Isa::AmxF32 {
-        best.f32_in_tiles_flops = best.bf16_flops.map(|rate| rate / amx::PRODUCTS_OF_PARTS);
+        best.f32_in_tiles_flops = best.bf16_flops.map(|rate| rate / amx::PRODUCTS_OF_BF16X3);
     }
     best
 }

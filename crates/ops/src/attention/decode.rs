@@ -2,7 +2,7 @@
 //! keys are divided as well (Dao et al., "Flash-Decoding", 2023).
 //!
 //! A task takes a range of keys for all heads and reads keys and values in the order of memory, some at a time. Few
-//! queries meet each key, as in [products of few rows](crate::few_rows). A task leaves for each head the maximum of
+//! queries meet each key, as in [products of few rows](crate::skinny_gemm). A task leaves for each head the maximum of
 //! its scores, the sum of their exponentials and the weighted sum of values; these are joined in the order of the
 //! ranges. Ranges are cut by the number of keys alone. Scores are held times log2(e).
 
@@ -14,12 +14,12 @@ use moeworks_tensor::{DType, Tensor};
 use super::sequences::{AttentionHeads, OwnedTask, Sequence, TaskList};
 use super::token_rows::TokenRows;
 use super::{AttentionInputs, Outputs};
-use crate::few_rows::axpy;
-use crate::few_rows::dot::dots;
-use crate::few_rows::rows::{Weight, block_len, spread};
 use crate::parallel::piece_range;
 use crate::prefetch::prefetch_far;
 use crate::simd::{Float, LANES, Level, kernel, sum_lanes, with_float};
+use crate::skinny_gemm::nn;
+use crate::skinny_gemm::nt::dots;
+use crate::skinny_gemm::rows::{Weight, block_len, spread};
 use crate::vmath::exp2_falling;
 use crate::{Context, Isa};
 
@@ -325,14 +325,14 @@ fn weigh_values<S: Level, V: Weight>(
         let values = v.group(first, count);
         for kv_head in 0..num_kv_heads {
             let head = kv_head * group;
-            let rows = axpy::Rows {
+            let rows = nn::Rows {
                 weights: values[kv_head * value_dim..].as_ptr(),
                 stride: row,
                 columns: value_dim,
                 a: weights[head * num_keys + first..].as_ptr(),
                 a_stride: num_keys,
             };
-            let to = axpy::SumRows { to: sums[head * stride..].as_mut_ptr(), stride, num_rows: group };
+            let to = nn::SumRows { to: sums[head * stride..].as_mut_ptr(), stride, num_rows: group };
             // SAFETY: `count` values, their weights and whole blocks of the heads' sums exist, as asserted.
             unsafe {
                 match count {

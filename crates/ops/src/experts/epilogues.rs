@@ -8,7 +8,7 @@ use super::Expert;
 use crate::Activation;
 use crate::activation::{activate, pull_back};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile, tile_lanes};
-use crate::gemm::store::{Room, filled, load_stored, read_rows, round_rows, write_rows};
+use crate::gemm::store::{Scratch, filled, load_stored, read_rows, round_rows, write_rows};
 use crate::gemm::{Epilogue, Place, Span};
 use crate::parallel::{Lent, prefetch_elements};
 use crate::simd::{Float, Level};
@@ -37,7 +37,7 @@ impl<T: Float> Epilogue for Activate<'_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, h: &mut Tile, mut up: Option<&mut Tile>, room: &mut Room) {
+    fn tile<S: Level>(&self, at: Place, h: &mut Tile, mut up: Option<&mut Tile>, scratch: &mut Scratch) {
         let Span { first: column, len: columns } = at.columns;
         let first = self.experts[at.group].1.start + at.rows.first;
         let num_inputs = self.activation.num_inputs();
@@ -51,16 +51,16 @@ impl<T: Float> Epilogue for Activate<'_, T> {
                 }
             }
             match &self.h {
-                Some(h) => write_rows::<S, T>(tile, &mut room.stored, num_rows, columns, |row| {
+                Some(h) => write_rows::<S, T>(tile, &mut scratch.stored, num_rows, columns, |row| {
                     let start = ((first + row) * num_inputs + input) * self.f + column;
                     // SAFETY: tiles do not overlap, so this part of a row is this call's alone.
                     unsafe { h.range(start..start + columns) }
                 }),
-                None => round_rows::<S, T>(tile, &mut room.stored, at.rows.len),
+                None => round_rows::<S, T>(tile, &mut scratch.stored, at.rows.len),
             }
             // The activation is computed from `h` as it is stored, so that backward sees the same function.
             if T::DTYPE != DType::F32 {
-                load_stored::<S, T>(tile, &room.stored, at.rows.len);
+                load_stored::<S, T>(tile, &scratch.stored, at.rows.len);
             }
         }
         let (up, lanes) = (up.map(|up| &up.0), tile_lanes::<S>());
@@ -72,7 +72,7 @@ impl<T: Float> Epilogue for Activate<'_, T> {
                 activate::<S>(self.activation, &mut h.0[start..start + lanes], of_up(start..start + lanes));
             }
         }
-        write_rows::<S, T>(h, &mut room.stored, num_rows, columns, |row| {
+        write_rows::<S, T>(h, &mut scratch.stored, num_rows, columns, |row| {
             let start = (first + row) * self.f + column;
             // SAFETY: as above.
             unsafe { self.a.range(start..start + columns) }
@@ -105,14 +105,14 @@ impl<T: Float> Epilogue for PullBack<'_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, u: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
+    fn tile<S: Level>(&self, at: Place, u: &mut Tile, _second: Option<&mut Tile>, scratch: &mut Scratch) {
         let Span { first: column, len: columns } = at.columns;
         let num_rows = at.rows.len;
         let first = self.experts[at.group].1.start + at.rows.first;
         let num_inputs = self.activation.num_inputs();
         let start_of = |row: usize, input: usize| ((first + row) * num_inputs + input) * self.f + column;
         let u = &u.0;
-        let Room { tiles: [h, up, a], stored } = room;
+        let Scratch { tiles: [h, up, a], stored } = scratch;
         for (input, tile) in [&mut *h, &mut *up].into_iter().enumerate().take(num_inputs) {
             read_rows::<S, T>(tile, stored, num_rows, columns, |row| &self.h[start_of(row, input)..][..columns]);
         }

@@ -31,7 +31,7 @@ pub(super) fn product(
         columns,
         depth,
     });
-    let compute = Compute::of(base.dtype());
+    let compute = Compute::from_dtype(base.dtype());
     gemm::run(ctx, &Product { form: Form::Nn, compute, groups: &groups, is_paired: false }, epilogue);
 }
 

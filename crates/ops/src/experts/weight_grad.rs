@@ -5,12 +5,12 @@ use moeworks_tensor::{DType, Tensor};
 use super::{Expert, ExpertRows, ExpertsSaved, activate_row, all_experts, groups, used_experts};
 use crate::cuda::{self, On};
 use crate::elementwise::rounded_once;
-use crate::few_rows::{Gradients, product_with_gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::{Compute, Finish, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::with_float;
+use crate::skinny_gemm::{Gradients, product_with_gradients, weight_gradients};
 use crate::{Activation, Context};
 
 /// Buffers for the gradients of [`ExpertWeights`](super::ExpertWeights), same shapes. f32, or bf16 where half the
@@ -143,7 +143,7 @@ impl GradOf<'_> {
             columns: a.cols(),
             depth: range.len(),
         });
-        self.product(&product, Compute::of(a.dtype()), dy.cols(), a.cols(), grad);
+        self.product(&product, Compute::from_dtype(a.dtype()), dy.cols(), a.cols(), grad);
     }
 
     /// Computes `dh^T x` for each expert, from `dh [R, A F]` and `x [T, D]`. Without rows `dh` may have another
@@ -156,7 +156,7 @@ impl GradOf<'_> {
             columns: x.cols(),
             depth: range.len(),
         });
-        self.product(&product, Compute::of(dh.dtype()), af, x.cols(), grad);
+        self.product(&product, Compute::from_dtype(dh.dtype()), af, x.cols(), grad);
     }
 
     /// Computes the product of each expert's group, a gradient of `rows` by `columns`.

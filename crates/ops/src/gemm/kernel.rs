@@ -47,7 +47,7 @@ pub(crate) struct Tile(pub(crate) [f32; MAX_ROWS * TILE_STRIDE]);
 impl Tile {
     /// Prefetches so many rows and columns.
     #[inline(always)]
-    pub(crate) fn ask_for(&self, rows: usize, columns: usize) {
+    pub(crate) fn prefetch(&self, rows: usize, columns: usize) {
         for row in self.0.chunks_exact(TILE_STRIDE).take(rows) {
             row[..columns].iter().step_by(LINE).for_each(|at| prefetch(std::ptr::from_ref(at).cast()));
         }
@@ -173,7 +173,7 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32, _) => {
                 let (halves, packing) = (table!(halves x86::half), Some(table!(x86::packing)));
-                let blocking = Blocking::of_f32(isa);
+                let blocking = Blocking::for_f32(isa);
                 Self { halves, packing, blocking, ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
             }
             #[cfg(target_arch = "x86_64")]
@@ -188,7 +188,7 @@ impl Kernels {
     }
 
     /// Selects the kernels that compute f32 as bf16x3 in tiles, for groups of many rows.
-    pub(crate) fn in_parts(isa: Isa, compute: Compute) -> Option<Self> {
+    pub(crate) fn bf16x3(isa: Isa, compute: Compute) -> Option<Self> {
         #[cfg(target_arch = "x86_64")]
         if (isa, compute) == (Isa::AmxF32, Compute::F32) {
             return Some(Self { parts: super::amx::PARTS, ..Self::select(isa, Compute::Bf16) });
@@ -410,7 +410,7 @@ unsafe fn tile_packing<M: Across + Math<Sums = V, Units = V>, V: Copy, const ROW
 /// As for [`Kernel`].
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-unsafe fn tile_beside<M: Halves, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+unsafe fn tile_with_half<M: Halves, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: as in `tile`.
     unsafe {
         let whole = VECTORS * M::WIDTH;

@@ -10,42 +10,42 @@
 //! - Rows of A along the depth are never packed, so that rows gathered by token cost nothing extra.
 //! - B with rows across the depth (`A B`) is packed by the kernels while they multiply the first rows.
 //! - With few rows packing B would take as long as multiplying, so A and B are swapped and A is packed instead
-//!   (`turned`).
+//!   (`swap_ab`).
 //! - In `A^T B` rows of both operands run across the depth and both are packed: a task's rows of A once, panels of B
 //!   one after the other.
 //!
 //! Each element is one sum in an order that the depth alone fixes. Results therefore do not depend on the cut into
 //! tasks, which may depend on the number of threads.
 
-use std::ops::Range;
-
-mod ahead;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
 pub(crate) mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod pack;
 pub(crate) mod plan;
+mod prefetch;
 pub(crate) mod row_pieces;
 pub(crate) mod scratch;
 pub(crate) mod source;
 pub(crate) mod store;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod swap_ab;
 mod tasks;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod transpose;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod turned;
+
+use std::ops::Range;
 
 use moeworks_tensor::DType;
 
 use crate::simd::{Level, fence, kernel as compiled};
-use crate::{Context, Isa, few_rows};
+use crate::{Context, Isa, skinny_gemm};
 use kernel::{Kernels, MAX_ROWS, Prefetch, Tile, TileArgs, widest};
 use plan::Chooser;
 use row_pieces::with_row_pieces;
 use scratch::{ScratchPool, ScratchSlot};
 use source::{Block, Format, Source};
-use store::Room;
+use store::Scratch;
 pub(crate) use tasks::Panels;
 use tasks::Task;
 
@@ -61,7 +61,7 @@ pub enum Compute {
 impl Compute {
     /// Returns the type for products with weights of this type. An f16 is exact as f32 and would lose three bits as
     /// bf16.
-    pub(crate) fn of(dtype: DType) -> Self {
+    pub(crate) fn from_dtype(dtype: DType) -> Self {
         match dtype {
             DType::F32 | DType::F16 => Self::F32,
             DType::BF16 => Self::Bf16,
@@ -149,7 +149,7 @@ pub(crate) struct Place {
 
 impl Place {
     /// Lists the places of the tiles of a panel, for all `rows` rows of a group in order.
-    pub(crate) fn of_panel(
+    pub(crate) fn tiles_of_panel(
         group: usize,
         rows: usize,
         columns: Span,
@@ -164,7 +164,7 @@ impl Place {
 /// The consumer of sums. It is called once for each tile; tiles do not overlap.
 pub(crate) trait Epilogue: Sync {
     /// Takes a tile of at most eight rows, and a `second` one for paired columns. Both may be overwritten.
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room);
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch);
 
     /// Is called before a tile is computed, to prefetch memory that [`tile`](Self::tile) will write to.
     #[inline(always)]
@@ -177,19 +177,19 @@ pub(crate) trait Epilogue: Sync {
 /// of products, so the indirect call costs nothing.
 pub(crate) trait Finish: Sync {
     /// Calls [`Epilogue::tile`], compiled for `isa`.
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room);
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch);
 
     /// Calls [`Epilogue::prefetch`].
-    fn ask_ahead(&self, at: Place);
+    fn prefetch(&self, at: Place);
 }
 
 impl<E: Epilogue> Finish for E {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
-        finish(isa, self, at, tile, second, room);
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch) {
+        finish(isa, self, at, tile, second, scratch);
     }
 
-    fn ask_ahead(&self, at: Place) {
-        self.prefetch(at);
+    fn prefetch(&self, at: Place) {
+        Epilogue::prefetch(self, at);
     }
 }
 
@@ -210,7 +210,7 @@ impl Tasks<'_> {
     }
 
     /// Runs the tasks of both, evenly mixed: if one kind reads memory while the other writes it, the two overlap.
-    pub(crate) fn run_beside(self, ctx: &Context, other: Self) {
+    pub(crate) fn run_interleaved(self, ctx: &Context, other: Self) {
         let (all, num_threads) = (self.count + other.count, ctx.threads().count());
         let ahead = |count: usize| (num_threads * count).div_ceil(all.max(1));
         // Among the first `index` tasks so many are of `self`.
@@ -236,7 +236,7 @@ pub(crate) fn with_tasks(
     ctx: &Context,
     product: &Product<'_>,
     epilogue: &dyn Finish,
-    gradients: Option<&dyn few_rows::StripGradients>,
+    gradients: Option<&dyn skinny_gemm::StripGradients>,
     work: impl FnOnce(Tasks<'_>),
 ) {
     let chooser = Chooser::new(ctx.isa(), product.compute, ctx.is_batch_invariant() && gradients.is_none());
@@ -246,17 +246,23 @@ pub(crate) fn with_tasks(
     }
     let kernels = chooser.kernels;
     let plan = tasks::cut(product, &plans, &chooser, ctx.threads().count());
-    let few = few_rows::Cut::new(product, &plans, &kernels, gradients, ctx.threads().count());
-    let count = plan.tasks.len() + few.tasks.len();
+    let skinny = skinny_gemm::Cut::new(product, &plans, &kernels, gradients, ctx.threads().count());
+    let count = plan.tasks.len() + skinny.tasks.len();
     let num_threads = ctx.threads().count().min(count).max(1);
-    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);
+    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(skinny.scratch_units)], DType::U32);
     let scratch = ScratchPool::new(&mut scratch, num_threads);
     let run = |index: usize, ahead: usize| {
         if let Some(task) = index.checked_sub(plan.tasks.len()) {
-            let next = few.tasks.get(task + ahead);
-            let work =
-                few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], next, kernels: &kernels, gradients };
-            scratch.with(|scratch, held| few_rows::run_task(work, scratch, held, epilogue));
+            let next = skinny.tasks.get(task + ahead);
+            let work = skinny_gemm::Work {
+                isa: ctx.isa(),
+                product,
+                task: &skinny.tasks[task],
+                next,
+                kernels: &kernels,
+                gradients,
+            };
+            scratch.with(|scratch, held| skinny_gemm::run_task(work, scratch, held, epilogue));
             if gradients.is_some() {
                 fence();
             }
@@ -276,7 +282,7 @@ pub(crate) fn with_tasks(
 
 /// Returns the number of panels that so many columns are cut into.
 pub(crate) fn num_panels(ctx: &Context, compute: Compute, columns: usize) -> usize {
-    Panels::of(columns, Kernels::select(ctx.isa(), compute).lanes).count
+    Panels::new(columns, Kernels::select(ctx.isa(), compute).lanes).count
 }
 
 compiled! {
@@ -288,9 +294,9 @@ compiled! {
         at: Place,
         tile: &mut Tile,
         second: Option<&mut Tile>,
-        room: &mut Room,
+        scratch: &mut Scratch,
     ) {
-        epilogue.tile::<S>(at, tile, second, room);
+        epilogue.tile::<S>(at, tile, second, scratch);
     }
 }
 
@@ -333,9 +339,9 @@ struct Rows {
 
 /// The state of a task's prefetches, and its epilogue.
 struct Progress<'a> {
-    stream: ahead::Stream,
+    stream: prefetch::Stream,
     num_calls: usize,
-    room: &'a mut Room,
+    scratch: &'a mut Scratch,
     epilogue: &'a dyn Finish,
 }
 
@@ -349,24 +355,24 @@ impl Work<'_> {
         held.rows_of = None;
         #[cfg(target_arch = "x86_64")]
         if task.kernel.is_swapped() {
-            return self.run_turned(scratch, epilogue);
+            return self.run_swap_ab(scratch, epilogue);
         }
-        let (b_room, rest) = scratch.split_at_mut(task.b_units);
-        let (a_room, rest) = rest.split_at_mut(task.a_units);
+        let (b_buffer, rest) = scratch.split_at_mut(task.b_units);
+        let (a_buffer, rest) = rest.split_at_mut(task.a_units);
         // Partial sums are kept here between parts of the depth. With a single part one place serves all tiles.
         let tiles = tile_slice(rest);
         let num_parts = group.depth.div_ceil(task.part).max(1);
         let held = if num_parts > 1 { product.num_tiles() } else { 0 };
-        let mut room = Room::new();
+        let mut tile_scratch = Scratch::new();
         for index in 0..num_parts {
             let part = self.part(index, num_parts);
-            let stream = self.stream_after(part, b_room.as_ptr().cast());
-            let mut progress = Progress { stream, num_calls: 0, room: &mut room, epilogue };
+            let stream = self.stream_after(part, b_buffer.as_ptr().cast());
+            let mut progress = Progress { stream, num_calls: 0, scratch: &mut tile_scratch, epilogue };
             let at_once = self.panels_at_once(part);
             for first in (0..task.panels.len).step_by(at_once) {
                 let panels = Span::new(task.panels.first + first, at_once.min(task.panels.len - first));
                 let tiles = &mut tiles[first * held..];
-                self.multiply_panels(part, panels, a_room, b_room, tiles, &mut progress);
+                self.multiply_panels(part, panels, a_buffer, b_buffer, tiles, &mut progress);
             }
         }
     }
@@ -383,31 +389,31 @@ impl Work<'_> {
         &self,
         part: Part,
         panels: Span,
-        a_room: &mut [u32],
-        b_room: &mut [u32],
+        a_buffer: &mut [u32],
+        b_buffer: &mut [u32],
         tiles: &mut [Tile],
         progress: &mut Progress<'_>,
     ) {
         let Self { product, task, ref kernels, .. } = *self;
         let depth = Span::new(part.start, part.depth);
         let held = if part.is_first && part.is_last { 0 } else { task.panels.len * product.num_tiles() };
-        let is_packed_beside = self.packs_beside(part);
-        if !is_packed_beside {
-            pack_b(self.isa, self, depth, panels, b_room);
+        let is_packed_in_kernel = self.packs_in_kernel(part);
+        if !is_packed_in_kernel {
+            pack_b(self.isa, self, depth, panels, b_buffer);
         }
         for (block, first) in (0..task.rows.len).step_by(kernels.rows).enumerate() {
             let count = (task.rows.len - first).min(kernels.rows);
             let (a, a_step) = if product.form == Form::Tn {
                 // The first panels find rows of A not packed yet.
                 if panels.first == task.panels.first && first % A_COLUMNS == 0 {
-                    pack_a(self.isa, self, depth, first, &mut a_room[first * part.num_units..]);
+                    pack_a(self.isa, self, depth, first, &mut a_buffer[first * part.num_units..]);
                 }
-                (packed_rows(&a_room[first * part.num_units..], count), kernels.rows)
+                (packed_rows(&a_buffer[first * part.num_units..], count), kernels.rows)
             } else {
-                (self.rows_of_a(Span::new(task.rows.first + first, count), depth, a_room), 1)
+                (self.rows_of_a(Span::new(task.rows.first + first, count), depth, a_buffer), 1)
             };
-            let rows = Rows { first, count, panels, a, a_step, is_b_packed: !is_packed_beside || block > 0 };
-            self.multiply_rows(&rows, part, b_room, &mut tiles[block * held..], progress);
+            let rows = Rows { first, count, panels, a, a_step, is_b_packed: !is_packed_in_kernel || block > 0 };
+            self.multiply_rows(&rows, part, b_buffer, &mut tiles[block * held..], progress);
         }
     }
 
@@ -431,9 +437,9 @@ impl Work<'_> {
         progress: &mut Progress<'_>,
     ) {
         let Self { product, group, task, ref kernels, .. } = *self;
-        let (panels, num_tiles) = (Panels::of(group.columns, kernels.lanes), product.num_tiles());
+        let (panels, num_tiles) = (Panels::new(group.columns, kernels.lanes), product.num_tiles());
         let Part { num_units, is_first, is_last, .. } = part;
-        let mut ahead = self.ahead_of(rows.first, part.start, part.depth);
+        let mut ahead = self.rows_ahead(rows.first, part.start, part.depth);
         let step = progress.stream.step(num_units);
         for offset in 0..rows.panels.len {
             let panel = rows.panels.first + offset;
@@ -441,12 +447,12 @@ impl Work<'_> {
             let place_rows = Span::new(task.rows.first + rows.first, rows.count);
             let at = Place { group: task.group, rows: place_rows, columns: Span::new(column, columns), panel };
             if is_last {
-                progress.epilogue.ask_ahead(at);
+                progress.epilogue.prefetch(at);
             }
             ahead.advance();
             let first_tile = if is_first && is_last { 0 } else { offset * num_tiles };
             if !is_first && offset + 1 < rows.panels.len {
-                tiles[first_tile + num_tiles..][..num_tiles].iter().for_each(|tile| tile.ask_for(rows.count, width));
+                tiles[first_tile + num_tiles..][..num_tiles].iter().for_each(|tile| tile.prefetch(rows.count, width));
             }
             let tiles = &mut tiles[first_tile..first_tile + num_tiles];
             for tile in tiles.iter_mut() {
@@ -458,7 +464,7 @@ impl Work<'_> {
             }
             if is_last {
                 let (first, second) = tiles.split_at_mut(1);
-                progress.epilogue.finish(self.isa, at, &mut first[0], second.first_mut(), progress.room);
+                progress.epilogue.finish(self.isa, at, &mut first[0], second.first_mut(), progress.scratch);
             }
         }
     }
@@ -500,7 +506,7 @@ impl Work<'_> {
 
     /// Returns whether a part of B, whose rows run across the depth, is packed while the task's first rows are
     /// multiplied. Separate packing takes as long as multiplying a dozen rows.
-    fn packs_beside(&self, part: Part) -> bool {
+    fn packs_in_kernel(&self, part: Part) -> bool {
         self.kernels.can_pack()
             && self.product.form == Form::Nn
             && self.group.columns.is_multiple_of(self.kernels.lanes)
@@ -518,21 +524,21 @@ impl Work<'_> {
         self.kernels.format(self.product.compute)
     }
 
-    /// Returns pointers to rows of A, converted to units in `room` if they cannot be used in place.
+    /// Returns pointers to rows of A, converted to units in `buffer` if they cannot be used in place.
     #[inline(always)]
-    fn rows_of_a(&self, rows: Span, depth: Span, room: &mut [u32]) -> [*const u32; MAX_ROWS] {
+    fn rows_of_a(&self, rows: Span, depth: Span, buffer: &mut [u32]) -> [*const u32; MAX_ROWS] {
         let num_units = self.format().units_of(depth.len);
-        let mut pointers = [room.as_ptr(); MAX_ROWS];
+        let mut pointers = [buffer.as_ptr(); MAX_ROWS];
         if num_units == 0 {
             return pointers;
         }
-        let mut rooms = room.chunks_exact_mut(num_units);
+        let mut buffers = buffer.chunks_exact_mut(num_units);
         for (row, pointer) in pointers.iter_mut().enumerate().take(rows.len) {
             let direct = self.group.a.direct(rows.first + row, depth.first, depth.len, self.format());
             *pointer = direct.unwrap_or_else(|| {
-                let room = rooms.next().expect("room for the rows of a tile");
-                convert_row(self.isa, &self.group.a, rows.first + row, depth, self.format(), room);
-                room.as_ptr()
+                let buffer = buffers.next().expect("buffer for the rows of a tile");
+                convert_row(self.isa, &self.group.a, rows.first + row, depth, self.format(), buffer);
+                buffer.as_ptr()
             });
         }
         pointers
@@ -545,7 +551,7 @@ compiled! {
     fn pack_b<S: Level>(work: &Work<'_>, depth: Span, of_panels: Span, to: &mut [u32]) {
         let Work { product, group, .. } = *work;
         let (format, mut to) = (work.format(), to);
-        let panels = Panels::of(group.columns, work.kernels.lanes);
+        let panels = Panels::new(group.columns, work.kernels.lanes);
         let range = of_panels.range();
         if product.form != Form::Nt {
             return source::pack_straight::<S>(&group.b, depth, &panels, range, format, to);

@@ -46,7 +46,7 @@ impl Columns<'_> {
     pub(super) unsafe fn pack(&self, to: &mut [u32]) -> bool {
         if self.format.parts > 1 {
             // SAFETY: elements are split only where there are tiles, and with them all these instructions.
-            unsafe { super::amx::pack_in_parts(self, to) };
+            unsafe { super::amx::pack_bf16x3(self, to) };
             return true;
         }
         // SAFETY: the caller's promise is handed on.
@@ -263,7 +263,7 @@ in_vectors! {
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
     /// Interleaves two vectors of 32 elements of 16 bits: pairs of the first sixteen of both, then of the others.
-    pub(super) fn in_turn[]([low, high]: [__m512i; 2]) -> [__m512i; 2] {
+    pub(super) fn interleave[]([low, high]: [__m512i; 2]) -> [__m512i; 2] {
         /// Indices that interleave the first sixteen elements of two vectors of 32; those of the other sixteen are
         /// sixteen higher.
         const TURNS: [u16; 2 * LANES] = {
@@ -295,7 +295,7 @@ unsafe fn pairs_in_place([low, high]: [*const u16; 2], to: &mut [u32]) {
         // SAFETY: loads and stores are inside what the caller promises.
         unsafe {
             let rows = [_mm512_loadu_si512(low.add(from).cast()), _mm512_loadu_si512(high.add(from).cast())];
-            let [first, second] = in_turn(rows);
+            let [first, second] = interleave(rows);
             let to = to.as_mut_ptr().add(from);
             if from == at {
                 _mm512_storeu_si512(to.cast(), first);

@@ -132,7 +132,7 @@ impl RowLayout {
         }
     }
 
-    fn of(source: &Source<'_>, depth: usize) -> Self {
+    fn from_source(source: &Source<'_>, depth: usize) -> Self {
         Self {
             dtype: match source.elements {
                 Elements::F32(_) => DType::F32,
@@ -190,7 +190,7 @@ impl GemmProblem {
     /// Describes a linear layer's forward: `x [rows, depth] w^T`, with `w [columns, depth]` of type `weights`.
     #[must_use]
     pub fn linear([rows, columns, depth]: [usize; 3], weights: DType) -> Self {
-        let compute = if weights.is_quantized() { Compute::Bf16 } else { Compute::of(weights) };
+        let compute = if weights.is_quantized() { Compute::Bf16 } else { Compute::from_dtype(weights) };
         Self {
             form: Form::Nt,
             compute,
@@ -219,7 +219,7 @@ impl GemmProblem {
         Self { form: Form::Tn, is_gradient: true, ..Self::linear_backward_input(sizes, compute) }
     }
 
-    pub(crate) fn of(product: &Product<'_>, group: &Group<'_>, most_rows: usize) -> Self {
+    pub(crate) fn from_group(product: &Product<'_>, group: &Group<'_>, most_rows: usize) -> Self {
         Self {
             form: product.form,
             compute: product.compute,
@@ -229,7 +229,7 @@ impl GemmProblem {
             is_paired: product.is_paired,
             num_groups: product.groups.len(),
             most_rows,
-            b: RowLayout::of(&group.b, group.depth),
+            b: RowLayout::from_source(&group.b, group.depth),
             is_gradient: false,
         }
     }
@@ -313,14 +313,14 @@ pub(crate) struct Chooser {
 
 impl Chooser {
     pub(crate) fn new(isa: Isa, compute: Compute, is_batch_invariant: bool) -> Self {
-        let (kernels, bf16x3) = (Kernels::select(isa, compute), Kernels::in_parts(isa, compute));
+        let (kernels, bf16x3) = (Kernels::select(isa, compute), Kernels::bf16x3(isa, compute));
         Self { isa, is_batch_invariant, kernels, bf16x3 }
     }
 
     /// Chooses for all groups of a list.
     pub(crate) fn choose_all(&self, product: &Product<'_>) -> Vec<GemmPlan> {
         let most_rows = product.groups.iter().map(|group| group.rows).max().unwrap_or(0);
-        product.groups.iter().map(|group| self.choose(&GemmProblem::of(product, group, most_rows))).collect()
+        product.groups.iter().map(|group| self.choose(&GemmProblem::from_group(product, group, most_rows))).collect()
     }
 
     pub(crate) fn choose(&self, problem: &GemmProblem) -> GemmPlan {

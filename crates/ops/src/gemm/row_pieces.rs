@@ -2,7 +2,7 @@
 //! the skinny kernels use weights in place.
 
 use crate::gemm::kernel::Tile;
-use crate::gemm::store::Room;
+use crate::gemm::store::Scratch;
 use crate::gemm::{Finish, Group, Place, Product, Span, Tasks, with_tasks};
 use crate::{Context, Isa};
 
@@ -36,12 +36,12 @@ impl OfPieces<'_> {
 }
 
 impl Finish for OfPieces<'_> {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
-        self.inner.finish(isa, self.place(at), tile, second, room);
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch) {
+        self.inner.finish(isa, self.place(at), tile, second, scratch);
     }
 
-    fn ask_ahead(&self, at: Place) {
-        self.inner.ask_ahead(self.place(at));
+    fn prefetch(&self, at: Place) {
+        self.inner.prefetch(self.place(at));
     }
 }
 

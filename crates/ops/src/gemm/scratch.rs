@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use moeworks_tensor::Tensor;
 
-use super::store::Room;
+use super::store::Scratch;
 use crate::parallel::Lent;
 
 /// Scratch memory for as many tasks as run at a time.
@@ -18,15 +18,15 @@ pub(crate) struct ScratchPool<'a> {
 #[derive(Default)]
 pub(crate) struct ScratchSlot {
     slot: usize,
-    room: Option<Box<Room>>,
+    scratch: Option<Box<Scratch>>,
     /// The group and the first row of the operand rows that are laid out in the slot's memory.
     pub(crate) rows_of: Option<(usize, usize)>,
 }
 
 impl ScratchSlot {
     /// Returns scratch for epilogues.
-    pub(crate) fn room(&mut self) -> &mut Room {
-        self.room.get_or_insert_with(|| Box::new(Room::new()))
+    pub(crate) fn scratch(&mut self) -> &mut Scratch {
+        self.scratch.get_or_insert_with(|| Box::new(Scratch::new()))
     }
 }
 

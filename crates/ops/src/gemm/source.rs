@@ -33,7 +33,7 @@ macro_rules! with_elements {
 pub(crate) use with_elements;
 
 impl<'a> Elements<'a> {
-    pub(crate) fn of(tensor: &'a Tensor) -> Self {
+    pub(crate) fn from_tensor(tensor: &'a Tensor) -> Self {
         match tensor.dtype() {
             DType::F32 => Self::F32(tensor.f32s()),
             DType::BF16 => Self::Bf16(tensor.bf16s()),
@@ -87,7 +87,7 @@ pub(crate) struct Source<'a> {
     pub(crate) gap: Option<(usize, usize)>,
     /// The matrix row of each row, if rows are gathered.
     pub(crate) indices: Option<&'a [u32]>,
-    /// Rows of quantized blocks, if there are no elements. Only swapped products (`turned`) take them as B.
+    /// Rows of quantized blocks, if there are no elements. Only swapped products (`swap_ab`) take them as B.
     pub(crate) blocks: Option<Blocks<'a>>,
 }
 
@@ -95,7 +95,7 @@ impl<'a> Source<'a> {
     /// Describes the rows of a tensor from row `first` on.
     pub(crate) fn rows(tensor: &'a Tensor, first: usize) -> Self {
         let stride = tensor.cols();
-        let elements = Elements::of(tensor);
+        let elements = Elements::from_tensor(tensor);
         Self { elements, offset: first * stride, stride, gap: None, indices: None, blocks: None }
     }
 
@@ -393,7 +393,7 @@ fn straight<T: Float>(
     let Span { first, len: depth } = depth;
     let num_units = format.units_of(depth);
     let is_copy = T::DTYPE == DType::F32 && format.units == Compute::F32 && format.precision == Compute::F32;
-    let mut room = [0; BATCH];
+    let mut buffer = [0; BATCH];
     let mut batch = range;
     while !batch.is_empty() {
         let (column, ..) = panels.panel(batch.start);
@@ -405,7 +405,7 @@ fn straight<T: Float>(
         let (now, later) = to.split_at_mut(num_units * width);
         to = later;
         for unit in 0..num_units {
-            let units = &mut room[..columns];
+            let units = &mut buffer[..columns];
             match format.units {
                 Compute::F32 if is_copy => {}
                 Compute::F32 => load_values(row(unit), format, units),

@@ -16,13 +16,13 @@ use crate::parallel::Lent;
 use crate::simd::{Float, Level, store_all};
 
 /// Tiles that an epilogue may use as scratch. They keep whatever was left in them.
-pub(crate) struct Room {
+pub(crate) struct Scratch {
     pub(crate) tiles: [Tile; 3],
     /// A tile of elements in their stored type.
     pub(crate) stored: Tile,
 }
 
-impl Room {
+impl Scratch {
     #[inline(always)]
     pub(crate) fn new() -> Self {
         let zero = || Tile([0.0; MAX_ROWS * TILE_STRIDE]);
@@ -154,7 +154,7 @@ impl<T: Float> Epilogue for Store<'_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, scratch: &mut Scratch) {
         let Span { first: column, len: columns } = at.columns;
         let row_of = |row: usize| {
             let start = self.offsets[at.group] + (at.rows.first + row) * self.stride + column;
@@ -163,13 +163,13 @@ impl<T: Float> Epilogue for Store<'_, T> {
         };
         let num_rows = at.rows.len;
         if self.write == Write::Add {
-            let old = &mut room.tiles[0];
-            read_rows::<S, T>(old, &mut room.stored, num_rows, columns, |row| &*row_of(row));
+            let old = &mut scratch.tiles[0];
+            read_rows::<S, T>(old, &mut scratch.stored, num_rows, columns, |row| &*row_of(row));
             filled::<S>(num_rows, |part| {
                 tile.0[part.clone()].iter_mut().zip(&old.0[part]).for_each(|(sum, old)| *sum += old);
             });
         }
-        write_rows::<S, T>(tile, &mut room.stored, num_rows, columns, row_of);
+        write_rows::<S, T>(tile, &mut scratch.stored, num_rows, columns, row_of);
     }
 }
 
@@ -206,10 +206,10 @@ impl<T: Float> Epilogue for Stream<'_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, scratch: &mut Scratch) {
         let columns = at.columns.len;
         let of_vector = 4 * S::WIDTH / size_of::<T>();
-        let sums = stored_rows::<S, T>(tile, &mut room.stored, at.rows.len);
+        let sums = stored_rows::<S, T>(tile, &mut scratch.stored, at.rows.len);
         for (row, sums) in sums.chunks_exact(TILE_STRIDE).enumerate().take(at.rows.len) {
             let (start, sums) = (self.start(at, row), &sums[..columns]);
             // SAFETY: tiles do not overlap and neither do the matrices, so this part of a row is this call's alone.

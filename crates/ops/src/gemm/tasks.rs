@@ -51,7 +51,7 @@ impl Blocking {
 
     /// Returns the sizes for f32 with vectors of 16 lanes.
     #[cfg(target_arch = "x86_64")]
-    pub(crate) fn of_f32(isa: crate::Isa) -> Self {
+    pub(crate) fn for_f32(isa: crate::Isa) -> Self {
         // On Intel CPUs a tile's rows of A should take at most half of the 32 KiB L1 cache: later panels then find
         // them there, and several panels fit the L2 cache.
         const NEAR: usize = 512;
@@ -106,7 +106,7 @@ pub(crate) struct Panels {
 impl Panels {
     /// Cuts columns into panels of B for vectors of so many lanes.
     #[inline(always)]
-    pub(crate) fn of(columns: usize, lanes: usize) -> Self {
+    pub(crate) fn new(columns: usize, lanes: usize) -> Self {
         let (vectors, widest) = (columns.div_ceil(lanes), widest(lanes));
         let (num_wide, narrow, num_narrow) = match (vectors / widest, vectors % widest) {
             (num_wide, 0) => (num_wide, 0, 0),
@@ -188,7 +188,7 @@ impl CutOf<'_> {
             #[cfg(target_arch = "x86_64")]
             GemmKernel::TilesDirect | GemmKernel::Bf16x3Direct => super::amx::cut_direct(self, budget, cut),
             #[cfg(target_arch = "x86_64")]
-            GemmKernel::SwapAb => super::turned::cut_group(self, budget, cut),
+            GemmKernel::SwapAb => super::swap_ab::cut_group(self, budget, cut),
             GemmKernel::BothPacked => cut_packed(self, budget, cut),
             _ => cut_group(self, budget, cut),
         }
@@ -198,7 +198,7 @@ impl CutOf<'_> {
 fn cut_group(CutOf { product, index, group, kernel, kernels }: CutOf<'_>, budget: usize, cut: &mut Cut) {
     let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
-    let panels = Panels::of(group.columns, kernels.lanes);
+    let panels = Panels::new(group.columns, kernels.lanes);
     // Narrow pieces of long rows are slow to fetch and fall on few sets of a cache. With few rows to make up for
     // that, pieces are wider and cover a part of the depth.
     let is_far =
@@ -220,8 +220,8 @@ fn cut_group(CutOf { product, index, group, kernel, kernels }: CutOf<'_>, budget
     let mut rows = group.rows.min(max_rows);
     // The next task's B is fetched into the same cache meanwhile: with few rows all of it is there at once.
     let b_units = if product.form == Form::Nn { kernels.blocking.b_units } else { B_UNITS };
-    let b_room = if group.rows <= FEW_ROWS { B_UNITS / 2 } else { b_units };
-    let mut chunk = (b_room / (part_units * panel_width).max(1)).clamp(1, panels.count);
+    let b_buffer = if group.rows <= FEW_ROWS { B_UNITS / 2 } else { b_units };
+    let mut chunk = (b_buffer / (part_units * panel_width).max(1)).clamp(1, panels.count);
     if let Some((_, sums)) = strip {
         chunk = (sums / (group.rows * panel_width)).clamp(MIN_FAR_PANELS.min(panels.count), panels.count);
     }
@@ -270,7 +270,7 @@ fn within_budget(
 /// moving operands; then parts are long, and only a few panels of B are packed at a time.
 fn cut_packed(CutOf { product, index, group, kernel, kernels }: CutOf<'_>, budget: usize, cut: &mut Cut) {
     let format = kernels.format(product.compute);
-    let (panels, width) = (Panels::of(group.columns, kernels.lanes), widest(kernels.lanes) * kernels.lanes);
+    let (panels, width) = (Panels::new(group.columns, kernels.lanes), widest(kernels.lanes) * kernels.lanes);
     let cost = |rows: usize, wide: usize| rows * (wide * width).min(group.columns) * group.depth;
     let (mut rows, mut wide) = (group.rows.min(MAX_WAITING_ROWS), panels.count);
     let least = (PACKED.0, PACKED.1.div_ceil(width));

@@ -132,7 +132,7 @@ pub(super) fn run_few(ctx: &Context, product: &Product<'_>, best: Kernel, epilog
         if plan.kernel != GemmKernel::QuantizedDot || group.rows == 0 || group.columns == 0 {
             continue;
         }
-        let panels = Panels::of(group.columns, lanes);
+        let panels = Panels::new(group.columns, lanes);
         let panel_bytes = group.weights[0].numbers.row_bytes() * panels.panel(0).1 * product.num_tiles();
         let share = TASK_BYTES.div_ceil(panel_bytes.max(1)).clamp(1, panels.count);
         let num_tasks = panels.count.div_ceil(share);
@@ -169,7 +169,7 @@ impl<'a> Work<'a> {
     fn run(&self, isa: Isa, tiles: &mut [Tile], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Work { product, tasks: (task, _), rows, best, lanes } = *self;
         let group = &product.groups[task.group];
-        let panels = Panels::of(group.columns, lanes);
+        let panels = Panels::new(group.columns, lanes);
         let depth = product.weights.cols();
         let mut a: [&[Quad]; MAX_FEW] = [&[]; MAX_FEW];
         for (r, a) in a.iter_mut().enumerate().take(group.rows) {
@@ -178,8 +178,8 @@ impl<'a> Work<'a> {
         let tiles = &mut tiles[..product.num_tiles() * group.rows.div_ceil(MAX_ROWS)];
         for panel in task.panels.clone() {
             let (column, columns, _) = panels.panel(panel);
-            let places = Place::of_panel(task.group, group.rows, Span::new(column, columns), panel);
-            places.clone().for_each(|at| epilogue.ask_ahead(at));
+            let places = Place::tiles_of_panel(task.group, group.rows, Span::new(column, columns), panel);
+            places.clone().for_each(|at| epilogue.prefetch(at));
             for pair in 0..product.num_tiles() {
                 let weights = group.weights[pair].starting_at(column);
                 let next = self.after(panel, pair);
@@ -189,7 +189,7 @@ impl<'a> Work<'a> {
             }
             for (at, tiles) in places.zip(tiles.chunks_exact_mut(product.num_tiles())) {
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.room());
+                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.scratch());
             }
         }
     }
@@ -199,7 +199,7 @@ impl<'a> Work<'a> {
         let Self { product, tasks: (task, next), lanes, .. } = *self;
         let rows = |group: usize, panel: usize, pair: usize| {
             let group = &product.groups[group];
-            group.weights[pair].starting_at(Panels::of(group.columns, lanes).panel(panel).0)
+            group.weights[pair].starting_at(Panels::new(group.columns, lanes).panel(panel).0)
         };
         if pair + 1 < product.num_tiles() {
             return rows(task.group, panel, pair + 1);

@@ -10,7 +10,7 @@ use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::plan::GemmKernel;
 use crate::gemm::scratch::ScratchSlot;
-use crate::gemm::store::Room;
+use crate::gemm::store::Scratch;
 use crate::gemm::tasks::Task;
 use crate::gemm::{Compute, Finish, Place, Span, Work};
 
@@ -24,16 +24,16 @@ pub(super) struct Exact<'a> {
 }
 
 impl Finish for Exact<'_> {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch) {
         if is_finite(tile, at) && second.as_ref().is_none_or(|second| is_finite(second, at)) {
-            return self.epilogue.finish(isa, at, tile, second, room);
+            return self.epilogue.finish(isa, at, tile, second, scratch);
         }
         let sums = [Some(&*tile), second.as_deref()];
         sum_again(self.work, at, &Mended { sums, epilogue: self.epilogue });
     }
 
-    fn ask_ahead(&self, at: Place) {
-        self.epilogue.ask_ahead(at);
+    fn prefetch(&self, at: Place) {
+        self.epilogue.prefetch(at);
     }
 }
 
@@ -44,15 +44,15 @@ struct Mended<'a> {
 }
 
 impl Finish for Mended<'_> {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, mut second: Option<&mut Tile>, room: &mut Room) {
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, mut second: Option<&mut Tile>, scratch: &mut Scratch) {
         for (tile, sums) in [Some(&mut *tile), second.as_deref_mut()].into_iter().zip(self.sums) {
             let (Some(tile), Some(sums)) = (tile, sums) else { continue };
             tile.0.iter_mut().zip(&sums.0).filter(|(_, sum)| sum.is_finite()).for_each(|(to, &sum)| *to = sum);
         }
-        self.epilogue.finish(isa, at, tile, second, room);
+        self.epilogue.finish(isa, at, tile, second, scratch);
     }
 
-    fn ask_ahead(&self, _: Place) {}
+    fn prefetch(&self, _: Place) {}
 }
 
 /// Returns whether all sums of a tile are finite.

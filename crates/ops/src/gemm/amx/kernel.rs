@@ -51,7 +51,7 @@ impl<'a> Rows<'a> {
 /// Memory that kernels prefetch while they multiply: any addresses.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct Ahead {
+pub(super) struct Prefetch {
     pub(super) at: *const u8,
     /// Lines per block of the depth, at least one: consecutive ones, or with [`Later`] sums one line of each of so
     /// many rows.
@@ -82,7 +82,7 @@ pub(super) struct Call<'a> {
     pub(super) is_continued: bool,
     /// Number of bf16 that an element is split into, one or [`PARTS`].
     pub(super) parts: usize,
-    pub(super) ahead: Option<Ahead>,
+    pub(super) ahead: Option<Prefetch>,
     pub(super) later: Option<Later>,
 }
 
@@ -104,9 +104,9 @@ impl Call<'_> {
             return to.iter().for_each(|&at| tiles[at..at + 2].iter_mut().for_each(|tile| tile.0.fill(0.0)));
         }
         let kernel = match (last, self.width / BLOCK) {
-            (1, 3) if self.parts == PARTS && self.later.is_some() => two_by_three_cut_in_parts,
-            (_, vectors) if self.parts == PARTS => KERNELS_IN_PARTS[last][vectors - 1],
-            (1, 3) if self.later.is_some() => two_by_three_cut,
+            (1, 3) if self.parts == PARTS && self.later.is_some() => two_by_three_partial_bf16x3,
+            (_, vectors) if self.parts == PARTS => KERNELS_BF16X3[last][vectors - 1],
+            (1, 3) if self.later.is_some() => two_by_three_partial,
             (1, 3) if first.row.is_multiple_of(FAR) => two_by_three_far,
             (_, vectors) => KERNELS[last][vectors - 1],
         };
@@ -122,7 +122,7 @@ impl Call<'_> {
             sums: [to[0], to[last]].map(|at| sums.wrapping_add(at).cast()),
             is_continued: self.is_continued,
             // Without prefetches, the line that is read next.
-            ahead: self.ahead.filter(|_| asks).unwrap_or(Ahead { at: self.b.as_ptr().cast(), count: 1 }),
+            ahead: self.ahead.filter(|_| asks).unwrap_or(Prefetch { at: self.b.as_ptr().cast(), count: 1 }),
             later_sums: self.later.map_or([to[0], to[last]], |later| later.sums).map(|at| sums.wrapping_add(at).cast()),
             row_step: self.later.map_or(0, |later| later.row_step),
         };
@@ -148,7 +148,7 @@ struct TileArgs {
     sums: [*mut f32; 2],
     /// True if to continue the sums in the tiles.
     is_continued: bool,
-    ahead: Ahead,
+    ahead: Prefetch,
     /// The sums of the next call, and the bytes between prefetched rows.
     later_sums: [*mut f32; 2],
     row_step: usize,
@@ -211,7 +211,7 @@ macro_rules! tile_kernel {
                     later_at = const std::mem::offset_of!(TileArgs, later_sums),
                     row_step_at = const std::mem::offset_of!(TileArgs, row_step),
                     ahead_at = const std::mem::offset_of!(TileArgs, ahead),
-                    count_at = const std::mem::offset_of!(Ahead, count),
+                    count_at = const std::mem::offset_of!(Prefetch, count),
                     // At first a flag, then the count of lines that are still to be prefetched.
                     count = inout(reg) u64::from(args.is_continued) => _,
                     a0 = inout(reg) args.a[0] => _,
@@ -325,7 +325,7 @@ macro_rules! products {
 ///
 /// Of the nine products of three parts and three, those below 2^-26 of the whole are left out, which are three. Tiles
 /// of B that are used once bypass the L1 cache.
-macro_rules! kernel_in_parts {
+macro_rules! kernel_bf16x3 {
     ($name:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt $(, $ask:tt)?) => {
         tile_kernel!(
             $name, $number of 3, $sums,
@@ -344,31 +344,31 @@ macro_rules! kernel_in_parts {
 
 /// Defines the bf16 kernel of some rows and vectors, and the bf16x3 one.
 macro_rules! both_kernels {
-    ($name:ident $in_parts:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt) => {
+    ($name:ident $bf16x3:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt) => {
         tile_kernel!($name, $number of 1, $sums, [products!($rows by $vectors, "tileloaddt1", 0, 0)]);
-        kernel_in_parts!($in_parts, $rows by $vectors $number, $sums);
+        kernel_bf16x3!($bf16x3, $rows by $vectors $number, $sums);
     };
 }
 both_kernels!(
-    two_by_three two_by_three_in_parts, two by three 3,
+    two_by_three two_by_three_bf16x3, two by three 3,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"]
 );
 both_kernels!(
-    two_by_two two_by_two_in_parts, two by two 2,
+    two_by_two two_by_two_bf16x3, two by two 2,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm3" "sums1" "0", "tmm4" "sums1" "64"]
 );
-both_kernels!(two_by_one two_by_one_in_parts, two by one 1, ["tmm0" "sums0" "0", "tmm3" "sums1" "0"]);
+both_kernels!(two_by_one two_by_one_bf16x3, two by one 1, ["tmm0" "sums0" "0", "tmm3" "sums1" "0"]);
 both_kernels!(
-    one_by_three one_by_three_in_parts, one by three 3,
+    one_by_three one_by_three_bf16x3, one by three 3,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128"]
 );
-both_kernels!(one_by_two one_by_two_in_parts, one by two 2, ["tmm0" "sums0" "0", "tmm1" "sums0" "64"]);
-both_kernels!(one_by_one one_by_one_in_parts, one by one 1, ["tmm0" "sums0" "0"]);
+both_kernels!(one_by_two one_by_two_bf16x3, one by two 2, ["tmm0" "sums0" "0", "tmm1" "sums0" "64"]);
+both_kernels!(one_by_one one_by_one_bf16x3, one by one 1, ["tmm0" "sums0" "0"]);
 
 // For a part of the depth, with partial sums in the L2 cache. The sums of the next call are prefetched to the L1
 // cache, a sixteenth per block of the depth, and rows of A that are packed later to the L2 cache.
 tile_kernel!(
-    two_by_three_cut, 3 of 1,
+    two_by_three_partial, 3 of 1,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
     [products!(two by three, "tileloaddt1", 0, 0)],
     [
@@ -391,8 +391,8 @@ tile_kernel!(
     ]
 );
 // The bf16x3 version, in which a block of the depth is two lines.
-kernel_in_parts!(
-    two_by_three_cut_in_parts, two by three 3,
+kernel_bf16x3!(
+    two_by_three_partial_bf16x3, two by three 3,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
     [
         "mov {line}, {ahead}",
@@ -432,7 +432,7 @@ tile_kernel!(
 const KERNELS: [[Kernel; MAX_VECTORS]; 2] =
     [[one_by_one, one_by_two, one_by_three], [two_by_one, two_by_two, two_by_three]];
 /// The bf16x3 kernels, indexed likewise.
-const KERNELS_IN_PARTS: [[Kernel; MAX_VECTORS]; 2] = [
-    [one_by_one_in_parts, one_by_two_in_parts, one_by_three_in_parts],
-    [two_by_one_in_parts, two_by_two_in_parts, two_by_three_in_parts],
+const KERNELS_BF16X3: [[Kernel; MAX_VECTORS]; 2] = [
+    [one_by_one_bf16x3, one_by_two_bf16x3, one_by_three_bf16x3],
+    [two_by_one_bf16x3, two_by_two_bf16x3, two_by_three_bf16x3],
 ];

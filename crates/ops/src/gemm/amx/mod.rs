@@ -6,30 +6,30 @@
 //! units. The depth is padded with zeros to whole blocks.
 //!
 //! Tiles multiply so fast that fetching and packing dominate. In the form `A B^T` rows of B, the weights, are rows of
-//! tiles in place: A and B are swapped ([`turned`]) and only A is transposed. In the other forms ([`straight`])
+//! tiles in place: A and B are swapped ([`swap_ab`]) and only A is transposed. In the other forms ([`direct`])
 //! consecutive rows of B are interleaved, and a task's panels of B stay in the L2 cache.
 //!
 //! Products of f32 are computed here if [`Isa::AmxF32`](crate::Isa::AmxF32) is chosen: each element is split into
-//! three bf16 ([`parts`]), of whose products six are summed. Sums that are [not finite](finite) are computed again
+//! three bf16 ([`bf16x3`]), of whose products six are summed. Sums that are [not finite](finite) are computed again
 //! with vectors.
 //!
 //! The compiler has no stable intrinsics for tiles, so kernels are inline assembly.
 
-mod cut;
+mod bf16x3;
+mod direct;
 mod finite;
 mod kernel;
 mod pack;
-mod parts;
-mod straight;
 pub(crate) mod strided;
-mod turned;
+mod swap_ab;
+mod tiling;
 
 use std::arch::asm;
 use std::marker::PhantomData;
 
-pub(super) use cut::{cut_direct, cut_swapped};
+pub(super) use bf16x3::panels as pack_bf16x3;
 pub(super) use pack::transposed_columns as pack_columns;
-pub(super) use parts::panels as pack_in_parts;
+pub(super) use tiling::{cut_direct, cut_swapped};
 
 /// Rows of a block of A, and units of its depth.
 pub(super) const BLOCK: usize = 16;
@@ -39,7 +39,7 @@ pub(super) const ROWS: usize = 2 * BLOCK;
 pub(super) const PARTS: usize = 3;
 
 /// Products of bf16 parts that make one product of f32.
-pub(crate) const PRODUCTS_OF_PARTS: f64 = 6.0;
+pub(crate) const PRODUCTS_OF_BF16X3: f64 = 6.0;
 
 /// Returns whether the CPU has tiles with a bf16 product and the system lets this process use them.
 pub(crate) fn is_available() -> bool {
@@ -143,9 +143,9 @@ impl super::Work<'_> {
         let exact = finite::Exact { work: self, epilogue };
         let epilogue: &dyn super::Finish = if self.task.kernel.is_bf16x3() { &exact } else { epilogue };
         if self.task.kernel.is_swapped() {
-            self.run_turned_tiles(scratch, held, epilogue);
+            self.run_swap_ab_tiles(scratch, held, epilogue);
         } else {
-            self.run_straight_tiles(scratch, held, epilogue);
+            self.run_direct_tiles(scratch, held, epilogue);
         }
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Sixteen rows along the depth are read 32 elements at a time, two rows across it 16 elements at a time; either
 //! gives a vector of 16 units. Transposing 16 such vectors turns one kind into the other. Columns of B are packed as
-//! for the dot product ([`pack`](crate::gemm::pack)). Elements split into several [`parts`] give as many vectors,
+//! for the dot product ([`pack`](crate::gemm::pack)). Elements split into several [`bf16x3`] give as many vectors,
 //! whose blocks are consecutive.
 
 use core::arch::x86_64::{
@@ -13,9 +13,9 @@ use core::arch::x86_64::{
 
 use moeworks_tensor::bf16;
 
-use super::{BLOCK, PARTS, parts};
+use super::{BLOCK, PARTS, bf16x3};
 use crate::gemm::Span;
-use crate::gemm::pack::{across, along, in_turn, store};
+use crate::gemm::pack::{across, along, interleave, store};
 use crate::gemm::source::{Block, Elements, Format, Source};
 use crate::prefetch::prefetch_far;
 
@@ -143,7 +143,7 @@ in_vectors! {
         if N == 1 {
             units[0] = along(source, row, at, len);
         } else {
-            units.copy_from_slice(&parts::along(source, row, at, len));
+            units.copy_from_slice(&bf16x3::along(source, row, at, len));
         }
         units
     }
@@ -207,7 +207,7 @@ in_vectors! {
                 let pair = Span::new(rows.first + 2 * unit, rows.len.saturating_sub(2 * unit).min(2));
                 units[0][unit] = across(source, pair, columns.first, columns.len);
             } else {
-                let parts = parts::across(source, rows, unit, columns);
+                let parts = bf16x3::across(source, rows, unit, columns);
                 for (to, part) in units.iter_mut().zip(parts) {
                     to[unit] = part;
                 }
@@ -223,7 +223,7 @@ in_vectors! {
         for (unit, (low_units, high_units)) in low_units.iter_mut().zip(high_units).enumerate() {
             let row = first + 2 * unit;
             [*low_units, *high_units] =
-                in_turn([along(source, row, column, 2 * BLOCK), along(source, row + 1, column, 2 * BLOCK)]);
+                interleave([along(source, row, column, 2 * BLOCK), along(source, row + 1, column, 2 * BLOCK)]);
         }
     }
 }

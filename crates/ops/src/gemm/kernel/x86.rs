@@ -7,9 +7,9 @@ use core::arch::x86_64::{
 };
 
 use super::{
-    Across, F32, Halves, Math, ROWS_OF_8, TileArgs, tile, tile_beside, tile_in_rounds, tile_packing, units_of,
+    Across, F32, Halves, Math, ROWS_OF_8, TileArgs, tile, tile_in_rounds, tile_packing, tile_with_half, units_of,
 };
-use crate::gemm::pack::in_turn;
+use crate::gemm::pack::interleave;
 use crate::simd::{Avx2, Avx512, Level};
 
 /// Implements [`Math`] for bf16 pairs. It is used only in kernels compiled with the instructions.
@@ -112,11 +112,11 @@ impl Across for Bf16Dot {
             for v in (0..VECTORS).step_by(2) {
                 let halves = rows.map(|row| row.add(v * Self::WIDTH / 2));
                 if v + 1 < VECTORS {
-                    let units = in_turn(halves.map(|at| _mm512_loadu_si512(at.cast())));
+                    let units = interleave(halves.map(|at| _mm512_loadu_si512(at.cast())));
                     columns[v] = _mm512_castsi512_ps(units[0]);
                     columns[v + 1] = _mm512_castsi512_ps(units[1]);
                 } else {
-                    let units = in_turn(halves.map(|at| _mm512_castsi256_si512(_mm256_loadu_si256(at.cast()))));
+                    let units = interleave(halves.map(|at| _mm512_castsi256_si512(_mm256_loadu_si256(at.cast()))));
                     columns[v] = _mm512_castsi512_ps(units[0]);
                 }
             }
@@ -167,7 +167,7 @@ pub(super) unsafe fn half_bf16<const ROWS: usize, const VECTORS: usize>(args: &T
     unsafe {
         match VECTORS {
             0 => tile::<HalfBf16Dot, ROWS, 1>(args),
-            _ => tile_beside::<Bf16Dot, ROWS, VECTORS>(args),
+            _ => tile_with_half::<Bf16Dot, ROWS, VECTORS>(args),
         }
     }
 }
@@ -182,7 +182,7 @@ pub(super) unsafe fn half<const ROWS: usize, const VECTORS: usize>(args: &TileAr
     unsafe {
         match VECTORS {
             0 => tile::<F32<Avx2>, ROWS, 1>(args),
-            _ => tile_beside::<F32<Avx512>, ROWS, VECTORS>(args),
+            _ => tile_with_half::<F32<Avx512>, ROWS, VECTORS>(args),
         }
     }
 }

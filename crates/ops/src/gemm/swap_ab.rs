@@ -11,7 +11,7 @@ use core::arch::x86_64::_mm512_storeu_ps;
 
 use super::kernel::{MAX_ROWS, Prefetch, TILE_STRIDE, Tile, TileArgs, widest};
 use super::source::Source;
-use super::store::Room;
+use super::store::Scratch;
 use super::tasks::{Cut, CutOf, Panels, Task, push_tasks};
 use super::transpose::{transpose, words};
 use super::{Finish, Part, Place, Span, Work, convert_row, tile_slice};
@@ -43,7 +43,7 @@ pub(super) struct Lanes {
 }
 
 impl Lanes {
-    fn of(rows: usize) -> Self {
+    fn new(rows: usize) -> Self {
         if !(1..=HALF).contains(&(rows % LANES)) {
             return Self::whole(rows);
         }
@@ -51,12 +51,12 @@ impl Lanes {
         // As many whole vectors before the half that no other panel is a single vector.
         let beside = if vectors % widest(LANES) == 2 { 2 } else { vectors.min(1) };
         let whole = (vectors - beside) * LANES;
-        Self { panels: Panels::of(whole, LANES), whole, last: beside * LANES + HALF }
+        Self { panels: Panels::new(whole, LANES), whole, last: beside * LANES + HALF }
     }
 
     /// Cuts rows into panels of whole vectors only.
     pub(super) fn whole(rows: usize) -> Self {
-        Self { panels: Panels::of(rows, LANES), whole: rows, last: 0 }
+        Self { panels: Panels::new(rows, LANES), whole: rows, last: 0 }
     }
 
     #[inline(always)]
@@ -84,8 +84,8 @@ impl Lanes {
 pub(super) fn cut_group(CutOf { product, index, group, kernel, kernels }: CutOf<'_>, budget: usize, cut: &mut Cut) {
     let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
-    let panels = Panels::of(group.columns, kernels.lanes);
-    let lanes = Lanes::of(group.rows);
+    let panels = Panels::new(group.columns, kernels.lanes);
+    let lanes = Lanes::new(group.rows);
     let units = format.units_of(group.depth);
     let num_parts = (units * lanes.width()).div_ceil(A_UNITS);
     // Parts are whole blocks of quantized weights.
@@ -129,19 +129,19 @@ pub(super) struct PackedLanes<'a> {
 
 impl Work<'_> {
     /// Computes a task that [`cut_group`] made.
-    pub(super) fn run_turned(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
+    pub(super) fn run_swap_ab(&self, scratch: &mut [u32], epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
-        let lanes = Lanes::of(group.rows);
+        let lanes = Lanes::new(group.rows);
         let num_tiles = product.num_tiles();
         let tiles_of_panel = lanes.count() * TILES * num_tiles;
         let (packed, rest) = scratch.split_at_mut(task.b_units);
-        let (a_room, rest) = rest.split_at_mut(task.a_units);
+        let (a_buffer, rest) = rest.split_at_mut(task.a_units);
         let (out, sums) = tile_slice(rest).split_at_mut(2 * num_tiles);
-        let mut room = Room::new();
+        let mut tile_scratch = Scratch::new();
         let num_parts = group.depth.div_ceil(task.part);
         for index in 0..num_parts {
             let part = self.part(index, num_parts);
-            pack_lanes(self.isa, self, &lanes, part, a_room, packed);
+            pack_lanes(self.isa, self, &lanes, part, a_buffer, packed);
             for offset in 0..task.panels.len {
                 let held = if num_parts > 1 { offset } else { 0 };
                 let sums = &mut sums[held * tiles_of_panel..][..tiles_of_panel];
@@ -149,10 +149,10 @@ impl Work<'_> {
                 for (pair, sums) in sums.chunks_exact_mut(lanes.count() * TILES).enumerate() {
                     let asked = part.is_last.then_some(epilogue);
                     let packed = PackedLanes { lanes: &lanes, units: packed };
-                    self.sum_panel(Rows { panel, pair, block: 0 }, part, packed, &mut *a_room, sums, asked);
+                    self.sum_panel(Rows { panel, pair, block: 0 }, part, packed, &mut *a_buffer, sums, asked);
                 }
                 if part.is_last {
-                    self.turn_back(panel, &lanes, sums, out, &mut room, epilogue);
+                    self.transpose_back(panel, &lanes, sums, out, &mut tile_scratch, epilogue);
                 }
             }
         }
@@ -162,19 +162,19 @@ impl Work<'_> {
 kernel! {
     bf16
     /// Packs the rows of A: a panel of lanes after the other, each `[unit][width]`.
-    fn pack_lanes<S: Level>(work: &Work<'_>, lanes: &Lanes, part: Part, room: &mut [u32], packed: &mut [u32]) {
+    fn pack_lanes<S: Level>(work: &Work<'_>, lanes: &Lanes, part: Part, buffer: &mut [u32], packed: &mut [u32]) {
         let Part { start, depth, num_units, .. } = part;
-        let (low_room, high_room) = room.split_at_mut(room.len() / 2);
+        let (low_buffer, high_buffer) = buffer.split_at_mut(buffer.len() / 2);
         for panel in 0..lanes.count() {
             let (first, width) = lanes.panel(panel);
             let to = &mut packed[first * num_units..][..width * num_units];
             for lane in (0..width).step_by(LANES) {
                 let count = (work.group.rows - first).saturating_sub(lane);
-                let rows_of = |half: usize, room| {
+                let rows_of = |half: usize, buffer| {
                     let count = count.saturating_sub(half * MAX_ROWS).min(MAX_ROWS);
-                    work.rows_of_a(Span::new(first + lane + half * MAX_ROWS, count), Span::new(start, depth), room)
+                    work.rows_of_a(Span::new(first + lane + half * MAX_ROWS, count), Span::new(start, depth), buffer)
                 };
-                let halves = [rows_of(0, &mut *low_room), rows_of(1, &mut *high_room)];
+                let halves = [rows_of(0, &mut *low_buffer), rows_of(1, &mut *high_buffer)];
                 let rows = std::array::from_fn(|row| halves[row / MAX_ROWS][row % MAX_ROWS]);
                 // SAFETY: these tasks exist only on machines with AVX-512; `num_units` units of each row are
                 // readable, because lanes without a row point at scratch of that length.
@@ -187,13 +187,13 @@ kernel! {
 impl Work<'_> {
     /// Sums the columns of a panel, or of one half of paired columns, with all rows: eight columns to a tile, the
     /// tiles of one panel of lanes before those of the next. Quantized weights and those narrower than units become
-    /// units in `room`. The epilogue `asked`, if any, gets prefetches.
+    /// units in `buffer`. The epilogue `asked`, if any, gets prefetches.
     fn sum_panel(
         &self,
         rows: Rows,
         part: Part,
         packed: PackedLanes<'_>,
-        room: &mut [u32],
+        buffer: &mut [u32],
         sums: &mut [Tile],
         asked: Option<&dyn Finish>,
     ) {
@@ -207,14 +207,14 @@ impl Work<'_> {
         for block in 0..num_blocks {
             if let Some(epilogue) = asked {
                 let share = pair * num_blocks + block;
-                self.ask_for_rows(panel, share, num_blocks * self.product.num_tiles(), epilogue);
+                self.prefetch_rows(panel, share, num_blocks * self.product.num_tiles(), epilogue);
             }
             let first = first + block * MAX_ROWS;
             let count = (columns - block * MAX_ROWS).min(MAX_ROWS);
             let a = if is_made {
-                let rooms = room.chunks_exact_mut(part.num_units).take(count);
-                rooms.zip(first..).for_each(|(to, row)| self.make_row(row, part, to));
-                std::array::from_fn(|row| room[row.min(count - 1) * part.num_units..][..part.num_units].as_ptr())
+                let buffers = buffer.chunks_exact_mut(part.num_units).take(count);
+                buffers.zip(first..).for_each(|(to, row)| self.make_row(row, part, to));
+                std::array::from_fn(|row| buffer[row.min(count - 1) * part.num_units..][..part.num_units].as_ptr())
             } else {
                 self.rows_in_place(first, count, part)
             };
@@ -256,12 +256,12 @@ impl Work<'_> {
     }
 
     /// Prefetches a share of the rows that the epilogue will write; all at once would delay the kernels' loads.
-    pub(super) fn ask_for_rows(&self, panel: usize, share: usize, num_shares: usize, epilogue: &dyn Finish) {
+    pub(super) fn prefetch_rows(&self, panel: usize, share: usize, num_shares: usize, epilogue: &dyn Finish) {
         let Span { first, len: rows } = self.task.rows;
         let share = piece_range(share, rows.div_ceil(num_shares), rows);
         let (column, columns, _) = self.panels().panel(panel);
         let (rows, columns) = (Span::new(first + share.start, share.len()), Span::new(column, columns));
-        epilogue.ask_ahead(Place { group: self.task.group, rows, columns, panel });
+        epilogue.prefetch(Place { group: self.task.group, rows, columns, panel });
     }
 
     /// Converts a row of B to units.
@@ -276,7 +276,7 @@ impl Work<'_> {
 
     #[inline(always)]
     fn panels(&self) -> Panels {
-        Panels::of(self.group.columns, self.kernels.lanes)
+        Panels::new(self.group.columns, self.kernels.lanes)
     }
 
     /// Returns the first column of some rows of B.
@@ -303,18 +303,18 @@ impl Work<'_> {
         } else {
             let Some(next) = self.next else { return b.address(0, 0) };
             let group = &self.product.groups[next.group];
-            group.b.address(Panels::of(group.columns, self.kernels.lanes).panel(next.panels.first).0, 0)
+            group.b.address(Panels::new(group.columns, self.kernels.lanes).panel(next.panels.first).0, 0)
         }
     }
 
     /// Transposes the sums of a panel, `[pair][panel of lanes][columns / 8]` tiles, and hands them to the epilogue.
-    pub(super) fn turn_back(
+    pub(super) fn transpose_back(
         &self,
         panel: usize,
         lanes: &Lanes,
         sums: &[Tile],
         out: &mut [Tile],
-        room: &mut Room,
+        scratch: &mut Scratch,
         epilogue: &dyn Finish,
     ) {
         let Span { first: first_row, len: rows } = self.task.rows;
@@ -326,7 +326,7 @@ impl Work<'_> {
                 for (pair, sums) in sums.chunks_exact(lanes.count() * TILES).enumerate() {
                     let tiles = &sums[lane_panel * TILES..][..columns.div_ceil(MAX_ROWS)];
                     // SAFETY: these tasks are made on machines with AVX-512 alone.
-                    unsafe { turn(tiles, lane, &mut low[pair], &mut high[pair]) };
+                    unsafe { transpose_block(tiles, lane, &mut low[pair], &mut high[pair]) };
                 }
                 let first = first + lane;
                 for (row, tiles) in [(first, low), (first + MAX_ROWS, high)] {
@@ -335,7 +335,7 @@ impl Work<'_> {
                         let (rows, columns) = (Span::new(first_row + row, count), Span::new(column, columns));
                         let at = Place { group: self.task.group, rows, columns, panel };
                         let (tile, second) = tiles.split_at_mut(1);
-                        epilogue.finish(self.isa, at, &mut tile[0], second.first_mut(), room);
+                        epilogue.finish(self.isa, at, &mut tile[0], second.first_mut(), scratch);
                     }
                 }
             }
@@ -401,7 +401,7 @@ impl Later {
 /// The machine must have AVX-512 F, BW, DQ and VL.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-unsafe fn turn(tiles: &[Tile], lane: usize, low: &mut Tile, high: &mut Tile) {
+unsafe fn transpose_block(tiles: &[Tile], lane: usize, low: &mut Tile, high: &mut Tile) {
     for (block, pair) in tiles.chunks(2).enumerate() {
         let from: [*const f32; LANES] = std::array::from_fn(|column| {
             let tile = &pair[(column / MAX_ROWS).min(pair.len() - 1)];
@@ -419,5 +419,5 @@ unsafe fn turn(tiles: &[Tile], lane: usize, low: &mut Tile, high: &mut Tile) {
 }
 
 #[cfg(test)]
-#[path = "turned_tests.rs"]
+#[path = "swap_ab_tests.rs"]
 mod tests;

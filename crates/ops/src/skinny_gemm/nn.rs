@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use moeworks_tensor::{DType, bf16};
 
-use super::beside::Gradient;
+use super::fused_dgrad_wgrad::Gradient;
 use super::rows::{Weight, partial_block};
 use crate::gemm::Group;
 use crate::prefetch::prefetch_far;
@@ -30,7 +30,7 @@ pub(super) struct Strip<'a, T> {
 
 impl<'a, T> Strip<'a, T> {
     /// Selects `columns` of a group's B, whose elements are `weights`; all rows of A together take `a_len` words.
-    pub(super) fn of(group: &Group<'_>, weights: &'a [T], columns: Range<usize>, a_len: usize) -> Self {
+    pub(super) fn new(group: &Group<'_>, weights: &'a [T], columns: Range<usize>, a_len: usize) -> Self {
         let weights = &weights[(group.b.offset + columns.start).min(weights.len())..];
         let (stride, depth, a_stride) = (group.b.stride, group.depth, a_len / group.rows);
         Self { weights, stride, depth, columns: columns.len(), a_stride }
@@ -63,7 +63,7 @@ kernel! {
     /// Computes the sums of a strip like [`run`], and writes the gradient of its weights. Each block of the gradient
     /// is written right after the weights of the same rows and columns are read, because reads and writes of memory
     /// overlap.
-    pub(super) fn run_beside<S: Level, T: Weight, G: Float>(
+    pub(super) fn run_with_gradient<S: Level, T: Weight, G: Float>(
         strip: Strip<'_, T>,
         a: &mut [f32],
         sums: StripSums<'_>,

@@ -3,14 +3,14 @@
 //! With a handful of rows memory bandwidth sets the time, because each weight takes part in a few operations only.
 //! Each of the three forms has a kernel:
 //!
-//! - `A B^T` ([`dot`]): sums run along the weight rows. Several weight rows are streamed at a time, and each loaded
+//! - `A B^T` ([`nt`]): sums run along the weight rows. Several weight rows are streamed at a time, and each loaded
 //!   vector meets all rows of A while it is in a register. Pairs of bf16 use the pair dot product where the CPU has
 //!   one.
-//! - `A B` ([`axpy`]): weight rows times factors are summed into a strip of the result that the L1 cache holds.
+//! - `A B` ([`nn`]): weight rows times factors are summed into a strip of the result that the L1 cache holds.
 //!   Several weight rows are taken at a time, so that the strip is seldom loaded and stored.
-//! - `A^T B` ([`outer`]): the weight gradient, a sum of a few outer products, whose stores bypass the caches.
+//! - `A^T B` ([`tn`]): the weight gradient, a sum of a few outer products, whose stores bypass the caches.
 //!
-//! [`beside`] fuses the last two for a matrix that needs both.
+//! [`fused_dgrad_wgrad`] fuses the last two for a matrix that needs both.
 //!
 //! Work is cut by bytes of weights and not by group. The order of each sum depends on the depth and the instruction
 //! set alone, so the cut does not change results.
@@ -18,11 +18,11 @@
 //! [`GemmPlan`] sends groups here by their shape and type alone. A row's result can therefore differ in the last bits
 //! between a group of few rows and one of many, as it does between instruction sets.
 
-pub(crate) mod axpy;
-mod beside;
-pub(crate) mod dot;
-mod outer;
+mod fused_dgrad_wgrad;
+pub(crate) mod nn;
+pub(crate) mod nt;
 pub(crate) mod rows;
+mod tn;
 
 use std::ops::Range;
 
@@ -38,8 +38,8 @@ use crate::parallel::piece_range;
 use crate::simd::kernel;
 use rows::Weight;
 
-pub(crate) use beside::{StripGradients, product_with_gradients};
-pub(crate) use outer::{Gradients, weight_gradients};
+pub(crate) use fused_dgrad_wgrad::{StripGradients, product_with_gradients};
+pub(crate) use tn::{Gradients, weight_gradients};
 
 /// Bytes of weights that a task of the form `A B^T` streams: the least (some ten microseconds), and the limit up to
 /// which a task grows while each thread still gets [`TASKS_PER_THREAD`], because long streams are read faster.
@@ -92,7 +92,7 @@ impl Cut {
         let all_bytes: usize = groups().map(|(_, group)| weight_bytes(product, group)).sum();
         let task_bytes = (all_bytes / (TASKS_PER_THREAD * num_threads)).clamp(TASK_BYTES.0, TASK_BYTES.1);
         for (index, group) in groups() {
-            let panels = Panels::of(group.columns, kernels.lanes);
+            let panels = Panels::new(group.columns, kernels.lanes);
             let share = panels_per_task(product, group, &panels, task_bytes);
             let num_tasks = panels.count.div_ceil(share);
             let mut share = panels.count.div_ceil(num_tasks);
@@ -105,7 +105,7 @@ impl Cut {
                 cut.tasks.push(Task { group: index, panels: Span::new(range.start, range.len()) });
             }
             let has_gradient = gradients.is_some_and(|gradients| gradients.has(index));
-            let layout = Layout::of(product, group, &panels, share, has_gradient.then_some(kernels));
+            let layout = Layout::new(product, group, &panels, share, has_gradient.then_some(kernels));
             cut.scratch_units = cut.scratch_units.max(layout.len());
         }
         cut
@@ -150,7 +150,7 @@ impl Layout {
 
     /// Returns the areas for a task of `share` panels. `with_gradient` holds the kernels if the task writes the
     /// weight gradient, too.
-    fn of(
+    fn new(
         product: &Product<'_>,
         group: &Group<'_>,
         panels: &Panels,
@@ -164,13 +164,14 @@ impl Layout {
             strip: if product.form == Form::Nn {
                 group.rows * columns
             } else {
-                depth.max(dot::waiting_words(group.rows))
+                depth.max(nt::waiting_words(group.rows))
             },
-            tiles: share.min(dot::MAX_PANELS)
+            tiles: share.min(nt::MAX_PANELS)
                 * product.num_tiles()
                 * group.rows.div_ceil(MAX_ROWS)
                 * (size_of::<Tile>() / 4),
-            gradient: with_gradient.map_or(0, |kernels| beside::room_words(product, group, columns, kernels)),
+            gradient: with_gradient
+                .map_or(0, |kernels| fused_dgrad_wgrad::scratch_words(product, group, columns, kernels)),
         }
     }
 
@@ -203,9 +204,9 @@ impl Work<'_> {
     fn run<T: Weight>(&self, weights: &[T], scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Self { isa, product, task, kernels, .. } = *self;
         let group = &product.groups[task.group];
-        let panels = Panels::of(group.columns, kernels.lanes);
+        let panels = Panels::new(group.columns, kernels.lanes);
         let gradients = self.gradients.filter(|gradients| gradients.has(task.group));
-        let layout = Layout::of(product, group, &panels, task.panels.len, gradients.map(|_| kernels));
+        let layout = Layout::new(product, group, &panels, task.panels.len, gradients.map(|_| kernels));
         let (a, rest) = bytemuck::cast_slice_mut::<u32, f32>(&mut scratch[..layout.len()]).split_at_mut(layout.a);
         let (strip, rest) = rest.split_at_mut(layout.strip);
         let (tiles, operands) = rest.split_at_mut(layout.tiles);
@@ -225,9 +226,9 @@ impl Work<'_> {
             let stretch = first..(first + at_once).min(range.end);
             let places = stretch.clone().flat_map(|panel| {
                 let (column, columns, _) = panels.panel(panel);
-                Place::of_panel(task.group, group.rows, Span::new(column, columns), panel)
+                Place::tiles_of_panel(task.group, group.rows, Span::new(column, columns), panel)
             });
-            places.clone().for_each(|at| epilogue.ask_ahead(at));
+            places.clone().for_each(|at| epilogue.prefetch(at));
             if product.form == Form::Nt {
                 self.sum_rows(weights, &panels, stretch, a, strip, tiles);
             } else {
@@ -237,19 +238,19 @@ impl Work<'_> {
             }
             for (at, tiles) in places.zip(tiles.chunks_exact_mut(num_tiles)) {
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.room());
+                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.scratch());
             }
         }
     }
 
     /// Returns how many panels are computed before the first of them goes to the epilogue.
     fn panels_at_once<T: Weight>(&self, group: &Group<'_>) -> usize {
-        let is_stretch = self.product.form == Form::Nt && dot::is_streamed::<T>(self.isa, group.rows, group.depth);
+        let is_stretch = self.product.form == Form::Nt && nt::is_streamed::<T>(self.isa, group.rows, group.depth);
         if !is_stretch {
             return 1;
         }
         let num_panels = self.task.panels.len;
-        num_panels.div_ceil(num_panels.div_ceil(dot::MAX_PANELS))
+        num_panels.div_ceil(num_panels.div_ceil(nt::MAX_PANELS))
     }
 
     /// Computes the sums of the form `A B^T` for the columns of the panels `stretch`.
@@ -271,8 +272,8 @@ impl Work<'_> {
             let first = group.b.start(column + pair * group.columns);
             let (weights, next) = (&weights[first..][..columns * depth], self.after(panels, &stretch, pair));
             let panels = (*panels, stretch.start);
-            let stretch = dot::Stretch { weights, panels, depth, a, num_rows, tile_step: num_tiles, next };
-            dot::run::<T>(self.isa, stretch, waiting, &mut tiles[pair..]);
+            let stretch = nt::Stretch { weights, panels, depth, a, num_rows, tile_step: num_tiles, next };
+            nt::run::<T>(self.isa, stretch, waiting, &mut tiles[pair..]);
         }
     }
 
@@ -289,16 +290,16 @@ impl Work<'_> {
         }
         let Some(next) = self.next else { return first(group, panels, stretch.start) };
         let group = &product.groups[next.group];
-        first(group, &Panels::of(group.columns, lanes), next.panels.first)
+        first(group, &Panels::new(group.columns, lanes), next.panels.first)
     }
 
-    /// Lays the rows of A out in `a` for the form `A B^T`; `room` holds one row on its way.
-    fn spread_rows<T: Weight>(&self, group: &Group<'_>, room: &mut [f32], a: &mut [f32]) {
+    /// Lays the rows of A out in `a` for the form `A B^T`; `row_scratch` holds one row on its way.
+    fn spread_rows<T: Weight>(&self, group: &Group<'_>, row_scratch: &mut [f32], a: &mut [f32]) {
         let len = group.depth.next_multiple_of(rows::block_len(self.isa));
-        let room = &mut room[..len];
+        let row_scratch = &mut row_scratch[..len];
         for row in 0..group.rows {
-            rows::load_row(self.isa, &group.a, row, group.depth, self.product.compute, room);
-            rows::spread::<T>(self.isa, room, row, group.rows, a);
+            rows::load_row(self.isa, &group.a, row, group.depth, self.product.compute, row_scratch);
+            rows::spread::<T>(self.isa, row_scratch, row, group.rows, a);
         }
     }
 
@@ -321,14 +322,14 @@ impl Work<'_> {
         let first = panels.panel(range.start).0;
         let (last, columns, _) = panels.panel(range.end - 1);
         let (columns, stride) = (first..last + columns, strip.len() / group.rows);
-        let sums = axpy::StripSums { to: strip, stride };
+        let sums = nn::StripSums { to: strip, stride };
         if let Some(gradients) = self.gradients.filter(|gradients| gradients.has(self.task.group)) {
             let Self { isa, product, task, kernels, .. } = *self;
-            let of = beside::StripOf { isa, product, group: task.group, columns };
+            let of = fused_dgrad_wgrad::StripOf { isa, product, group: task.group, columns };
             return gradients.sum_strip(kernels, of, a, sums, operands);
         }
-        let strip_of = axpy::Strip::of(group, weights, columns, a.len());
-        axpy::run::<T>(self.isa, strip_of, a, sums);
+        let strip_of = nn::Strip::new(group, weights, columns, a.len());
+        nn::run::<T>(self.isa, strip_of, a, sums);
     }
 }
 
@@ -347,7 +348,7 @@ kernel! {
             for (column, to) in columns.clone().zip(to) {
                 let at = column % block;
                 let place =
-                    if T::is_dotted::<S>() { axpy::place_in_pairs(at, S::WIDTH) } else { T::place(at, S::WIDTH) };
+                    if T::is_dotted::<S>() { nn::place_in_pairs(at, S::WIDTH) } else { T::place(at, S::WIDTH) };
                 *to = strip[column / block * block + place];
             }
         }

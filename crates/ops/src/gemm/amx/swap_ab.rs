@@ -2,17 +2,17 @@
 //! packed as lanes.
 //!
 //! The sums, columns by rows, are transposed back in blocks of 16 by 16 on their way to the epilogue, as for
-//! [vectors](crate::gemm::turned), with which this shares the layout of sums.
+//! [vectors](crate::gemm::swap_ab), with which this shares the layout of sums.
 
-use super::cut::{TILES, panels_of_slab, part_units};
-use super::kernel::{Ahead, Call, FAR, Rows};
+use super::kernel::{Call, FAR, Prefetch, Rows};
+use super::tiling::{TILES, panels_of_slab, part_units};
 use super::{BLOCK, Registers, pack};
 use crate::gemm::kernel::Tile;
 use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::source::Block;
-use crate::gemm::store::Room;
+use crate::gemm::store::Scratch;
+use crate::gemm::swap_ab::{Lanes, PackedLanes};
 use crate::gemm::tasks::{Panels, Task};
-use crate::gemm::turned::{Lanes, PackedLanes};
 use crate::gemm::{Finish, Span, Work, tile_slice};
 
 /// Blocks of sixteen columns in a panel.
@@ -40,9 +40,9 @@ struct Slab {
 
 impl Slab {
     /// Lists the blocks of the slab that begins with panel `panel` of a task.
-    fn of(work: &Work<'_>, task: &Task, panel: usize) -> Self {
+    fn new(work: &Work<'_>, task: &Task, panel: usize) -> Self {
         let group = &work.product.groups[task.group];
-        let (panels, num_tiles) = (Panels::of(group.columns, BLOCK), work.product.num_tiles());
+        let (panels, num_tiles) = (Panels::new(group.columns, BLOCK), work.product.num_tiles());
         let end = (panel + panels_of_slab(num_tiles)).min(task.panels.end());
         let mut slab = Self { blocks: [Columns { first: 0, count: 0, place: 0 }; SLAB], count: 0 };
         for set in 0..(end - panel) * num_tiles {
@@ -67,7 +67,7 @@ impl Slab {
 
 impl Work<'_> {
     /// Computes a task of the form `A B^T`.
-    pub(super) fn run_turned_tiles(&self, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
+    pub(super) fn run_swap_ab_tiles(&self, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
         // SAFETY: these tasks exist only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };
@@ -75,9 +75,9 @@ impl Work<'_> {
         let num_tiles = product.num_tiles();
         let tiles_of_slab = panels_of_slab(num_tiles) * num_tiles * lanes.count() * BLOCKS * TILES;
         let (packed, rest) = scratch.split_at_mut(task.b_units);
-        let (a_room, rest) = rest.split_at_mut(task.a_units);
+        let (a_buffer, rest) = rest.split_at_mut(task.a_units);
         let (out, sums) = tile_slice(rest).split_at_mut(2 * num_tiles);
-        let mut room = Room::new();
+        let mut tile_scratch = Scratch::new();
         let stretch = task.part;
         let num_stretches = group.depth.div_ceil(stretch).max(1);
         for index in 0..num_stretches {
@@ -95,11 +95,11 @@ impl Work<'_> {
                 let sums = &mut sums[at..][..tiles_of_slab];
                 let asked = is_last.then_some(epilogue);
                 let packed = PackedLanes { lanes: &lanes, units: packed };
-                self.sum_slab(panel, span, packed, &mut *a_room, sums, asked);
+                self.sum_slab(panel, span, packed, &mut *a_buffer, sums, asked);
                 if is_last {
                     let sets = sums.chunks_exact(lanes.count() * BLOCKS * TILES * num_tiles);
                     for (sums, panel) in sets.zip(panel..panels.end) {
-                        self.turn_back(panel, &lanes, sums, &mut *out, &mut room, epilogue);
+                        self.transpose_back(panel, &lanes, sums, &mut *out, &mut tile_scratch, epilogue);
                     }
                 }
             }
@@ -128,19 +128,19 @@ impl Work<'_> {
         panel: usize,
         depth: Span,
         packed: PackedLanes<'_>,
-        room: &mut [u32],
+        buffer: &mut [u32],
         sums: &mut [Tile],
         asked: Option<&dyn Finish>,
     ) {
-        let slab = Slab::of(self, self.task, panel);
+        let slab = Slab::new(self, self.task, panel);
         let (PackedLanes { lanes, units: packed }, Span { first: start, len: depth }) = (packed, depth);
         let num_units = self.format().units_of(depth);
         let num_calls = slab.pairs().count() * lanes.count();
-        let ask_for_share = |call: usize| {
+        let prefetch_share = |call: usize| {
             let Some(epilogue) = asked else { return };
             let end = self.task.panels.end();
             for panel in panel..(panel + panels_of_slab(self.product.num_tiles())).min(end) {
-                self.ask_for_rows(panel, call, num_calls, epilogue);
+                self.prefetch_rows(panel, call, num_calls, epilogue);
             }
         };
         for (number, blocks) in slab.pairs().enumerate() {
@@ -160,7 +160,7 @@ impl Work<'_> {
                     let (first_lane, width) = lanes.panel(lane);
                     let b = &packed[first_lane * num_units..][..num_units * width];
                     let ahead = later.at_call(lane, lanes.count(), num_units);
-                    ask_for_share(number * lanes.count() + lane);
+                    prefetch_share(number * lanes.count() + lane);
                     let a = &[first, last][..blocks.len()];
                     let call = Call { a, b, width, is_continued: start > 0, parts: 1, ahead, later: None };
                     // SAFETY: the task has set the registers up.
@@ -173,9 +173,9 @@ impl Work<'_> {
                 let units = (num_units - done).min(longest);
                 let elements = format.elements_of(done);
                 let from = Span::new(start + elements, (depth - elements).min(format.elements_of(units)));
-                let (first, second) = room.split_at_mut(BLOCK * units);
-                for (columns, room) in blocks.iter().zip([&mut *first, &mut *second]) {
-                    pack::rows(&self.group.b, Span::new(columns.first, columns.count), from, format, room);
+                let (first, second) = buffer.split_at_mut(BLOCK * units);
+                for (columns, buffer) in blocks.iter().zip([&mut *first, &mut *second]) {
+                    pack::rows(&self.group.b, Span::new(columns.first, columns.count), from, format, buffer);
                 }
                 let a = [Rows::packed(first, units), Rows::packed(second, units)];
                 for lane in 0..lanes.count() {
@@ -209,10 +209,10 @@ impl Work<'_> {
             return of(self.task, Some(blocks));
         }
         if next_panel < self.task.panels.end() {
-            return of(self.task, Slab::of(self, self.task, next_panel).pairs().next());
+            return of(self.task, Slab::new(self, self.task, next_panel).pairs().next());
         }
         let Some(next) = self.next.filter(|next| next.kernel.is_swapped()) else { return Later::NOTHING };
-        of(next, Slab::of(self, next, next.panels.first).pairs().next())
+        of(next, Slab::new(self, next, next.panels.first).pairs().next())
     }
 }
 
@@ -230,13 +230,13 @@ impl Later {
     const NOTHING: Self = Self { runs: [std::ptr::null(); 2], len: 0, least_lanes: 0 };
 
     /// Returns the prefetches of the call with panel `lane` of `count` panels of lanes.
-    fn at_call(&self, lane: usize, count: usize, num_units: usize) -> Option<Ahead> {
+    fn at_call(&self, lane: usize, count: usize, num_units: usize) -> Option<Prefetch> {
         let lines = self.len / 64;
         // All of both runs, the second after the first.
         let share = (2 * lines).div_ceil(count);
         let from = lane * share;
         let run = self.runs.get(from.checked_div(lines)?).filter(|_| count >= self.least_lanes)?;
         let at = run.wrapping_add(64 * (from % lines));
-        Some(Ahead { at, count: share.div_ceil((num_units / BLOCK).max(1)) })
+        Some(Prefetch { at, count: share.div_ceil((num_units / BLOCK).max(1)) })
     }
 }

@@ -11,7 +11,7 @@ use crate::prefetch::prefetch_far;
 impl Work<'_> {
     /// Plans the prefetches of the rows of A after those of the tiles from `row` on.
     #[inline(always)]
-    pub(super) fn ahead_of(&self, row: usize, start: usize, depth: usize) -> Ahead<'_> {
+    pub(super) fn rows_ahead(&self, row: usize, start: usize, depth: usize) -> RowPrefetch<'_> {
         let next = row + self.kernels.rows;
         // Intel CPUs, which have tiles or multiply pairs of bf16 slowly, prefetch rows by themselves, and software
         // prefetches would take the line buffers that loads of the kernels need.
@@ -21,7 +21,7 @@ impl Work<'_> {
         let end = self.task.rows.first + end.min(next + self.kernels.rows);
         let bytes = self.group.a.bytes_of(depth);
         let share = (bytes * self.kernels.rows).div_ceil(64 * self.task.panels.len);
-        let mut ahead = Ahead {
+        let mut ahead = RowPrefetch {
             source: &self.group.a,
             rows: self.task.rows.first + next..end,
             start,
@@ -50,7 +50,7 @@ impl Work<'_> {
         if self.product.form == Form::Tn || self.product.form == Form::Nt && is_in_parts {
             return stream;
         }
-        let panels = super::Panels::of(group.columns, self.kernels.lanes);
+        let panels = super::Panels::new(group.columns, self.kernels.lanes);
         let (column, ..) = panels.panel(next.panels.first);
         let (last, columns, _) = panels.panel(next.panels.end() - 1);
         let columns = last + columns - column;
@@ -76,7 +76,7 @@ impl Work<'_> {
 
 /// Prefetches of rows of A into the L2 cache, a share at a time, because all at once would delay the loads of the
 /// kernel.
-pub(super) struct Ahead<'a> {
+pub(super) struct RowPrefetch<'a> {
     source: &'a Source<'a>,
     /// Rows that have not been begun.
     rows: Range<usize>,
@@ -90,7 +90,7 @@ pub(super) struct Ahead<'a> {
     left: usize,
 }
 
-impl Ahead<'_> {
+impl RowPrefetch<'_> {
     #[inline(always)]
     pub(super) fn advance(&mut self) {
         let mut share = self.share;

@@ -58,12 +58,12 @@ pub(crate) struct Gradients<'a, T> {
 
 /// Computes products of the form `A^T B`, of any number of rows.
 pub(crate) fn weight_gradients<T: Float>(ctx: &Context, product: &Product<'_>, gradients: Gradients<'_, T>) {
-    weight_gradients_beside(ctx, product, gradients, None);
+    weight_gradients_with_tasks(ctx, product, gradients, None);
 }
 
 /// Computes products of the form `A^T B`, interleaved with the tasks `others` as far as skinny kernels take the
 /// products.
-pub(crate) fn weight_gradients_beside<T: Float>(
+pub(crate) fn weight_gradients_with_tasks<T: Float>(
     ctx: &Context,
     product: &Product<'_>,
     gradients: Gradients<'_, T>,
@@ -72,7 +72,7 @@ pub(crate) fn weight_gradients_beside<T: Float>(
     let chooser = Chooser::new(ctx.isa(), product.compute, ctx.is_batch_invariant());
     let kernels = &chooser.kernels;
     let is_few = |group: &Group<'_>| {
-        let problem = GemmProblem::of(product, group, group.rows);
+        let problem = GemmProblem::from_group(product, group, group.rows);
         let problem = GemmProblem { is_gradient: group.columns == gradients.stride, ..problem };
         chooser.choose(&problem).kernel == GemmKernel::SkinnyGradient
     };
@@ -132,13 +132,13 @@ fn run_tasks<T: Float>(
 ) {
     let bytes: usize = tasks.iter().map(|task| size_of::<T>() * task.rows.len() * gradients.stride).sum();
     let is_streamed = is_streamed(gradients.write, bytes);
-    let put = match gradients.write {
-        Write::Add => Put::Add,
-        Write::Replace if is_streamed => Put::Stream,
-        Write::Replace => Put::Store,
+    let mode = match gradients.write {
+        Write::Add => StoreMode::Add,
+        Write::Replace if is_streamed => StoreMode::Stream,
+        Write::Replace => StoreMode::Store,
     };
     let kernels = Kernels::select(ctx.isa(), product.compute);
-    let operands_of = |task: &Task| Operands::of(&kernels, product.compute, product.groups[task.group].depth);
+    let operands_of = |task: &Task| Operands::new(&kernels, product.compute, product.groups[task.group].depth);
     let words_of = |task: &Task| {
         let operands = operands_of(task);
         [operands.words_of_b(product.groups[task.group].columns), operands.words_of_a(task.rows.len())]
@@ -162,7 +162,7 @@ fn run_tasks<T: Float>(
             let start = gradients.offsets[task.group] + task.rows.start * gradients.stride;
             // SAFETY: the tasks' rows do not overlap, nor do the groups' matrices.
             let to = unsafe { gradients.to.range(start..start + task.rows.len() * gradients.stride) };
-            outer_kernel(ctx.isa(), operands.sums(a, b), put, group.columns, to);
+            outer_kernel(ctx.isa(), operands.sums(a, b), mode, group.columns, to);
         });
         if is_streamed {
             fence();
@@ -170,7 +170,7 @@ fn run_tasks<T: Float>(
     };
     let tasks = Tasks { count: tasks.len(), run: &run };
     match others {
-        Some(others) => others.run_beside(ctx, tasks),
+        Some(others) => others.run_interleaved(ctx, tasks),
         None => tasks.run(ctx),
     }
 }
@@ -184,7 +184,7 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    pub(super) fn of(kernels: &Kernels, compute: Compute, depth: usize) -> Self {
+    pub(super) fn new(kernels: &Kernels, compute: Compute, depth: usize) -> Self {
         let format = kernels.format(compute);
         // CPUs with AMX begin one bf16 pair product every second cycle but two f32 multiply-adds every cycle, so f32
         // is as fast per element and needs half as many instructions of the slow kind.
@@ -239,7 +239,7 @@ kernel! {
 
 /// The way in which sums are written.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Put {
+pub(super) enum StoreMode {
     Store,
     /// Bypasses the caches; rows must be aligned to vectors.
     Stream,
@@ -267,8 +267,8 @@ pub(super) struct GradientTile {
 }
 kernel! {
     bf16
-    fn outer_kernel<S: Level, T: Float>(sums: Sums<'_>, put: Put, columns: usize, to: &mut [T]) {
-        let put = put.where_aligned::<S, T>(to.as_ptr(), columns);
+    fn outer_kernel<S: Level, T: Float>(sums: Sums<'_>, mode: StoreMode, columns: usize, to: &mut [T]) {
+        let mode = mode.where_aligned::<S, T>(to.as_ptr(), columns);
         let (tile, blocks) = (tile_rows(S::WIDTH), if size_of_val(sums.b) > CLOSE_BYTES { BLOCKS } else { 1 });
         for (index, to) in to.chunks_mut(blocks * tile * columns).enumerate() {
             for column in (0..columns).step_by(VECTORS * S::WIDTH) {
@@ -276,15 +276,15 @@ kernel! {
                     let (num_rows, num_columns) = (to.len() / columns, columns - column);
                     let tile = GradientTile { block: index * blocks + block, column, num_rows, num_columns };
                     // SAFETY: `to` has so many rows from the column on.
-                    unsafe { sums.put::<S, T>(tile, put, to.as_mut_ptr().add(column), columns) };
+                    unsafe { sums.write::<S, T>(tile, mode, to.as_mut_ptr().add(column), columns) };
                 }
             }
         }
     }
 }
 
-impl Put {
-    /// Replaces [`Put::Stream`] by [`Put::Store`] unless all vectors of rows `stride` apart are aligned.
+impl StoreMode {
+    /// Replaces [`StoreMode::Stream`] by [`StoreMode::Store`] unless all vectors of rows `stride` apart are aligned.
     #[inline(always)]
     pub(super) fn where_aligned<S: Level, T>(self, to: *const T, stride: usize) -> Self {
         let is_whole = |bytes: usize| bytes.is_multiple_of(4 * S::WIDTH);
@@ -300,13 +300,19 @@ impl Sums<'_> {
     /// The rows and columns of `tile` must be writable at `to`, rows `stride` apart, and whole vectors of them
     /// aligned if they are streamed.
     #[inline(always)]
-    pub(super) unsafe fn put<S: Level, T: Float>(&self, tile: GradientTile, put: Put, to: *mut T, stride: usize) {
+    pub(super) unsafe fn write<S: Level, T: Float>(
+        &self,
+        tile: GradientTile,
+        mode: StoreMode,
+        to: *mut T,
+        stride: usize,
+    ) {
         // SAFETY: the caller's promise is handed on.
         unsafe {
             if S::WIDTH >= LANES {
-                self.put_rows::<S, T, 8>(tile, put, to, stride);
+                self.write_rows::<S, T, 8>(tile, mode, to, stride);
             } else {
-                self.put_rows::<S, T, 4>(tile, put, to, stride);
+                self.write_rows::<S, T, 4>(tile, mode, to, stride);
             }
         }
     }
@@ -314,12 +320,12 @@ impl Sums<'_> {
     /// Computes and writes a tile of `N` rows.
     ///
     /// # Safety
-    /// As for [`put`](Self::put).
+    /// As for [`write`](Self::write).
     #[inline(always)]
-    unsafe fn put_rows<S: Level, T: Float, const N: usize>(
+    unsafe fn write_rows<S: Level, T: Float, const N: usize>(
         &self,
         tile: GradientTile,
-        put: Put,
+        mode: StoreMode,
         to: *mut T,
         stride: usize,
     ) {
@@ -330,14 +336,14 @@ impl Sums<'_> {
         // SAFETY: the caller's promise.
         unsafe {
             if num_rows >= N && num_columns >= width {
-                return put_tile::<S, T, N>(&self.tile::<S, N>(a, b), put, to, stride);
+                return write_tile::<S, T, N>(&self.tile::<S, N>(a, b), mode, to, stride);
             }
             // Computed separately: sums indexed by a loop variable would not stay in registers, and those above have
             // to.
             let sums = self.tile::<S, N>(a, b);
             for (row, sums) in sums.iter().enumerate().take(num_rows) {
                 let to = std::slice::from_raw_parts_mut(to.add(row * stride), num_columns.min(width));
-                put_row::<S, T>(sums, put, to);
+                write_row::<S, T>(sums, mode, to);
             }
         }
     }
@@ -389,21 +395,21 @@ macro_rules! each_row {
 /// # Safety
 /// The rows must be writable, and aligned if they are streamed.
 #[inline(always)]
-unsafe fn put_tile<S: Level, T: Float, const N: usize>(
+unsafe fn write_tile<S: Level, T: Float, const N: usize>(
     sums: &[[S::Vector; VECTORS]; N],
-    put: Put,
+    mode: StoreMode,
     to: *mut T,
     stride: usize,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        match put {
-            Put::Store => each_row!(N, n => put_vectors::<S, T>(to.add(n * stride), sums[n], false)),
-            Put::Stream => each_row!(N, n => put_vectors::<S, T>(to.add(n * stride), sums[n], true)),
-            Put::Add => each_row!(N, n => {
+        match mode {
+            StoreMode::Store => each_row!(N, n => write_vectors::<S, T>(to.add(n * stride), sums[n], false)),
+            StoreMode::Stream => each_row!(N, n => write_vectors::<S, T>(to.add(n * stride), sums[n], true)),
+            StoreMode::Add => each_row!(N, n => {
                 let to = to.add(n * stride);
                 let old = load_vectors::<S, T>(to);
-                put_vectors::<S, T>(to, [S::vector_add(sums[n][0], old[0]), S::vector_add(sums[n][1], old[1])], false);
+                write_vectors::<S, T>(to, [S::vector_add(sums[n][0], old[0]), S::vector_add(sums[n][1], old[1])], false);
             }),
         }
     }
@@ -414,7 +420,7 @@ unsafe fn put_tile<S: Level, T: Float, const N: usize>(
 /// # Safety
 /// They must be writable at `to`, and aligned if they are streamed.
 #[inline(always)]
-unsafe fn put_vectors<S: Level, T: Float>(to: *mut T, sums: [S::Vector; VECTORS], is_streamed: bool) {
+unsafe fn write_vectors<S: Level, T: Float>(to: *mut T, sums: [S::Vector; VECTORS], is_streamed: bool) {
     let (of_bf16, to) = (T::DTYPE == DType::BF16, to.cast::<f32>());
     let vectors = if of_bf16 { &[S::round(sums)][..] } else { &sums };
     for (v, &vector) in vectors.iter().enumerate() {
@@ -447,12 +453,12 @@ unsafe fn load_vectors<S: Level, T: Float>(from: *const T) -> [S::Vector; VECTOR
 
 /// Writes the sums of a row to `to`, which may be shorter.
 #[inline(always)]
-fn put_row<S: Level, T: Float>(sums: &[S::Vector; VECTORS], put: Put, to: &mut [T]) {
+fn write_row<S: Level, T: Float>(sums: &[S::Vector; VECTORS], mode: StoreMode, to: &mut [T]) {
     for (&sum, to) in sums.iter().zip(to.chunks_mut(S::WIDTH)) {
         let mut last = [0.0; LANES];
-        // SAFETY: there is room for a vector.
+        // SAFETY: the array holds a vector.
         unsafe { S::store(last.as_mut_ptr(), sum) };
-        let is_added = put == Put::Add;
+        let is_added = mode == StoreMode::Add;
         to.iter_mut().zip(last).for_each(|(to, sum)| *to = T::store(if is_added { to.load() + sum } else { sum }));
     }
 }

@@ -8,8 +8,8 @@
 use std::ops::Range;
 
 use super::Gradients;
-use super::axpy::{self, Strip, StripSums};
-use super::outer::{GradientTile, Operands, Put, Sums, tile_rows, weight_gradients_beside};
+use super::nn::{self, Strip, StripSums};
+use super::tn::{GradientTile, Operands, StoreMode, Sums, tile_rows, weight_gradients_with_tasks};
 use crate::Context;
 use crate::gemm::kernel::Kernels;
 use crate::gemm::plan::{Chooser, GemmKernel};
@@ -56,19 +56,19 @@ pub(crate) fn product_with_gradients<G: Float>(
     }
     let of_taken = product.groups.iter().zip(&taken).filter(|(_, taken)| taken.is_some());
     let bytes: usize = of_taken.map(|(group, _)| size_of::<G>() * group.depth * group.columns).sum();
-    let is_beside = write == Write::Replace && bytes >= MIN_BYTES;
-    let beside = Beside { taken: &taken, to, stride };
-    let beside: Option<&dyn StripGradients> = if is_beside { Some(&beside) } else { None };
-    gemm::with_tasks(ctx, product, epilogue, beside, |tasks| {
-        let (groups, offsets) = if is_beside { (&*rest, &*rest_offsets) } else { (matrices.groups, offsets) };
+    let is_fused = write == Write::Replace && bytes >= MIN_BYTES;
+    let fused = FusedGradients { taken: &taken, to, stride };
+    let fused: Option<&dyn StripGradients> = if is_fused { Some(&fused) } else { None };
+    gemm::with_tasks(ctx, product, epilogue, fused, |tasks| {
+        let (groups, offsets) = if is_fused { (&*rest, &*rest_offsets) } else { (matrices.groups, offsets) };
         let matrices = Product { groups, ..*matrices };
-        weight_gradients_beside(ctx, &matrices, Gradients { to, offsets, stride, write }, Some(tasks));
+        weight_gradients_with_tasks(ctx, &matrices, Gradients { to, offsets, stride, write }, Some(tasks));
     });
 }
 
 /// The weight gradients written in the pass over `product`: for each group the rows of X and the offset of the
 /// gradient.
-struct Beside<'a, G> {
+struct FusedGradients<'a, G> {
     taken: &'a [Option<(Source<'a>, usize)>],
     to: Lent<'a, G>,
     stride: usize,
@@ -80,8 +80,8 @@ pub(crate) trait StripGradients: Sync {
     fn has(&self, group: usize) -> bool;
 
     /// Computes the sums of some columns of a group's product from the factors `a`, and writes the gradient of those
-    /// columns of B. `room` has [`room_words`] words.
-    fn sum_strip(&self, kernels: &Kernels, of: StripOf<'_>, a: &mut [f32], sums: StripSums<'_>, room: &mut [u32]);
+    /// columns of B. `scratch` has [`scratch_words`] words.
+    fn sum_strip(&self, kernels: &Kernels, of: StripOf<'_>, a: &mut [f32], sums: StripSums<'_>, scratch: &mut [u32]);
 }
 
 /// The columns of a group that a strip covers.
@@ -93,23 +93,23 @@ pub(crate) struct StripOf<'a> {
 }
 
 /// Returns how many words of scratch [`StripGradients::sum_strip`] needs.
-pub(super) fn room_words(product: &Product<'_>, group: &Group<'_>, columns: usize, kernels: &Kernels) -> usize {
-    let operands = Operands::of(kernels, product.compute, group.rows);
+pub(super) fn scratch_words(product: &Product<'_>, group: &Group<'_>, columns: usize, kernels: &Kernels) -> usize {
+    let operands = Operands::new(kernels, product.compute, group.rows);
     (operands.words_of_a(group.depth) + operands.words_of_b(columns)).next_multiple_of(LINE / 4)
 }
 
-impl<G: Float> StripGradients for Beside<'_, G> {
+impl<G: Float> StripGradients for FusedGradients<'_, G> {
     fn has(&self, group: usize) -> bool {
         self.taken[group].is_some()
     }
 
-    fn sum_strip(&self, kernels: &Kernels, of: StripOf<'_>, a: &mut [f32], sums: StripSums<'_>, room: &mut [u32]) {
+    fn sum_strip(&self, kernels: &Kernels, of: StripOf<'_>, a: &mut [f32], sums: StripSums<'_>, scratch: &mut [u32]) {
         let StripOf { isa, product, group: index, columns } = of;
         let group = &product.groups[index];
         let (x, offset) = self.taken[index].expect("a group whose gradient is written here");
         // The rows of the product are the depth of both operands.
-        let operands = Operands::of(kernels, product.compute, group.rows);
-        let (of_a, of_x) = room.split_at_mut(operands.words_of_a(group.depth));
+        let operands = Operands::new(kernels, product.compute, group.rows);
+        let (of_a, of_x) = scratch.split_at_mut(operands.words_of_a(group.depth));
         let of_x = &mut of_x[..operands.words_of_b(columns.len())];
         operands.lay_out_a(isa, &group.a, 0..group.depth, of_a);
         operands.lay_out_b(isa, &x, columns.clone(), of_x);
@@ -119,7 +119,7 @@ impl<G: Float> StripGradients for Beside<'_, G> {
         // SAFETY: the matrix is inside the slice that was lent, and no other task writes to these columns of it.
         let gradient = unsafe { Gradient::new(operands.sums(of_a, of_x), to, self.stride, group.depth, columns.len()) };
         with_elements!(group.b.elements, weights => {
-            axpy::run_beside(isa, Strip::of(group, weights, columns, a.len()), a, sums, gradient);
+            nn::run_with_gradient(isa, Strip::new(group, weights, columns, a.len()), a, sums, gradient);
         });
     }
 }
@@ -173,12 +173,12 @@ impl<'a, G: Float> Gradient<'a, G> {
         assert!(row < num_rows && column < num_columns, "a tile of a gradient");
         let block = row / tile_rows(S::WIDTH);
         let tile = GradientTile { block, column, num_rows: num_rows - row, num_columns: num_columns - column };
-        let put = Put::Stream.where_aligned::<S, G>(self.to, self.stride);
+        let mode = StoreMode::Stream.where_aligned::<S, G>(self.to, self.stride);
         // SAFETY: `new`'s caller promised the rows and columns from these on; blocks of columns of aligned rows are
         // aligned.
         unsafe {
             let to = self.to.add(row * self.stride + column);
-            self.operands.put::<S, G>(tile, put, to, self.stride);
+            self.operands.write::<S, G>(tile, mode, to, self.stride);
         }
     }
 }

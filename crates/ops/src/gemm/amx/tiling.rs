@@ -7,8 +7,8 @@ use super::{BLOCK, ROWS};
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::plan::FEW_TILE_ROWS;
 use crate::gemm::source::Format;
+use crate::gemm::swap_ab::Lanes;
 use crate::gemm::tasks::{Cut, CutOf, Panels, Task, push_tasks};
-use crate::gemm::turned::Lanes;
 use crate::gemm::{Form, Group, Product, Span};
 
 /// Units of packed B that a task keeps in the L2 cache, somewhat more than half of 2 MiB: for widths that are powers
@@ -39,10 +39,10 @@ const MAX_STAYING: usize = 256;
 const MIN_COLUMNS: usize = 480;
 /// Units of packed B as bf16x3, half a MiB, and the most rows with them: splitting either operand takes time, and
 /// with their sums they fill the L2 cache.
-const B_PARTS: usize = 128 << 10;
-const MAX_ROWS_IN_PARTS: usize = 512;
+const B_UNITS_BF16X3: usize = 128 << 10;
+const MAX_ROWS_BF16X3: usize = 512;
 /// The most partial sums while the depth is cut for swapped products.
-const WAITING_TURNED: usize = 160 << 10;
+const WAITING_SWAPPED: usize = 160 << 10;
 /// The most partial sums while B is cut along the depth.
 const WAITING: usize = 272 << 10;
 /// Units of a tile of sums.
@@ -73,7 +73,7 @@ pub(in crate::gemm) fn cut_swapped(
 ) {
     let format = kernels.format(product.compute);
     let num_tiles = product.num_tiles();
-    let panels = Panels::of(group.columns, BLOCK);
+    let panels = Panels::new(group.columns, BLOCK);
     let units = format.units_of(group.depth);
     let (block, longest) = (block_units(format), part_units(format));
 
@@ -91,7 +91,7 @@ pub(in crate::gemm) fn cut_swapped(
     let lanes = Lanes::whole(rows);
     let tiles_of_panel = num_tiles * lanes.count() * 3 * TILES;
     if num_stretches > 1 {
-        chunk = chunk.min(WAITING_TURNED / (tiles_of_panel * TILE_UNITS));
+        chunk = chunk.min(WAITING_SWAPPED / (tiles_of_panel * TILE_UNITS));
     }
     chunk = chunk.clamp(1, panels.count);
     let at_once = panels_of_slab(num_tiles);
@@ -119,10 +119,10 @@ pub(in crate::gemm) fn cut_direct(
     cut: &mut Cut,
 ) {
     let num_tiles = product.num_tiles();
-    let panels = Panels::of(group.columns, kernels.lanes);
+    let panels = Panels::new(group.columns, kernels.lanes);
     let budget = budget.saturating_mul(BUDGET);
     let is_a_packed_whole = product.form == Form::Tn;
-    let Shares { part_units, chunk, max_rows } = Shares::of(product, group, kernels, &panels, budget);
+    let Shares { part_units, chunk, max_rows } = Shares::new(product, group, kernels, &panels, budget);
     let format = kernels.format(product.compute);
     let longest = self::part_units(format);
     let num_parts = format.units_of(group.depth).div_ceil(part_units).max(1);
@@ -159,7 +159,7 @@ struct Shares {
 }
 
 impl Shares {
-    fn of(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels, panels: &Panels, budget: usize) -> Self {
+    fn new(product: &Product<'_>, group: &Group<'_>, kernels: &Kernels, panels: &Panels, budget: usize) -> Self {
         let panel_width = TILE_STRIDE * product.num_tiles();
         let format = kernels.format(product.compute);
         let (block, longest) = (block_units(format), part_units(format));
@@ -167,16 +167,16 @@ impl Shares {
         let even = |longest: usize| units.div_ceil(units.div_ceil(longest)).next_multiple_of(block);
         // Even shares of all panels, at most `most` each.
         let chunk_of = |most: usize| panels.count.div_ceil(panels.count.div_ceil(most.clamp(1, panels.count)));
-        let in_parts = |part_units: usize| {
-            let chunk = chunk_of(B_PARTS / (longest * panel_width));
-            Self { part_units, chunk, max_rows: MAX_ROWS_IN_PARTS }
+        let bf16x3 = |part_units: usize| {
+            let chunk = chunk_of(B_UNITS_BF16X3 / (longest * panel_width));
+            Self { part_units, chunk, max_rows: MAX_ROWS_BF16X3 }
         };
         if product.form == Form::Tn {
             // B is packed over the whole depth once for all consecutive tasks of a thread, A for each task. As
             // bf16x3, B is packed again for each task as well.
             let part_units = if units <= LONG_UNITS { units } else { even(longest) };
             if format.parts > 1 {
-                return in_parts(part_units);
+                return bf16x3(part_units);
             }
             let max_rows = (A_UNITS / part_units).clamp(MIN_ROWS, MAX_PACKED_ROWS);
             return Self { part_units, chunk: chunk_of(B_UNITS / (part_units * panel_width)), max_rows };
@@ -192,7 +192,7 @@ impl Shares {
         }
         let part_units = even(longest);
         if format.parts > 1 {
-            return in_parts(part_units);
+            return bf16x3(part_units);
         }
         let chunk = chunk_of(B_UNITS / 2 / (part_units * panel_width));
         let max_rows = if part_units == units { usize::MAX } else { WAITING / (chunk * panel_width) / ROWS * ROWS };

@@ -136,5 +136,5 @@ in_vectors! {
 }
 
 #[cfg(test)]
-#[path = "parts_tests.rs"]
+#[path = "bf16x3_tests.rs"]
 mod tests;

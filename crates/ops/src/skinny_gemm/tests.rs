@@ -181,7 +181,7 @@ fn gradients(ctx: &Context, rows: usize, out: usize, inputs: usize, dtype: DType
 
 #[test]
 fn gradients_that_are_streamed_to_memory_are_those_that_are_added() {
-    // More bytes than the limit of `outer`; odd columns cannot be streamed.
+    // More bytes than the limit of `tn`; odd columns cannot be streamed.
     for (out, inputs) in [(1_057, 2_048), (1_111, 1_999)] {
         for ctx in contexts() {
             for rows in [0, 1, 3, 33] {
@@ -195,7 +195,7 @@ fn gradients_that_are_streamed_to_memory_are_those_that_are_added() {
 
 #[test]
 fn gradients_in_bf16_are_those_in_f32_rounded() {
-    // Small matrices, and some above the size that `outer` streams: by outer products, and by tiles where vectors are
+    // Small matrices, and some above the size that `tn` streams: by outer products, and by tiles where vectors are
     // wide. Rows of tiles end in the middle of a line at some columns and anywhere at others.
     let large = [(2_105, 2_048, 33), (2_117, 2_000, 290), (2_111, 1_999, 290)];
     for (out, inputs, rows) in large.into_iter().chain([0, 2, 33, 290].map(|rows| (37, 83, rows))) {
