@@ -33,9 +33,9 @@ fn output_of_rank(comm: &dyn Communicator) -> Result<Vec<f32>, CommError> {
     let ranks = ExpertRanks::new(all()?, all()?, placement, Exchange::plain(Wire::F32))?;
 
     let ctx = Context::cpu(1);
-    let layer = MoeLayer::over_ranks(config(), ranks.layer(0)).expect("a valid configuration");
+    let layer = MoeLayer::expert_parallel(config(), ranks.layer(0)).expect("a valid configuration");
     let whole = MoeWeights::random(&ctx, &config(), 1, 0.3);
-    let weights = whole.of_experts(&ctx, ranks.layer(0).held());
+    let weights = whole.select_experts(&ctx, ranks.layer(0).held());
     let x = Tensor::from_slice(ctx.pool(), &[TOKENS, WIDTH], &tokens(comm.rank()));
     let (y, _saved) = layer.forward(&ctx, &weights, &x, &RouterInput::default());
     // A communication that fails does not end the pass: look here after it.

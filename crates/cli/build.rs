@@ -1,5 +1,5 @@
-//! Tells the program which commit it is made of: by the files of the checkout, so that it needs no git. Without a checkout it does not
-//! know.
+//! Tells the program which commit it is made of: by the files of the checkout, so that it needs no git. Without a
+//! checkout it does not know.
 
 use std::env;
 use std::fs;

@@ -1,5 +1,5 @@
-//! Times of collectives and links: `cargo bench -p moeworks-bench --bench collectives -- RANKS [MOST_BYTES]`, or the built
-//! program under mpirun.
+//! Times of collectives and links: `cargo bench -p moeworks-bench --bench collectives -- RANKS [MOST_BYTES]`, or the
+//! built program under mpirun.
 
 use std::fmt::Display;
 

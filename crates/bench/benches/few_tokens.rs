@@ -1,9 +1,9 @@
-//! Times the experts with few tokens against the rate of reading memory: `cargo bench -p moeworks-bench --bench few_tokens`.
-//! With `-- TEXT` only the cases whose name contains the text.
+//! Times the experts with few tokens against the rate of reading memory: `cargo bench -p moeworks-bench --bench
+//! few_tokens`. With `-- TEXT` only the cases whose name contains the text.
 //!
-//! Each run sends the tokens to other experts than the one before, so that weights come from memory as they do in a model
-//! of many layers. Counted are the bytes of weights that are touched: read once forward and once backward; for the
-//! gradients of the weights, written once.
+//! Each run sends the tokens to other experts than the one before, so that weights come from memory as they do in a
+//! model of many layers. Counted are the bytes of weights that are touched: read once forward and once backward; for
+//! the gradients of the weights, written once.
 
 use std::time::Instant;
 

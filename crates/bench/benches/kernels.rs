@@ -1,5 +1,5 @@
-//! Times operations against the measured limits of this machine: `cargo bench -p moeworks-bench --bench kernels`. With
-//! `-- TEXT` only the cases whose name contains the text.
+//! Times operations against the measured limits of this machine: `cargo bench -p moeworks-bench --bench kernels`.
+//! With `-- TEXT` only the cases whose name contains the text.
 
 use moeworks_bench::kernels::time_kernels;
 use moeworks_ops::{Context, Isa, MachineOptions, peak};

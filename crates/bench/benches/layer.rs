@@ -1,8 +1,8 @@
-//! The whole MoE layer, forward and backward with all gradients, against the dense product's rate measured in the same run:
-//! `cargo bench -p moeworks-bench --bench layer`.
+//! The whole MoE layer, forward and backward with all gradients, against the dense product's rate measured in the
+//! same run: `cargo bench -p moeworks-bench --bench layer`.
 //!
-//! The layer's rate counts the experts' operations alone (18 R D F for the three phases), so that everything else it does
-//! shows as a loss.
+//! The layer's rate counts the experts' operations alone (18 R D F for the three phases), so that everything else it
+//! does shows as a loss.
 
 use std::hint::black_box;
 

@@ -30,8 +30,8 @@ impl Cost {
         Self { flops: factor * self.flops, bytes: factor * self.bytes, written: factor * self.written, ..self }
     }
 
-    /// Returns the least seconds that the machine's rates allow, and the rate that binds. Bytes that are read and written in equal
-    /// number pass at the rate of copying, the rest at the rate of reading.
+    /// Returns the least seconds that the machine's rates allow, and the rate that binds. Bytes that are read and
+    /// written in equal number pass at the rate of copying, the rest at the rate of reading.
     #[must_use]
     pub fn limit(&self, peaks: &Peaks) -> (f64, Limit) {
         let copied = 2.0 * self.written.min(self.bytes - self.written);

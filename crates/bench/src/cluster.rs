@@ -1,4 +1,5 @@
-//! Times of all collectives by size among all ranks, inside a node and between nodes, and the topology that they make.
+//! Times of all collectives by size among all ranks, inside a node and between nodes, and the topology that they
+//! make.
 
 use moeworks_comm::mpi::RawMpi;
 use moeworks_comm::{CommError, Communicator, Reduce, cores_by_numa_node};
@@ -69,7 +70,8 @@ pub struct ClusterTimes {
     pub topology: Topology,
 }
 
-/// Times every collective with all of [`SIZES`] up to `max_bytes`, and the links. A call that all ranks make; rank 0 gets the times.
+/// Times every collective with all of [`SIZES`] up to `max_bytes`, and the links. A call that all ranks make; rank 0
+/// gets the times.
 ///
 /// # Errors
 /// [`CommError`], as all calls.

@@ -12,7 +12,8 @@ use moeworks_plan::Link;
 pub enum Collective {
     /// Nothing moves.
     Barrier,
-    /// No collective: ranks in pairs send the bytes to and fro, and half of that counts. A rank without another does nothing.
+    /// No collective: ranks in pairs send the bytes to and fro, and half of that counts. A rank without another does
+    /// nothing.
     Message,
     /// Everybody gets the bytes of rank 0.
     Broadcast,
@@ -62,8 +63,8 @@ pub struct Timing {
 /// Seconds to spend on each case.
 const CASE_SECONDS: f64 = 0.3;
 
-/// An implementation that is compared. They take turns on the same memory, so that what else the machine does, and where the memory lies, meets all
-/// of them.
+/// An implementation that is compared. They take turns on the same memory, so that what else the machine does, and
+/// where the memory lies, meets all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Implementation {
     Ours,
@@ -206,7 +207,8 @@ fn raw_to_and_fro(raw: &RawMpi, data: &mut [u8], (rank, pairs): (usize, &[(usize
     }
 }
 
-/// For each of `num_ways` ways the median of many batches, each as long as on the slowest rank. `run` is told which one.
+/// For each of `num_ways` ways the median of many batches, each as long as on the slowest rank. `run` is told which
+/// one.
 fn medians(
     comm: &dyn Communicator,
     num_ways: usize,
@@ -225,7 +227,8 @@ fn medians(
         one_batch(way, 2)?;
         slowest = slowest.max(one_batch(way, 3)?);
     }
-    // All ranks do the same number of runs: a batch is long beside the barrier before it, and there are enough of them.
+    // All ranks do the same number of runs: a batch is long beside the barrier before it, and there are enough of
+    // them.
     let mut agreed = [slowest];
     comm.all_reduce(&mut agreed, Reduce::Max)?;
     let num_runs = (300e-6 / agreed[0]).clamp(1.0, 1000.0) as usize;

@@ -22,8 +22,8 @@ pub struct GradientSums {
     pub overlapped: Pass,
 }
 
-/// Times both orders in turns, `passes` times each, with `tokens` tokens. `group` holds the ranks of `comm` on the links that are
-/// measured.
+/// Times both orders in turns, `passes` times each, with `tokens` tokens. `group` holds the ranks of `comm` on the
+/// links that are measured.
 ///
 /// # Errors
 /// [`CommError`], as all calls.

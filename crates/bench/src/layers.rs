@@ -1,7 +1,8 @@
-//! Times whole MoE layers of four published shapes from one token to thousands, forward and both passes, in f32 and bf16.
+//! Times whole MoE layers of four published shapes from one token to thousands, forward and both passes, in f32 and
+//! bf16.
 //!
-//! The limit is the peak of products, or the time of reading the touched weights at the rate of memory meanwhile; with both passes, of
-//! reading them again and writing their gradients at the rate of copying.
+//! The limit is the peak of products, or the time of reading the touched weights at the rate of memory meanwhile;
+//! with both passes, of reading them again and writing their gradients at the rate of copying.
 
 use std::time::Instant;
 
@@ -168,8 +169,8 @@ fn time(
     (cost.times(1.0 / num_sets as f64), median(times), peaks)
 }
 
-/// Times one whole MoE layer, forward and backward with weight gradients, router, dispatch and combine included. Returns nothing where
-/// `filter` is not in the name of the case.
+/// Times one whole MoE layer, forward and backward with weight gradients, router, dispatch and combine included.
+/// Returns nothing where `filter` is not in the name of the case.
 ///
 /// # Errors
 /// [`ConfigError`] where the layer cannot have its shape.

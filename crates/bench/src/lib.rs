@@ -1,8 +1,8 @@
-//! Measurements: kernels, MoE layers, routing, decoding, training steps and communication, each against the limit of the machine that
-//! binds it.
+//! Measurements: kernels, MoE layers, routing, decoding, training steps and communication, each against the limit of
+//! the machine that binds it.
 //!
-//! A measurement is a function that returns values or passes them to a callback; `moeworks bench` prints them. The rates of the machine
-//! itself are measured in [`moeworks_ops::peak`].
+//! A measurement is a function that returns values or passes them to a callback; `moeworks bench` prints them. The
+//! rates of the machine itself are measured in [`moeworks_ops::peak`].
 
 mod case;
 mod choices;

@@ -77,7 +77,8 @@ impl TimedLayer {
         saved.routing().expert_ids().iter().collect::<HashSet<_>>().len()
     }
 
-    /// Runs the forward pass, and with `is_both` the backward pass with the gradients of the weights of the experts that have rows.
+    /// Runs the forward pass, and with `is_both` the backward pass with the gradients of the weights of the experts
+    /// that have rows.
     pub(crate) fn pass(&mut self, ctx: &Context, x: &Tensor, dy: &Tensor, is_both: bool) {
         let input = RouterInput { is_forward_only: !is_both, ..RouterInput::default() };
         let (y, saved) = self.layer.forward(ctx, &self.weights, x, &input);

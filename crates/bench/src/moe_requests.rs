@@ -1,17 +1,17 @@
 //! Times MoE layers that requests describe, each a line of JSON that is answered with a line: `moeworks bench moe`.
 //!
-//! A comparison can thus take turns with another program while both keep their weights. The layer, its weights and the
-//! gradients stay from one line to the next while only tokens and passes differ. Gradients are those of the experts that got
-//! tokens, as in a program whose experts' gradients are apart; the others stay zero.
+//! A comparison can thus take turns with another program while both keep their weights. The layer, its weights and
+//! the gradients stay from one line to the next while only tokens and passes differ. Gradients are those of the
+//! experts that got tokens, as in a program whose experts' gradients are apart; the others stay zero.
 //!
-//! `"dtype"` is that of the experts' weights; `"fp8"` are bf16 ones that multiply in eight-bit floats, in the whole layer alone.
-//! `"router"` are settings of the router as a configuration has them below `model.router`, such as
-//! `{"kind": "forced", "forced_load": "zipf"}`, for the whole layer; without it the K highest of a softmax are chosen.
-//! `"gradients"` is the type of the gradients of these weights, f32 unless it says `"bf16"`.
-//! `"part": "sort"` times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in
-//! its order, which the layer itself does not make (it gathers while it multiplies). `"part": "routing"` times all that is not the experts'
-//! (`routing_parts.rs`). `"part": "products"` times the grouped products
-//! of the layer alone, two forward and with `"both"` six, of as many rows sorted by random experts.
+//! `"dtype"` is that of the experts' weights; `"fp8"` are bf16 ones that multiply in eight-bit floats, in the whole
+//! layer alone. `"router"` are settings of the router as a configuration has them below `model.router`, such as
+//! `{"kind": "forced", "forced_load": "zipf"}`, for the whole layer; without it the K highest of a softmax are
+//! chosen. `"gradients"` is the type of the gradients of these weights, f32 unless it says `"bf16"`. `"part": "sort"`
+//! times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in its
+//! order, which the layer itself does not make (it gathers while it multiplies). `"part": "routing"` times all that
+//! is not the experts' (`routing_parts.rs`). `"part": "products"` times the grouped products of the layer alone, two
+//! forward and with `"both"` six, of as many rows sorted by random experts.
 
 use moeworks_moe::RouterConfig;
 use moeworks_ops::counting_sort::sort_all_choices;
@@ -110,7 +110,8 @@ impl Case {
     }
 }
 
-/// Refuses what does not fit in memory: weights as they are drawn, as they are stored, and their gradients; rows, some times over.
+/// Refuses what does not fit in memory: weights as they are drawn, as they are stored, and their gradients; rows,
+/// some times over.
 fn check_memory(shape: LayerShape, tokens: usize) -> Result<(), String> {
     let [d, f, e, k, tokens] = [shape.d, shape.f, shape.e, shape.k, tokens].map(|size| size as u128);
     let weights = e * d * f * (shape.activation.num_inputs() as u128 + 1);

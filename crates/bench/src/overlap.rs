@@ -1,7 +1,8 @@
-//! The share of a layer's communication that runs under its computation, by the number of chunks, and of the all-reduce of gradients.
+//! The share of a layer's communication that runs under its computation, by the number of chunks, and of the
+//! all-reduce of gradients.
 //!
-//! In one piece nothing is hidden: a rank waits for all of its communication. Time in communication that is saved with chunks counts as
-//! hidden; waiting for slower ranks is told apart ([`Pass`]).
+//! In one piece nothing is hidden: a rank waits for all of its communication. Time in communication that is saved
+//! with chunks counts as hidden; waiting for slower ranks is told apart ([`Pass`]).
 
 use std::sync::Arc;
 
@@ -45,8 +46,8 @@ pub struct Overlap {
     pub gradient_sums: GradientSums,
 }
 
-/// Times passes of a layer and all-reduces of gradients, with messages as slow as over `link` where one is given. A call that all ranks
-/// make; rank 0 gets the times.
+/// Times passes of a layer and all-reduces of gradients, with messages as slow as over `link` where one is given. A
+/// call that all ranks make; rank 0 gets the times.
 ///
 /// # Errors
 /// [`CommError`], as all calls.
@@ -109,13 +110,13 @@ impl Layer {
         let placement = Placement::sharded(config.num_experts, comm.size());
         let ranks = ExpertRanks::new(part(comm, link)?, group, placement, exchange)?;
         let ctx = Context::cpu((num_cores() / comm.size()).max(1)).on_machine(machine);
-        let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).of_experts(&ctx, ranks.layer(0).held());
+        let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).select_experts(&ctx, ranks.layer(0).held());
         let mut grads = weights.clone();
         grads.tensors_mut().into_iter().for_each(|tensor| *tensor = ctx.zeros(tensor.shape(), DType::F32));
         let random = Random::new(SEED, Purpose::Test, comm.rank() as u64);
         let x: Vec<f32> = (0..TOKENS * config.width).map(|i| random.normal(i as u64)).collect();
         let x = Tensor::from_slice(ctx.pool(), &[TOKENS, config.width], &x);
-        let layer = MoeLayer::over_ranks(config, ranks.layer(0)).expect("a valid layer");
+        let layer = MoeLayer::expert_parallel(config, ranks.layer(0)).expect("a valid layer");
         Ok(Self { ctx, layer, ranks, meter, weights, grads, x })
     }
 

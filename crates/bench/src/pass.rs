@@ -1,8 +1,9 @@
-//! A pass of ranks that compute and communicate: its time, the part of it that is communication which nothing hides, and the part that
-//! is waiting for slower ranks.
+//! A pass of ranks that compute and communicate: its time, the part of it that is communication which nothing hides,
+//! and the part that is waiting for slower ranks.
 //!
-//! The rank that comes last to a communication waits for nobody: its time there is that of the communication itself. The shortest
-//! time that any rank spends in a communication counts therefore as communication, and the rest as waiting.
+//! The rank that comes last to a communication waits for nobody: its time there is that of the communication itself.
+//! The shortest time that any rank spends in a communication counts therefore as communication, and the rest as
+//! waiting.
 
 use std::time::Instant;
 
@@ -58,7 +59,8 @@ impl Pass {
         }
     }
 
-    /// Returns the share of the communication of `whole`, a pass that hides nothing, that this pass hides; 0 where it takes as long.
+    /// Returns the share of the communication of `whole`, a pass that hides nothing, that this pass hides; 0 where it
+    /// takes as long.
     #[must_use]
     pub fn hidden(&self, whole: &Self) -> f64 {
         if self.communication_s < whole.communication_s {

@@ -10,8 +10,8 @@ use crate::error::BenchError;
 /// The time that ranks wait for each other, since on a busy machine some measure much longer than others.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Runs `work` on all ranks and returns the result of rank 0. The ranks are the processes of an MPI launcher, or `num_ranks` threads;
-/// with 0 one for each core and at least two.
+/// Runs `work` on all ranks and returns the result of rank 0. The ranks are the processes of an MPI launcher, or
+/// `num_ranks` threads; with 0 one for each core and at least two.
 ///
 /// # Errors
 /// [`BenchError`] where a rank fails, or where `num_ranks` is given though a launcher started the ranks.

@@ -1,8 +1,9 @@
 //! The work of an MoE layer besides its experts: `"part": "routing"` of `moeworks bench moe`.
 //!
-//! By the operations of the layer itself (a softmax of linear logits, the K largest): logits, choices and their sums, the counting sort,
-//! and rows added up behind the experts; with `"both"` also the way back: gradients of the choices' weights, of logits, of the router and
-//! of its input, and rows of inputs' gradients added up. Rows are gathered by the experts' products, which is not in it.
+//! By the operations of the layer itself (a softmax of linear logits, the K largest): logits, choices and their sums,
+//! the counting sort, and rows added up behind the experts; with `"both"` also the way back: gradients of the
+//! choices' weights, of logits, of the router and of its input, and rows of inputs' gradients added up. Rows are
+//! gathered by the experts' products, which is not in it.
 
 use moeworks_ops::counting_sort::sort_all_choices;
 use moeworks_ops::experts::{choice_weight_grads, combine};

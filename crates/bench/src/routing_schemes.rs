@@ -29,7 +29,8 @@ pub struct RoutingShape {
 pub struct RoutingCost {
     /// The scheme.
     pub name: String,
-    /// The shortest time of a routing decision in training, from tokens to [`Routing`](moeworks_moe::Routing), in seconds.
+    /// The shortest time of a routing decision in training, from tokens to [`Routing`](moeworks_moe::Routing), in
+    /// seconds.
     pub seconds: f64,
     /// The shortest time of the forward pass of a layer with as many experts a token by the plain scheme, in seconds.
     pub layer_seconds: f64,
@@ -100,11 +101,11 @@ impl RoutingShape {
         MoeConfig::plain(self.width, self.expert_width, self.num_experts, self.top_k)
     }
 
-    /// Measures every scheme whose name has `schemes` in it with tokens and experts of type `dtype`, and shows `found` each cost
-    /// and the share that it is of the layer's forward pass.
+    /// Measures every scheme whose name has `schemes` in it with tokens and experts of type `dtype`, and shows
+    /// `found` each cost and the share that it is of the layer's forward pass.
     ///
-    /// Logits have a deviation of 2, as those of trained routers, and lie so low for ReLU routing that a token has about
-    /// [`top_k`](Self::top_k) experts.
+    /// Logits have a deviation of 2, as those of trained routers, and lie so low for ReLU routing that a token has
+    /// about [`top_k`](Self::top_k) experts.
     pub fn measure(
         &self,
         ctx: &Context,

@@ -10,8 +10,8 @@ const SECONDS: f64 = 0.3;
 const MIN_RUNS: usize = 3;
 const MAX_RUNS: usize = 40;
 
-/// Returns the shortest of as many runs as take a quarter of a second, at least three, in seconds. A run ends when the device has
-/// finished.
+/// Returns the shortest of as many runs as take a quarter of a second, at least three, in seconds. A run ends when
+/// the device has finished.
 pub fn best_seconds_of_many(ctx: &Context, mut run: impl FnMut()) -> f64 {
     let mut run = || {
         run();

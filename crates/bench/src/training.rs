@@ -32,8 +32,9 @@ pub struct Speed {
     pub how: String,
 }
 
-/// Trains a few steps of `config`, whose vocabulary is set, and returns the speed. A model too large for a short measurement is
-/// measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is taken for the whole.
+/// Trains a few steps of `config`, whose vocabulary is set, and returns the speed. A model too large for a short
+/// measurement is measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is
+/// taken for the whole.
 ///
 /// # Errors
 /// [`TrainError`] where the configuration or its device cannot be used.

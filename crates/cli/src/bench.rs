@@ -1,4 +1,5 @@
-//! `moeworks bench`: this machine's peaks, and the share of them that kernels, the MoE layer and a training step reach.
+//! `moeworks bench`: this machine's peaks, and the share of them that kernels, the MoE layer and a training step
+//! reach.
 
 mod comm;
 mod decode;
@@ -148,7 +149,8 @@ impl Output {
         }
     }
 
-    /// Training steps of the comparison model: 4 layers, D 256, 8 experts of 512, K 2, byte vocabulary, S 256, batch 16.
+    /// Training steps of the comparison model: 4 layers, D 256, 8 experts of 512, K 2, byte vocabulary, S 256, batch
+    /// 16.
     fn training(&mut self, args: &CasesArgs, precision: Precision) -> Result<(), Failure> {
         let name = format!("training steps of the comparison model, {precision:?}");
         if !name.contains(&args.filter()) {

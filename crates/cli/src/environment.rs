@@ -1,4 +1,5 @@
-//! The environment variables that the commands read, all of them here: the crates below get what they say as arguments.
+//! The environment variables that the commands read, all of them here: the crates below get what they say as
+//! arguments.
 //!
 //! MPI libraries are found by their own (`crates/comm`).
 
@@ -53,13 +54,14 @@ pub(crate) fn cache_folder() -> Option<PathBuf> {
     user_folder("XDG_CACHE_HOME", ".cache")
 }
 
-/// Returns the user's folder for what is kept from call to call: `moeworks` in `$XDG_STATE_HOME`, or in `~/.local/state`.
+/// Returns the user's folder for what is kept from call to call: `moeworks` in `$XDG_STATE_HOME`, or in
+/// `~/.local/state`.
 pub(crate) fn state_folder() -> Option<PathBuf> {
     user_folder("XDG_STATE_HOME", ".local/state")
 }
 
-/// The folder `moeworks` in the one that a variable names, or in the usual one of the user. Paths that are not absolute count as not
-/// set, as the XDG base directory specification says.
+/// The folder `moeworks` in the one that a variable names, or in the usual one of the user. Paths that are not
+/// absolute count as not set, as the XDG base directory specification says.
 fn user_folder(name: &str, usual: &str) -> Option<PathBuf> {
     let absolute = |name: &str| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let folder = absolute(name).or_else(|| Some(absolute("HOME")?.join(usual)))?;

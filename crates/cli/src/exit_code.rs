@@ -1,6 +1,7 @@
 //! The code by which a command says how it ended.
 
-/// The exit code of a command: 0 done, 2 something that was given is wrong, and others as the library's documentation says.
+/// The exit code of a command: 0 done, 2 something that was given is wrong, and others as the library's documentation
+/// says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ExitCode(u8);
 

@@ -2,7 +2,8 @@
 
 use std::fmt::{self, Display};
 
-/// Says what is wrong on a line of its own on standard error, in one write: a launcher may end this process at any moment.
+/// Says what is wrong on a line of its own on standard error, in one write: a launcher may end this process at any
+/// moment.
 pub(crate) fn say_error(message: impl Display) {
     crate::output::end_line();
     eprintln!("error: {message}");

@@ -28,7 +28,8 @@ const PANICKED: u8 = 101;
 /// One call at a time: standard output, standard error and the log are the process's.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The process that calls commands: what it lends them. By default it lends nothing, and a command does no more to it than to print.
+/// The process that calls commands: what it lends them. By default it lends nothing, and a command does no more to it
+/// than to print.
 #[derive(Clone, Debug, Default)]
 pub struct Host {
     /// Set where the process watches for signals.
@@ -57,8 +58,8 @@ impl Host {
         Self { interrupts: Some(interrupts), ..self }
     }
 
-    /// Lends a way to end the process, which is used for one thing: where a rank, a thread of the process, hangs after others have failed. No
-    /// thread can be ended from outside; without this the call waits for it.
+    /// Lends a way to end the process, which is used for one thing: where a rank, a thread of the process, hangs
+    /// after others have failed. No thread can be ended from outside; without this the call waits for it.
     #[must_use]
     pub fn with_end(self, end: fn(u8)) -> Self {
         Self { end: Some(end), ..self }
@@ -70,18 +71,18 @@ impl Host {
         Self { is_output_closed, ..self }
     }
 
-    /// Names the program that carries chat templates out. Otherwise it is the program of the process, called with `render-template`: one
-    /// whose `main` hands its arguments to [`Host::run`].
+    /// Names the program that carries chat templates out. Otherwise it is the program of the process, called with
+    /// `render-template`: one whose `main` hands its arguments to [`Host::run`].
     #[must_use]
     pub fn with_sandbox(self, sandbox: Sandbox) -> Self {
         Self { sandbox: Some(sandbox), ..self }
     }
 
-    /// Runs the command that `args` names, the program's name first, and returns its exit code. It may be called again and again; calls
-    /// from several threads take turns.
+    /// Runs the command that `args` names, the program's name first, and returns its exit code. It may be called
+    /// again and again; calls from several threads take turns.
     ///
-    /// It does not end the process and does not panic. There is one exception, which is MPI's: where a launcher has started the process
-    /// beside others that train, a rank that fails ends them all.
+    /// It does not end the process and does not panic. There is one exception, which is MPI's: where a launcher has
+    /// started the process beside others that train, a rank that fails ends them all.
     pub fn run(&self, args: impl IntoIterator<Item = impl Into<OsString>>) -> u8 {
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let words: Vec<OsString> = args.into_iter().map(Into::into).collect();
@@ -167,7 +168,8 @@ impl Call<'_> {
         &self.interrupts
     }
 
-    /// Gives signals to a run until the result is dropped; where the process watches for signals, SIGUSR1 asks for a checkpoint.
+    /// Gives signals to a run until the result is dropped; where the process watches for signals, SIGUSR1 asks for a
+    /// checkpoint.
     pub(crate) fn give_signals_to(&self, requests: &Requests) -> Result<Receiving<'_>, Failure> {
         let receiving = self.interrupts.give_to_run(requests);
         if self.host.interrupts.is_some() { receiving.saving_on_usr1(requests) } else { Ok(receiving) }
@@ -199,8 +201,8 @@ fn caught(work: impl FnOnce() -> ExitCode) -> u8 {
     payload.downcast_ref::<OutputGone>().map_or(PANICKED, |gone| gone.code)
 }
 
-/// Returns what `work` returns, or, where a GPU failed in it, the GPU's error: operations have no error results, and end with a panic
-/// then.
+/// Returns what `work` returns, or, where a GPU failed in it, the GPU's error: operations have no error results, and
+/// end with a panic then.
 fn or_device_failure(work: impl FnOnce() -> Result<ExitCode, Failure>) -> Result<ExitCode, Failure> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| match payload.downcast::<GpuError>() {
         Ok(error) => Err(Failure::from(*error)),
@@ -208,8 +210,8 @@ fn or_device_failure(work: impl FnOnce() -> Result<ExitCode, Failure>) -> Result
     })
 }
 
-/// Makes panics with an error of a GPU print nothing of their own, once and for all: they are said as errors. Ranks that run in threads, or
-/// under MPI, say them for themselves.
+/// Makes panics with an error of a GPU print nothing of their own, once and for all: they are said as errors. Ranks
+/// that run in threads, or under MPI, say them for themselves.
 fn describe_device_failures() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -22,7 +22,8 @@ pub enum Reaction {
     End,
 }
 
-/// The signals of a call. The process that watches for signals hands them on by [`Interrupts::receive`]; clones are the same.
+/// The signals of a call. The process that watches for signals hands them on by [`Interrupts::receive`]; clones are
+/// the same.
 #[derive(Clone, Debug, Default)]
 pub struct Interrupts(Arc<Mutex<State>>);
 

@@ -1,14 +1,16 @@
-//! The commands of `moeworks`: raw arguments, one resolved configuration, printing. The work is done in the crates below.
+//! The commands of `moeworks`: raw arguments, one resolved configuration, printing. The work is done in the crates
+//! below.
 //!
-//! A program calls [`run`] with its arguments and ends with the exit code that it returns. It can be called again and again in a process:
+//! A program calls [`run`] with its arguments and ends with the exit code that it returns. It can be called again and
+//! again in a process:
 //!
 //! ```
 //! assert_eq!(moeworks::run(["moeworks", "simulate", "--no-such-option"]), 2);
 //! assert_eq!(moeworks::run(["moeworks", "--version"]), 0);
 //! ```
 //!
-//! Exit codes: 0 done; 2 something the user gave is wrong; 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP, of which the process
-//! tells ([`Interrupts`]); 101 the program's own fault.
+//! Exit codes: 0 done; 2 something the user gave is wrong; 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP, of
+//! which the process tells ([`Interrupts`]); 101 the program's own fault.
 
 #[macro_use]
 mod output;
@@ -53,7 +55,8 @@ use std::ffi::OsString;
 pub use host::Host;
 pub use interrupts::{Interrupts, Reaction};
 
-/// Runs the command that `args` names, the program's name first, and returns its exit code. The process lends nothing: see [`Host`].
+/// Runs the command that `args` names, the program's name first, and returns its exit code. The process lends
+/// nothing: see [`Host`].
 pub fn run(args: impl IntoIterator<Item = impl Into<OsString>>) -> u8 {
     Host::default().run(args)
 }

@@ -1,7 +1,8 @@
 //! The log on standard error: what the crates below say.
 //!
-//! A process has one subscriber, for the threads of all calls. The first call installs it; every call sets what it lets through, and
-//! nothing is left of that afterwards. Where a process has a subscriber of its own, that one decides.
+//! A process has one subscriber, for the threads of all calls. The first call installs it; every call sets what it
+//! lets through, and nothing is left of that afterwards. Where a process has a subscriber of its own, that one
+//! decides.
 
 use std::sync::OnceLock;
 

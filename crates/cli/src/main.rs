@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moeworks::{Host, Interrupts};
 
-/// Whether the program was started without a standard output. The standard library opens `/dev/null` in its place before `main`.
+/// Whether the program was started without a standard output. The standard library opens `/dev/null` in its place
+/// before `main`.
 static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
 #[cfg(unix)]

@@ -37,7 +37,8 @@ pub(crate) fn load(
     Ok((config, weights))
 }
 
-/// Says what is wrong with the weights that `find` looks at, which is told the bytes above which experts are left out.
+/// Says what is wrong with the weights that `find` looks at, which is told the bytes above which experts are left
+/// out.
 pub(crate) fn check_weights(
     path: &Path,
     which: impl Into<WeightsToCheck>,

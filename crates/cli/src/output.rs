@@ -1,8 +1,10 @@
-//! Printing. The standard macros panic where a stream cannot be written; these do what a program in a pipeline is expected to do.
+//! Printing. The standard macros panic where a stream cannot be written; these do what a program in a pipeline is
+//! expected to do.
 //!
-//! Standard output that was closed at the other end, as by `moeworks bench | head`, ends the call quietly: nobody reads what is still to
-//! come. Standard output that is full, or was closed from the start, is an error. The call ends by unwinding with [`OutputGone`], which it
-//! catches. What standard error does not take is lost; there is nowhere to say it.
+//! Standard output that was closed at the other end, as by `moeworks bench | head`, ends the call quietly: nobody
+//! reads what is still to come. Standard output that is full, or was closed from the start, is an error. The call
+//! ends by unwinding with [`OutputGone`], which it catches. What standard error does not take is lost; there is
+//! nowhere to say it.
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write, stderr, stdout};

@@ -1,4 +1,5 @@
-//! Files that a command writes where the user says: they may replace what the same command made before, and nothing else.
+//! Files that a command writes where the user says: they may replace what the same command made before, and nothing
+//! else.
 
 use std::fs::File;
 use std::io::Read as _;

@@ -91,7 +91,8 @@ fn config_to_lay_out(args: &PlanArgs) -> Result<RunConfig, Failure> {
     Ok(config)
 }
 
-/// The layouts, best first, with as much shared out among copies as the configuration says, or more if nothing fits otherwise.
+/// The layouts, best first, with as much shared out among copies as the configuration says, or more if nothing fits
+/// otherwise.
 fn find(shape: &ModelShape, workload: Workload, topology: &Topology) -> (Vec<Estimate>, Workload) {
     let with = |zero| {
         let workload = Workload { zero, ..workload };

@@ -11,7 +11,8 @@ use crate::terminal::stderr_takes_escapes;
 /// Without a terminal a line is printed at most this often.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Shows a run step by step: one line that is drawn anew on a terminal that takes escape codes, a plain line now and then elsewhere.
+/// Shows a run step by step: one line that is drawn anew on a terminal that takes escape codes, a plain line now and
+/// then elsewhere.
 pub(crate) struct Display {
     bar: Option<ProgressBar>,
     started: Instant,

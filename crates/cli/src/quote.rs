@@ -4,7 +4,8 @@ use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// `word` as a POSIX shell reads it back: as it is, in single quotes, or as `$'...'` where it holds what cannot be shown.
+/// `word` as a POSIX shell reads it back: as it is, in single quotes, or as `$'...'` where it holds what cannot be
+/// shown.
 pub(crate) fn word(word: impl AsRef<OsStr>) -> String {
     let bytes = word.as_ref().as_encoded_bytes();
     let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"_@%+=:,./-".contains(byte);

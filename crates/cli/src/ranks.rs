@@ -32,8 +32,8 @@ pub(crate) struct RunRanks<'a> {
     pub(crate) is_traced: bool,
 }
 
-/// Runs `work` on every rank that the configuration asks for and gives what that of rank 0, or of this process, returned. A run of one
-/// rank has no `Ranks`.
+/// Runs `work` on every rank that the configuration asks for and gives what that of rank 0, or of this process,
+/// returned. A run of one rank has no `Ranks`.
 pub(crate) fn on_ranks<R: Send>(
     call: &Call<'_>,
     RunRanks { config, is_traced }: RunRanks<'_>,
@@ -68,8 +68,8 @@ pub(crate) fn on_ranks<R: Send>(
     Ok(results.swap_remove(0))
 }
 
-/// Ends this process and the others that a launcher started to train, and lets one of each node say what is wrong. Returns where there are
-/// no others, or where they have met and it was said.
+/// Ends this process and the others that a launcher started to train, and lets one of each node say what is wrong.
+/// Returns where there are no others, or where they have met and it was said.
 pub(crate) fn fail_together(call: &Call<'_>, message: &str) {
     let command = call.words().iter().skip(1).find(|word| !word.as_encoded_bytes().starts_with(b"-"));
     #[cfg(unix)]

@@ -1,4 +1,5 @@
-//! The progress of reading data: a live line on a terminal, a plain one now and then elsewhere, nothing where it takes a moment.
+//! The progress of reading data: a live line on a terminal, a plain one now and then elsewhere, nothing where it
+//! takes a moment.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +18,8 @@ const MOMENT: Duration = Duration::from_millis(400);
 /// Without a terminal a line is printed at most this often, and the first one after as long.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
-/// A watch that shows how far reading is, which ends soon after `stop` is set and keeps tokens in the user's cache folder.
+/// A watch that shows how far reading is, which ends soon after `stop` is set and keeps tokens in the user's cache
+/// folder.
 pub(crate) fn watch(stop: Arc<AtomicBool>) -> Watch {
     let display = Mutex::new(Display { bar: live_line(), pass: None });
     Watch::new(stop).with_user_cache(environment::cache_folder()).with_listener(move |progress| {

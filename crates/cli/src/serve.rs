@@ -161,7 +161,8 @@ fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
         block_len,
         turn_tokens,
         max_running,
-        // Whoever is told to wait is bounded by the server; the scheduler sees also those that will run in the next turn.
+        // Whoever is told to wait is bounded by the server; the scheduler sees also those that will run in the next
+        // turn.
         max_waiting: max_running.saturating_add(max_waiting),
         has_prefix_cache: !args.no_prefix_cache,
         ..Limits::default()

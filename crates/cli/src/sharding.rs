@@ -46,7 +46,8 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// The model of `config` in `source` by the options `args`; settings that are not given are those of the run, if it is one.
+    /// The model of `config` in `source` by the options `args`; settings that are not given are those of the run, if
+    /// it is one.
     pub(crate) fn new(source: &Source, config: &ModelConfig, args: &ShardingArgs) -> Result<Self, Failure> {
         let mut run = run_config(source)?.unwrap_or_default();
         run.model = config.clone();
@@ -83,8 +84,8 @@ impl View {
         (0..self.sharding.layout().num_ranks()).map(of_rank).collect()
     }
 
-    /// Prints a row for each tensor; those that differ in the number of their layer alone share one. Where tensors of one name differ
-    /// otherwise, too, as with a placement for each layer, rows name their layers.
+    /// Prints a row for each tensor; those that differ in the number of their layer alone share one. Where tensors of
+    /// one name differ otherwise, too, as with a placement for each layer, rows name their layers.
     pub(crate) fn print(&self) {
         let layout = self.sharding.layout();
         let Layout { dp, ep, tp, .. } = layout;
@@ -172,7 +173,8 @@ fn run_config(source: &Source) -> Result<Option<RunConfig>, Failure> {
     Ok(Some(ConfigLayers { file: Some(file), ..ConfigLayers::default() }.resolve()?))
 }
 
-/// The table of the weights of the model of `config`; of a run those that it does not train are frozen, if its settings can be read.
+/// The table of the weights of the model of `config`; of a run those that it does not train are frozen, if its
+/// settings can be read.
 pub(crate) fn weight_table(source: &Source, config: &ModelConfig) -> WeightTable {
     let run = run_config(source).ok().flatten();
     let of_run = run.and_then(|run| RunConfig { model: config.clone(), ..run }.weight_table().ok());

@@ -1,9 +1,10 @@
 //! Ctrl-C, SIGTERM and SIGHUP, for the program alone.
 //!
-//! The first signal ends the program at once, whatever it is at, with 128 and the signal's number as in a shell, and what is half-written
-//! is removed. That is why it is done here and not by the library: loading, tokenising and computing ask nobody whether to go on, so that
-//! only the end of the process ends them, and a process belongs to its `main`. A run that makes steps finishes the step and writes a
-//! checkpoint first, and a chat ends its answer; the library says so, and there the second signal ends the program.
+//! The first signal ends the program at once, whatever it is at, with 128 and the signal's number as in a shell, and
+//! what is half-written is removed. That is why it is done here and not by the library: loading, tokenising and
+//! computing ask nobody whether to go on, so that only the end of the process ends them, and a process belongs to its
+//! `main`. A run that makes steps finishes the step and writes a checkpoint first, and a chat ends its answer; the
+//! library says so, and there the second signal ends the program.
 //!
 //! A thread waits for signals, because what is to be done takes locks and memory, which a signal handler must not.
 
@@ -26,7 +27,8 @@ pub(crate) fn watch(interrupts: Interrupts) {
             signals.forever().for_each(|signal| receive(&interrupts, signal));
         }
     });
-    // A file that grows beyond what the user is allowed is an error of writing, as a full disk is; else it would end the program.
+    // A file that grows beyond what the user is allowed is an error of writing, as a full disk is; else it would end
+    // the program.
     let _ = signal_hook::flag::register(SIGXFSZ, Arc::default());
 }
 

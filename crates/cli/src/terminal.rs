@@ -9,7 +9,8 @@ pub(crate) fn stderr_takes_escapes() -> bool {
     takes_escapes(stderr().is_terminal(), environment::variable)
 }
 
-/// Whether `NO_COLOR` (<https://no-color.org>), `CLICOLOR=0` or `TERM=dumb` ask for plain text, or there is no terminal.
+/// Whether `NO_COLOR` (<https://no-color.org>), `CLICOLOR=0` or `TERM=dumb` ask for plain text, or there is no
+/// terminal.
 fn takes_escapes(is_terminal: bool, variable: impl Fn(&str) -> Option<String>) -> bool {
     let is_refused = variable("NO_COLOR").is_some_and(|value| !value.is_empty())
         || variable("CLICOLOR").is_some_and(|value| value == "0")

@@ -206,7 +206,8 @@ fn layers(args: &ConfigArgs, flags: Vec<Override>) -> Result<ConfigLayers, Failu
     Ok(ConfigLayers { preset: args.preset.clone(), from: None, file: args.config.clone(), overrides })
 }
 
-/// The folder of a new run: the one that is asked for, by its name, or by the date and time, with a number where that is taken.
+/// The folder of a new run: the one that is asked for, by its name, or by the date and time, with a number where that
+/// is taken.
 fn new_folder(args: &TrainArgs, config: &RunConfig) -> RunFolder {
     let if_taken = if args.force { IfTaken::Replace } else { IfTaken::Refuse };
     let OutputConfig { out, name } = &config.run;
@@ -217,8 +218,8 @@ fn new_folder(args: &TrainArgs, config: &RunConfig) -> RunFolder {
     }
 }
 
-/// The date and time in UTC, such as 20261121-054200 (days to dates after H. Hinnant, "chrono-compatible low-level date
-/// algorithms").
+/// The date and time in UTC, such as 20261121-054200 (days to dates after H. Hinnant, "chrono-compatible low-level
+/// date algorithms").
 fn timestamp() -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400);

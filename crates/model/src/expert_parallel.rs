@@ -153,7 +153,7 @@ impl Decoder {
     pub(crate) fn take_share(&self, num_tokens: usize, layers: &[LayerStats], grads: &mut [LossGrad]) {
         if self.stage.ranks.is_some() {
             for (grad, stats) in grads.iter_mut().zip(layers) {
-                grad.of_share(num_tokens as f32 / stats.num_tokens.max(1) as f32);
+                grad.scale_to_share(num_tokens as f32 / stats.num_tokens.max(1) as f32);
             }
         }
     }

@@ -1,8 +1,8 @@
 //! The auxiliary losses on the routers of all layers, from the layers' statistics.
 
 use moeworks_moe::{
-    BalanceLoss, EntropyRule, LayerStats, LossGrad, RouterConfig, balance_loss_gshard, balance_loss_of_groups,
-    balance_loss_per_layer, balance_loss_pooled, communication_loss, cv_squared, entropy_loss, l1_loads, z_loss,
+    BalanceLoss, EntropyRule, LayerStats, LossGrad, RouterConfig, balance_loss_gshard, balance_loss_per_layer,
+    balance_loss_pooled, communication_loss, cv_squared, entropy_loss, group_balance_loss, l1_loads, z_loss,
 };
 
 use crate::config::ModelConfig;
@@ -67,9 +67,9 @@ fn group_losses(layers: &[&LayerStats], router: &RouterConfig, options: &PassOpt
     if router.num_groups < 2 || layers.is_empty() {
         return [None, None];
     }
-    let device = balance_loss_of_groups(layers, router.num_groups, options.device_coef);
-    let groups = (router.num_groups, router.top_groups);
-    [Some(device), Some(communication_loss(layers, groups, options.communication_coef))]
+    let device = group_balance_loss(layers, router.num_groups, options.device_coef);
+    let RouterConfig { num_groups, top_groups, .. } = *router;
+    [Some(device), Some(communication_loss(layers, num_groups, top_groups, options.communication_coef))]
 }
 
 /// Adds the gradients of `other` to those of `sum`.

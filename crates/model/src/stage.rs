@@ -352,7 +352,7 @@ fn layers(
     let layer = |i: usize| {
         let moe_layer = || match &ranks.experts {
             None => MoeLayer::new(moe_config.clone()),
-            Some(ranks) => MoeLayer::over_ranks(moe_config.clone(), ranks.layer(i)),
+            Some(ranks) => MoeLayer::expert_parallel(moe_config.clone(), ranks.layer(i)),
         };
         let moe = config.is_moe_layer(i).then(moe_layer).transpose()?;
         Ok(Layer {

@@ -44,7 +44,7 @@ pub struct DispatchRule<'a> {
     /// The number of zero-computation experts, which come last. Their choices have no rows.
     pub num_zero_computation: usize,
     /// MoE++'s tau: the capacity of a computing expert over that of a zero-computation expert.
-    pub free_ratio: f32,
+    pub zero_computation_ratio: f32,
     /// Tokens per group. Each group has its own counters (GShard's local groups); 0 for a single group of all tokens.
     pub group_tokens: usize,
     /// `[T]`: priorities of the tokens, highest served first; none for the order of the tokens.
@@ -62,13 +62,13 @@ pub struct DispatchRule<'a> {
 impl DispatchRule<'_> {
     /// Creates the plain rule for `routing`: `capacity_factor`, one group, tokens in their order.
     #[must_use]
-    pub fn of(routing: &Routing, capacity_factor: f32) -> Self {
+    pub fn new(routing: &Routing, capacity_factor: f32) -> Self {
         let top_k = routing.top_k();
         Self {
             capacity_factor,
             top_k,
             num_zero_computation: 0,
-            free_ratio: 1.0,
+            zero_computation_ratio: 1.0,
             group_tokens: 0,
             priority: None,
             fixed: None,
@@ -111,7 +111,7 @@ impl DispatchRule<'_> {
             let limit = capacity(self.capacity_factor, size, self.top_k, num_experts);
             return vec![rows_limit(limit); num_experts];
         }
-        let tau = f64::from(self.free_ratio);
+        let tau = f64::from(self.zero_computation_ratio);
         let share = (size * self.top_k) as f64 / (tau * computing as f64 + num_zero_computation as f64);
         let limit = |share: f64| rows_limit(share_capacity(self.capacity_factor, share));
         let mut limits = vec![limit(tau * share); computing];
@@ -145,14 +145,14 @@ struct Ruled {
     /// `[E]`: choices within the capacity, zero-computation experts included.
     kept: Vec<u32>,
     /// `[T, K]` u32: the index, from 0, of the zero-computation expert of each kept choice; [`NO_EXPERT`] elsewhere.
-    free: Option<Tensor>,
+    zero_computation: Option<Tensor>,
 }
 
 impl Dispatch {
     /// Dispatches `routing` with the capacity that `capacity_factor` gives: a counting sort, O(T K + E).
     #[must_use]
     pub fn new(ctx: &Context, routing: &Routing, capacity_factor: f32) -> Self {
-        Self::with_rule(ctx, routing, &DispatchRule::of(routing, capacity_factor))
+        Self::with_rule(ctx, routing, &DispatchRule::new(routing, capacity_factor))
     }
 
     /// Dispatches `routing` by `rule`.
@@ -180,7 +180,7 @@ impl Dispatch {
             let alone =
                 || Cow::Owned(overflow::within_capacity(capacity_ids, routing.top_k(), remaining, rule.priority));
             let is_within = rule.shared.map_or_else(alone, |shared| Cow::Borrowed(&shared.is_within));
-            let (masked, ruled) = Ruled::of(ctx, routing, &is_within, num_experts - rule.num_zero_computation);
+            let (masked, ruled) = Ruled::new(ctx, routing, &is_within, num_experts - rule.num_zero_computation);
             (sort_choices(ctx, &masked, weights, num_experts - rule.num_zero_computation, None), Some(ruled))
         };
         let is_fixed = rule.capacity_factor > 0.0 || rule.fixed.is_some();
@@ -222,7 +222,7 @@ impl Dispatch {
     /// elsewhere; `None` if there are no zero-computation experts.
     #[must_use]
     pub fn zero_computation_choices(&self) -> Option<&[u32]> {
-        self.ruled.as_ref()?.free.as_ref().map(Tensor::u32s)
+        self.ruled.as_ref()?.zero_computation.as_ref().map(Tensor::u32s)
     }
 
     /// Returns `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R, the number of rows.
@@ -282,11 +282,11 @@ impl Dispatch {
 impl Ruled {
     /// Returns the ids to sort and the counts of all choices. A choice is sorted if it is within the capacity and
     /// names one of the first `computing` experts.
-    fn of(ctx: &Context, routing: &Routing, is_within: &[bool], computing: usize) -> (Tensor, Self) {
+    fn new(ctx: &Context, routing: &Routing, is_within: &[bool], computing: usize) -> (Tensor, Self) {
         let (ids, num_experts) = (routing.tensors().0, routing.num_experts());
         let (mut counts, mut kept) = (vec![0; num_experts], vec![0; num_experts]);
         let mut masked = ctx.empty(ids.shape(), DType::U32);
-        let mut free = (computing < num_experts).then(|| ctx.empty(ids.shape(), DType::U32));
+        let mut zero_computation = (computing < num_experts).then(|| ctx.empty(ids.shape(), DType::U32));
         let choices = masked.u32s_mut().iter_mut().zip(ids.u32s()).zip(is_within);
         for (i, ((masked, &id), &is_within)) in choices.enumerate() {
             let (expert, is_kept) = (id as usize, is_within && id != NO_EXPERT);
@@ -295,11 +295,11 @@ impl Ruled {
                 kept[expert] += u32::from(is_kept);
             }
             *masked = if is_kept && expert < computing { id } else { NO_EXPERT };
-            if let Some(free) = &mut free {
-                free.u32s_mut()[i] = if is_kept && expert >= computing { id - computing as u32 } else { NO_EXPERT };
+            if let Some(indices) = &mut zero_computation {
+                indices.u32s_mut()[i] = if is_kept && expert >= computing { id - computing as u32 } else { NO_EXPERT };
             }
         }
-        (masked, Self { counts, kept, free })
+        (masked, Self { counts, kept, zero_computation })
     }
 }
 

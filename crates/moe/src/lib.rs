@@ -97,8 +97,8 @@ pub use dispatch::{Dispatch, DispatchRule, capacity};
 pub use ep::{EpOptions, ExpertRanks, LayerRanks};
 pub use layer::{BackwardInput, ForwardInput, MoeGradTask, MoeLayer, MoeSaved, WgradTarget};
 pub use losses::{
-    BalanceLoss, EntropyLoss, EntropyRule, LossGrad, balance_loss_gshard, balance_loss_of_groups,
-    balance_loss_per_layer, balance_loss_pooled, communication_loss, cv_squared, entropy_loss, l1_loads, z_loss,
+    BalanceLoss, EntropyLoss, EntropyRule, LossGrad, balance_loss_gshard, balance_loss_per_layer, balance_loss_pooled,
+    communication_loss, cv_squared, entropy_loss, group_balance_loss, l1_loads, z_loss,
 };
 pub use overflow::{Overflow, WithinCapacity};
 pub use ramp::{Ramp, RampError, RampShape};

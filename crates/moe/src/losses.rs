@@ -41,7 +41,7 @@ pub struct LossGrad {
 impl LossGrad {
     /// Scales the losses that are means over tokens by `share`, 0 to 1: this pass's part of all tokens, where other
     /// ranks have the rest.
-    pub fn of_share(&mut self, share: f32) {
+    pub fn scale_to_share(&mut self, share: f32) {
         self.z *= share;
         self.sequence *= share;
         self.l1 *= share;
@@ -92,7 +92,7 @@ pub fn balance_loss_per_layer(layers: &[&LayerStats], scale: f32) -> BalanceLoss
         let num_experts = layer.num_experts() as f64;
         let per_choice = if layer.num_choices == 0 { 0.0 } else { num_experts / layer.num_choices as f64 };
         let loads: Vec<f64> = layer.tokens_per_expert.iter().map(|&n| f64::from(n) * per_choice).collect();
-        loss.add(layer, &layer.free.balanced(&loads), scale);
+        loss.add(layer, &layer.zero_computation.balanced(&loads), scale);
     }
     loss
 }
@@ -118,8 +118,8 @@ pub fn balance_loss_gshard(layers: &[&LayerStats]) -> BalanceLoss {
 /// each. `f_g` is the mean, over the experts of group g, of their share of the choices times E. `P_g` is the sum of
 /// their mean probabilities. A group has consecutive experts. A balanced layer adds 1.
 #[must_use]
-pub fn balance_loss_of_groups(layers: &[&LayerStats], num_groups: usize, scale: f32) -> BalanceLoss {
-    loss_of_groups(layers, num_groups, scale, |layer, _, group| {
+pub fn group_balance_loss(layers: &[&LayerStats], num_groups: usize, scale: f32) -> BalanceLoss {
+    group_loss(layers, num_groups, scale, |layer, _, group| {
         let sum = |loads: &[u32]| loads.iter().map(|&n| f64::from(n)).sum::<f64>();
         let computing = &layer.tokens_per_expert[..layer.num_computing()];
         let even = sum(computing).max(1.0) / computing.len() as f64;
@@ -129,18 +129,18 @@ pub fn balance_loss_of_groups(layers: &[&LayerStats], num_groups: usize, scale: 
 
 /// Sums the communication balance loss of DeepSeek-V2 (2405.04434, equations 29 to 31) over the layers: `sum over
 /// groups of f_g P_g` for each. `f_g` is the number of tokens sent to group g, [`LayerStats::tokens_per_group`],
-/// times `num_groups / (top_groups T)`; `P_g` is as in [`balance_loss_of_groups`]. A balanced layer whose tokens each
+/// times `num_groups / (top_groups T)`; `P_g` is as in [`group_balance_loss`]. A balanced layer whose tokens each
 /// go to `top_groups` groups adds 1.
 #[must_use]
-pub fn communication_loss(layers: &[&LayerStats], (num_groups, top_groups): (usize, usize), scale: f32) -> BalanceLoss {
-    loss_of_groups(layers, num_groups, scale, |layer, index, _| {
+pub fn communication_loss(layers: &[&LayerStats], num_groups: usize, top_groups: usize, scale: f32) -> BalanceLoss {
+    group_loss(layers, num_groups, scale, |layer, index, _| {
         let sent = f64::from(layer.tokens_per_group.get(index).copied().unwrap_or(0));
         sent * num_groups as f64 / (top_groups.max(1) * layer.num_tokens.max(1)) as f64
     })
 }
 
 /// Sums `load(layer, index, experts) P_g` over the groups of each layer. Zero-computation experts are in no group.
-fn loss_of_groups(
+fn group_loss(
     layers: &[&LayerStats],
     num_groups: usize,
     scale: f32,

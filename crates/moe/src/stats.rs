@@ -28,8 +28,8 @@ pub struct LayerStats {
     pub z: f64,
     /// Mean over tokens and experts of the squared logit; 0 for a router without logits.
     pub mean_squared_logit: f64,
-    /// Mean over the sequences of the sequence-wise balance loss (DeepSeek-V3), without its coefficient: 1 when balanced;
-    /// 0 where it is not computed.
+    /// Mean over the sequences of the sequence-wise balance loss (DeepSeek-V3), without its coefficient: 1 when
+    /// balanced; 0 where it is not computed.
     pub sequence_loss: f64,
     /// Mean over the router's local groups of GShard's balance loss: `1/E^2` when balanced.
     pub gshard_loss: f64,
@@ -40,7 +40,7 @@ pub struct LayerStats {
     /// The tokens of each modality; empty where there is one.
     pub modalities: Vec<ModalityStats>,
     /// The zero-computation experts, which the balance loss weighs differently.
-    pub free: ZeroComputationShare,
+    pub zero_computation: ZeroComputationShare,
 }
 
 /// The tokens of one modality in one MoE layer.
@@ -68,12 +68,12 @@ pub struct ZeroComputationShare {
 impl ZeroComputationShare {
     /// Reads the numbers of experts from `config`.
     #[must_use]
-    pub fn of(config: &MoeConfig) -> Self {
+    pub fn from_config(config: &MoeConfig) -> Self {
         let router = &config.router;
         let num_null = router.null_experts;
         Self {
             num_zero_computation: router.num_zero_computation() - num_null,
-            ratio: f64::from(router.free_ratio),
+            ratio: f64::from(router.zero_computation_ratio),
             num_null,
         }
     }
@@ -84,8 +84,8 @@ impl ZeroComputationShare {
     pub fn balanced(&self, loads: &[f64]) -> Vec<f64> {
         let mut loads = loads.to_vec();
         let first_null = loads.len().saturating_sub(self.num_null);
-        let first_free = first_null.saturating_sub(self.num_zero_computation);
-        loads[first_free..first_null].iter_mut().for_each(|load| *load *= self.ratio);
+        let first_zero_computation = first_null.saturating_sub(self.num_zero_computation);
+        loads[first_zero_computation..first_null].iter_mut().for_each(|load| *load *= self.ratio);
         let mean = loads[first_null..].iter().sum::<f64>() / self.num_null.max(1) as f64;
         loads[first_null..].fill(mean);
         loads
@@ -113,7 +113,7 @@ impl LayerStats {
             importance: vec![0.0; num_experts],
             smooth_load: Vec::new(),
             modalities: Vec::new(),
-            free: ZeroComputationShare::default(),
+            zero_computation: ZeroComputationShare::default(),
         }
     }
 
@@ -152,7 +152,7 @@ impl LayerStats {
         }
         self.smooth_load.iter_mut().zip(&other.smooth_load).for_each(|(a, b)| *a += b);
         self.merge_modalities(other);
-        self.free = other.free;
+        self.zero_computation = other.zero_computation;
     }
 
     fn merge_modalities(&mut self, other: &Self) {
@@ -182,7 +182,7 @@ impl LayerStats {
     /// Returns the number of experts that compute; they come first.
     #[must_use]
     pub fn num_computing(&self) -> usize {
-        self.num_experts().saturating_sub(self.free.num_zero_computation + self.free.num_null)
+        self.num_experts().saturating_sub(self.zero_computation.num_zero_computation + self.zero_computation.num_null)
     }
 
     /// Returns the share of the choices that were dropped, 0 to 1.

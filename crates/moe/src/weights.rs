@@ -58,6 +58,13 @@ pub struct SharedWeights {
     pub gate: Option<Tensor>,
 }
 
+/// The random streams of initial weights: a seed and the first stream's number.
+#[derive(Clone, Copy)]
+struct InitStreams {
+    seed: u64,
+    first: u64,
+}
+
 /// Returns whether a gradient is left out of a pass because its weight is frozen. Its shape is then `[0]`.
 #[must_use]
 pub fn is_left_out(grad: &Tensor) -> bool {
@@ -106,27 +113,27 @@ impl MoeWeights {
         for (i, tensor) in weights.tensors_mut().into_iter().enumerate() {
             fill_normal(ctx, &Random::new(seed, Purpose::Init, i as u64), std, tensor);
         }
-        weights.init_extras(ctx, config, (seed, 1 << 32), std);
+        weights.init_extras(ctx, config, InitStreams { seed, first: 1 << 32 }, std);
         weights
     }
 
-    /// Initialises the weights that only some schemes have, from the streams of `streams`.
-    pub fn init_extras(&mut self, ctx: &Context, config: &MoeConfig, (seed, first_stream): (u64, u64), std: f32) {
-        let random = |i: usize| Random::new(seed, Purpose::Init, first_stream + i as u64);
+    /// Initialises the weights that only some schemes have, each from a stream of its own.
+    fn init_extras(&mut self, ctx: &Context, config: &MoeConfig, streams: InitStreams, std: f32) {
+        let random = |i: usize| Random::new(streams.seed, Purpose::Init, streams.first + i as u64);
         let shapes = config.extra_shapes().into_iter().enumerate();
         self.extras = shapes.map(|(i, shape)| NamedTensor::first(ctx, &shape, &random(i), std)).collect();
     }
 
     /// Returns the number of elements in the matrices of one expert.
     pub(crate) fn expert_params(&self) -> usize {
-        let of_one = |tensor: &Tensor| tensor.shape()[1..].iter().product::<usize>();
-        of_one(&self.gate_up) + of_one(&self.down)
+        let per_expert = |tensor: &Tensor| tensor.shape()[1..].iter().product::<usize>();
+        per_expert(&self.gate_up) + per_expert(&self.down)
     }
 
     /// Returns the layer with the given experts only, in this order. Their weights are copied; everything else is
     /// shared.
     #[must_use]
-    pub fn of_experts(&self, ctx: &Context, experts: &[usize]) -> Self {
+    pub fn select_experts(&self, ctx: &Context, experts: &[usize]) -> Self {
         let select = |tensor: &Tensor| select_experts(ctx, tensor, experts);
         Self {
             gate_up: select(&self.gate_up),

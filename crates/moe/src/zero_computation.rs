@@ -18,7 +18,7 @@ pub(crate) const CONSTANT: &str = "constant.weight";
 pub(crate) const CONSTANT_MIX: &str = "constant_mix.weight";
 
 /// The output of a zero-computation expert.
-enum Free {
+enum Output {
     Nothing,
     Copy,
     Constant(usize),
@@ -34,6 +34,17 @@ pub(crate) struct ZeroComputationChoices<'a> {
     pub(crate) x: &'a Tensor,
 }
 
+/// A token's choice of a constant expert.
+#[derive(Clone, Copy)]
+struct ConstantChoice<'a> {
+    /// `[D]`: the token.
+    x: &'a [f32],
+    /// `[D]`: the gradient of the layer's output.
+    dy: &'a [f32],
+    /// The choice's weight.
+    weight: f32,
+}
+
 /// The gradients of the constant experts' weights.
 pub(crate) struct ZeroComputationGrads {
     constant: Vec<f32>,
@@ -41,23 +52,23 @@ pub(crate) struct ZeroComputationGrads {
 }
 
 impl ZeroComputationChoices<'_> {
-    fn kind(&self, free: u32) -> Free {
+    fn output(&self, index: u32) -> Output {
         let router = &self.config.router;
-        let free = free as usize;
+        let index = index as usize;
         let (zero, copy) = (router.zero_experts, router.zero_experts + router.copy_experts);
-        if free >= zero && free < copy {
-            Free::Copy
-        } else if free >= copy && free < copy + router.constant_experts {
-            Free::Constant(free - copy)
+        if index >= zero && index < copy {
+            Output::Copy
+        } else if index >= copy && index < copy + router.constant_experts {
+            Output::Constant(index - copy)
         } else {
-            Free::Nothing
+            Output::Nothing
         }
     }
 
     /// Returns the choices of zero-computation experts with their indices in `[T, K]`, in order.
-    fn choices(&self) -> impl Iterator<Item = (usize, Free)> + '_ {
-        let free = self.dispatch.zero_computation_choices().unwrap_or(&[]);
-        free.iter().enumerate().filter(|(_, id)| **id != NO_EXPERT).map(|(i, &id)| (i, self.kind(id)))
+    fn choices(&self) -> impl Iterator<Item = (usize, Output)> + '_ {
+        let indices = self.dispatch.zero_computation_choices().unwrap_or(&[]);
+        indices.iter().enumerate().filter(|(_, id)| **id != NO_EXPERT).map(|(i, &id)| (i, self.output(id)))
     }
 
     /// Adds the outputs of the zero-computation experts to `y [T, D]`.
@@ -65,14 +76,14 @@ impl ZeroComputationChoices<'_> {
         let d = self.x.cols();
         let k = self.routing.top_k();
         // Reading `x` copies it from the device, so it is not read for experts that output nothing.
-        for (choice, kind) in self.choices().filter(|(_, kind)| !matches!(kind, Free::Nothing)) {
+        for (choice, kind) in self.choices().filter(|(_, kind)| !matches!(kind, Output::Nothing)) {
             let range = choice / k * d..(choice / k + 1) * d;
             let (x, weight) = (&self.x.f32s()[range.clone()], self.routing.expert_weights()[choice]);
             let y = &mut y.f32s_mut()[range];
             match kind {
-                Free::Nothing => {}
-                Free::Copy => y.iter_mut().zip(x).for_each(|(y, x)| *y += weight * x),
-                Free::Constant(expert) => {
+                Output::Nothing => {}
+                Output::Copy => y.iter_mut().zip(x).for_each(|(y, x)| *y += weight * x),
+                Output::Constant(expert) => {
                     let (a, v) = (self.mixture(expert, x), self.constant(expert));
                     y.iter_mut().zip(x).zip(v).for_each(|((y, x), v)| *y += weight * (a[0] * x + a[1] * v));
                 }
@@ -91,12 +102,14 @@ impl ZeroComputationChoices<'_> {
             let (x, dy) = (&self.x.f32s()[range.clone()], &dy.f32s()[range.clone()]);
             let (dx, weight) = (&mut dx.f32s_mut()[range], self.routing.expert_weights()[choice]);
             dweights.f32s_mut()[choice] = match kind {
-                Free::Nothing => 0.0,
-                Free::Copy => {
+                Output::Nothing => 0.0,
+                Output::Copy => {
                     dx.iter_mut().zip(dy).for_each(|(dx, dy)| *dx += weight * dy);
                     dot(dy, x)
                 }
-                Free::Constant(expert) => self.constant_backward(expert, (x, dy, weight), dx, &mut grads),
+                Output::Constant(expert) => {
+                    self.constant_backward(expert, ConstantChoice { x, dy, weight }, dx, &mut grads)
+                }
             };
         }
         grads
@@ -106,7 +119,7 @@ impl ZeroComputationChoices<'_> {
     fn constant_backward(
         &self,
         expert: usize,
-        (x, dy, weight): (&[f32], &[f32], f32),
+        ConstantChoice { x, dy, weight }: ConstantChoice<'_>,
         dx: &mut [f32],
         grads: &mut ZeroComputationGrads,
     ) -> f32 {

@@ -1,4 +1,4 @@
-//! The parts of a checkpoint besides the model: the optimizer's moments, and the progress of the run.
+//! The parts of a checkpoint that are not the model: the optimizer's moments and the progress of the run.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,29 +16,29 @@ use crate::error::TrainError;
 use crate::optimizer::Optimizer;
 use crate::task::KeepPart;
 
-/// The optimizer's moments, in a checkpoint.
+/// The file of the optimizer's moments in a checkpoint.
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 /// The key of [`Progress`] in a checkpoint's metadata.
 const PROGRESS_KEY: &str = "progress";
 
-/// The progress of a run: everything that its next step depends on besides weights and moments.
+/// The progress of a run: the state besides weights and moments on which its next step depends.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Steps done, skipped ones included.
     pub step: u64,
-    /// Tokens trained on, or targets of another kind.
+    /// Tokens trained on; for other tasks their number of targets.
     pub tokens: u64,
-    /// Updates made: steps without the skipped ones.
+    /// Updates made; skipped steps make none.
     pub updates: u64,
-    /// Skipped steps in a row up to now.
+    /// Consecutive skipped steps up to now.
     pub bad_in_a_row: u64,
     /// The newest validation loss.
     pub val_loss: Option<f64>,
-    /// A hash of the data trained on, by which a resumed run sees that it has changed.
+    /// A hash of the training data, by which a resumed run detects changed data.
     pub data_hash: String,
 }
 
-/// The progress of a checkpoint.
+/// Reads the progress from a checkpoint.
 pub(crate) fn progress(checkpoint: &Checkpoint) -> Result<Progress, TrainError> {
     let damaged = |problem: String| TrainError::State { path: checkpoint.path.clone(), problem };
     let value = checkpoint.metadata.extra.get(PROGRESS_KEY).cloned();
@@ -47,28 +47,29 @@ pub(crate) fn progress(checkpoint: &Checkpoint) -> Result<Progress, TrainError> 
     serde_json::from_value(value).map_err(|error| damaged(error.to_string()))
 }
 
-/// The metadata of a checkpoint: the step, and the whole progress beside it.
+/// Creates the metadata of a checkpoint: the step, and the whole progress.
 pub(crate) fn metadata(progress: &Progress) -> Metadata {
     let mut metadata = Metadata { step: progress.step, val_loss: progress.val_loss, ..Metadata::default() };
-    // A struct of numbers is always JSON.
+    // Serialising a struct of numbers to JSON cannot fail.
     if let Ok(value) = serde_json::to_value(progress) {
         metadata.extra.insert(PROGRESS_KEY.to_owned(), value);
     }
     metadata
 }
 
-/// Writes the optimizer's moments into `dir`.
+/// Writes the optimizer's moments to `dir`.
 pub(crate) fn save_moments(dir: &Path, moments: &[TensorBytes<'_>]) -> Result<(), FileError> {
     let path = dir.join(OPTIMIZER_FILE);
     safetensors::write(&path, moments, &BTreeMap::new()).map_err(FileError::at(&path))
 }
 
-/// The moments of an optimizer, with the beginnings of their tensors' names in a checkpoint.
+/// Returns the moments of an optimizer with the prefixes of their tensors' names in a checkpoint.
 pub(crate) fn moments(optimizer: &Optimizer) -> [(&'static str, &Vec<Tensor>); 2] {
     [("first.", &optimizer.first), ("second.", &optimizer.second)]
 }
 
-/// The moments of an optimizer that has all of them, as a checkpoint has them: those of trainable weights.
+/// Borrows the moments of trainable weights in the form that a checkpoint stores; the optimizer must have all of
+/// them.
 pub(crate) fn lent_moments(optimizer: &Optimizer) -> Vec<TensorBytes<'_>> {
     let mut list = Vec::new();
     for (prefix, tensors) in moments(optimizer) {
@@ -83,8 +84,8 @@ pub(crate) fn lent_moments(optimizer: &Optimizer) -> Vec<TensorBytes<'_>> {
     list
 }
 
-/// The moments of a checkpoint, first and second, of the weights of `table`: the result of `keep` for each. Frozen weights have
-/// none.
+/// Loads the moments, first and second, of the weights of `table` from a checkpoint and reduces each by `keep`.
+/// Frozen weights have no moments.
 pub(crate) fn load_moments(
     ctx: &Context,
     table: &WeightTable,
@@ -103,7 +104,7 @@ pub(crate) fn load_moments(
     Ok([all("first")?, all("second")?])
 }
 
-/// A tensor of a file, which must be f32 and of this shape.
+/// Reads a tensor that must be f32 and of the given shape.
 pub(crate) fn read(ctx: &Context, file: &SafetensorsFile, name: &str, shape: &[usize]) -> Result<Tensor, TrainError> {
     let tensor = file.tensor(ctx, name).map_err(LoadError::from)?;
     if tensor.shape() != shape || tensor.dtype() != DType::F32 {

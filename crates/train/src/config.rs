@@ -1,12 +1,12 @@
-//! The settings of a training run: one resolved value, [`RunConfig`], and how it comes about.
+//! The settings of a training run, as one resolved value: [`RunConfig`].
 //!
-//! Settings are laid over each other as TOML tables, defaults, then a preset, then a file, then single settings from the
-//! command line ([`ConfigLayers`]), and only the result becomes a `RunConfig`. So nothing after this module has to know
-//! where a value came from, and no setting is optional: a run reads the value that [`print_config`] shows.
+//! Settings are layered as TOML tables: defaults, then a preset, then a file, then single settings from the command
+//! line ([`ConfigLayers`]). Only the result becomes a `RunConfig`. Code after this module therefore does not know
+//! where a value came from, and no setting is optional: a run uses the values that [`print_config`] shows.
 //!
-//! A setting is one entry of a section's definition ([`settings!`](moeworks_moe::settings)): name, type, default, range and comment. The
-//! commented file, the checks of ranges, near names for unknown ones and `docs/settings.md` are made from it. Checks of settings
-//! against each other are in `config/check.rs`.
+//! A setting is one entry of a section's definition ([`settings!`](moeworks_moe::settings)): name, type, default,
+//! range and comment. The commented file, the checks of ranges, suggestions for unknown names and `docs/settings.md`
+//! are made from it. Checks of settings against each other are in `config/check.rs`.
 
 mod check;
 mod data;
@@ -73,7 +73,7 @@ settings! {
     }
 }
 
-/// A path as text. Paths come from TOML, which is UTF-8, so nothing is lost.
+/// Serialises a path as text. Paths come from TOML, which is UTF-8, so nothing is lost.
 fn as_text<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&path.to_string_lossy())
 }

@@ -1,6 +1,6 @@
-//! CPU time, which other programs on a machine change far less than they change the time that passes.
+//! CPU time, which other programs on a machine affect far less than wall-clock time.
 
-/// Returns the CPU seconds of all threads of this process; NaN where the system does not say.
+/// Returns the CPU seconds of all threads of this process; NaN if the system does not report them.
 #[cfg(unix)]
 pub(crate) fn seconds() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);

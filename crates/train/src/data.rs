@@ -1,9 +1,8 @@
-//! From tokens to the batches of a run.
+//! Batches of a training run, made from tokens.
 //!
-//! Text is found, read and tokenised by [`moeworks_infer::data`]. [`Mix`] says which sources there are and how much each counts;
-//! [`Dataset`] cuts their tokens into training and validation windows and says which windows make up a batch. Only the last of these
-//! matters while training runs, and it is a pure function of (tokens, seed, position): a resumed run asks for the same position and gets
-//! the same batch, however far it is.
+//! [`moeworks_infer::data`] finds, reads and tokenises text. [`Mix`] lists the sources and their weights. [`Dataset`]
+//! cuts their tokens into training and validation windows and selects the windows of a batch. That selection is a
+//! pure function of (tokens, seed, position), so that a resumed run gets the same batches.
 
 mod blend;
 mod dataset;

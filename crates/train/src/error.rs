@@ -1,4 +1,4 @@
-//! Why a run cannot start or cannot go on.
+//! Errors that prevent a run from starting or continuing.
 
 use std::io;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use crate::data::DatasetError;
 use crate::metrics::MetricsError;
 use crate::report::ReportError;
 
-/// Why a run cannot start or cannot go on.
+/// An error that prevents a run from starting or continuing.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// A setting is wrong.
@@ -45,7 +45,7 @@ pub enum TrainError {
     /// The tokenizer cannot be used.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
-    /// The device that was asked for is not there.
+    /// The requested device is not available.
     #[error("train.device: {0}")]
     Device(#[from] GpuError),
     /// A rank failed, hangs or disagrees.
@@ -57,12 +57,12 @@ pub enum TrainError {
         layout.dp, layout.ep, layout.tp, layout.num_ranks()
     )]
     Ranks {
-        /// What they ask for.
+        /// The requested layout.
         layout: Layout,
-        /// Ranks there are.
+        /// The actual number of ranks.
         num_ranks: usize,
     },
-    /// Ranks that hold the same weights have other bits.
+    /// Ranks that should hold equal weights have different bits.
     #[error(
         "rank {rank} has other bits than rank {of} of {tensor}, which both hold: sums gave ranks different results, and the run ends \
          before a checkpoint is made of that; go on with --resume and --set parallel.ordered_sums=true"
@@ -78,24 +78,24 @@ pub enum TrainError {
     /// A batch does not fit the model.
     #[error(transparent)]
     Batch(#[from] BatchError),
-    /// A run is to be resumed under another model or other settings that a resumed run cannot change.
+    /// A run is resumed with another model, or with a changed setting that must stay.
     #[error("{}: {setting} is {stored} in this run, but {given} was asked for: a resumed run keeps it", run.display())]
     Resume {
         /// The run.
         run: PathBuf,
         /// The setting.
         setting: String,
-        /// What the run has.
+        /// The run's value.
         stored: String,
-        /// What was asked for.
+        /// The requested value.
         given: String,
     },
-    /// A run or a state file is not what it should be.
+    /// A run or a state file is invalid.
     #[error("{}: {problem}", path.display())]
     State {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong and what would be right.
+        /// The problem, and what would be valid.
         problem: String,
     },
     /// A study has no variant of this name.
@@ -103,13 +103,13 @@ pub enum TrainError {
     Variant {
         /// The name that was given.
         name: String,
-        /// Those that there are.
+        /// The existing names.
         known: String,
     },
-    /// A task whose model cannot lie on ranks like this.
+    /// A task does not support this kind of parallelism.
     #[error("this task does not support {what}")]
     Parallelism {
-        /// What was asked for.
+        /// The unsupported request.
         what: &'static str,
     },
     /// A task failed.
@@ -120,7 +120,7 @@ pub enum TrainError {
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// The model and its training state do not fit in this machine's memory.
@@ -136,7 +136,7 @@ pub enum TrainError {
         /// Bytes that the machine has.
         machine_bytes: u64,
     },
-    /// What a GPU keeps of the model and its training state does not fit in its memory.
+    /// The model and the training state kept on the GPU do not fit in its memory.
     #[error(
         "training needs about {} MB of the GPU's memory for weights, gradients and what the optimizer keeps there, and it has {} MB: \
          train.offload_optimizer = true or a smaller model.width, model.num_layers or model.num_experts may fit",
@@ -144,12 +144,12 @@ pub enum TrainError {
         gpu_bytes / 1_000_000
     )]
     GpuMemory {
-        /// Bytes of what is kept there.
+        /// Bytes kept on the GPU.
         needed_bytes: u64,
-        /// Bytes that the GPU has.
+        /// Bytes of the GPU's memory.
         gpu_bytes: u64,
     },
-    /// Too many steps in a row had a loss or gradient that is not finite.
+    /// Too many consecutive steps had a non-finite loss or gradient.
     #[error(
         "step {step}: {in_a_row} steps in a row had a loss or gradient that is not finite (train.max_bad_steps); \
          a lower train.lr, a longer train.warmup_steps or f32 precision may help"
@@ -157,13 +157,13 @@ pub enum TrainError {
     Diverged {
         /// The last of these steps.
         step: u64,
-        /// How many there were.
+        /// The number of these steps.
         in_a_row: u64,
     },
 }
 
 impl TrainError {
-    /// An error about reading or writing `path`.
+    /// Wraps an I/O error of reading or writing `path`.
     pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { path, source }

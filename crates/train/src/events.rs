@@ -1,10 +1,10 @@
-//! TensorBoard event files, written directly.
+//! A writer of TensorBoard event files.
 //!
-//! An event file is a sequence of records, each framed by its length and two checksums (the TFRecord format: length as
-//! u64, masked CRC-32C of the length, data, masked CRC-32C of the data; all little-endian). The data is a protocol
-//! buffer message `Event`. Only the few fields that TensorBoard needs are written, so the messages are put together by
-//! hand instead of bringing in a code generator. Field numbers: tensorflow/core/util/event.proto,
-//! tensorflow/core/framework/summary.proto and tensor.proto.
+//! An event file is a sequence of records, each framed by its length and two checksums (the TFRecord format: length
+//! as u64, masked CRC-32C of the length, data, masked CRC-32C of the data; all little-endian). The data is a protocol
+//! buffer message `Event`. TensorBoard needs only a few of its fields, so the messages are encoded by hand, without a
+//! code generator. Field numbers: tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto and
+//! tensor.proto.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -21,9 +21,9 @@ pub struct EventFile {
 }
 
 impl EventFile {
-    /// Starts a new event file in `dir`. Its name sorts after the names of the event files that are there, which is the
-    /// order in which TensorBoard reads them. With `purge_step`, TensorBoard forgets what earlier files hold of that
-    /// step and later ones.
+    /// Starts a new event file in `dir`. Its name sorts after those of existing event files, because TensorBoard
+    /// reads them in that order. With `purge_step`, TensorBoard discards data of that step and later ones from
+    /// earlier files.
     pub fn create(dir: &Path, purge_step: Option<u64>) -> io::Result<Self> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         let newest = event_files(dir)?.iter().filter_map(|path| seconds_in_name(path)).max();
@@ -44,13 +44,13 @@ impl EventFile {
         event_files(dir)?.iter().try_for_each(fs::remove_file)
     }
 
-    /// Where the file is.
+    /// Returns the path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes numbers under their tags, all of one step in one event.
+    /// Writes numbers under their tags, all in one event of `step`.
     pub fn scalars(&mut self, step: u64, scalars: &[(String, f64)]) -> io::Result<()> {
         self.write(step, |event| {
             event.message(5, |summary| {
@@ -64,7 +64,8 @@ impl EventFile {
         })
     }
 
-    /// Writes counts per index (tokens per expert) as histograms with one bucket an index: bucket `i` is `[i, i + 1)`.
+    /// Writes counts per index (tokens per expert) as histograms with one bucket per index: bucket `i` is `[i, i +
+    /// 1)`.
     pub fn histograms(&mut self, step: u64, histograms: &[(String, &[u64])]) -> io::Result<()> {
         if histograms.is_empty() {
             return Ok(());
@@ -81,7 +82,7 @@ impl EventFile {
         })
     }
 
-    /// Writes a text, shown by TensorBoard's text dashboard.
+    /// Writes a text, which TensorBoard's text dashboard shows.
     pub fn text(&mut self, step: u64, tag: &str, text: &str) -> io::Result<()> {
         self.write(step, |event| {
             event.message(5, |summary| {
@@ -103,12 +104,12 @@ impl EventFile {
         })
     }
 
-    /// Waits until everything written is on the disk.
+    /// Flushes everything written to the disk.
     pub fn sync(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 
-    /// One event in one `write` call, so that a kill leaves whole events and at most one cut at the end.
+    /// Writes one event by one `write` call, so that a kill leaves at most the last event incomplete.
     fn write(&mut self, step: u64, fill: impl FnOnce(&mut Message)) -> io::Result<()> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
         let mut event = Message::default();
@@ -130,7 +131,7 @@ fn histogram_of_indices(histogram: &mut Message, counts: &[u64]) {
     histogram.doubles(7, indices().map(|(_, count)| count));
 }
 
-/// A protocol buffer message that is being put together.
+/// A protocol buffer message under construction.
 #[derive(Default)]
 struct Message {
     bytes: Vec<u8>,
@@ -186,7 +187,7 @@ impl Message {
     }
 }
 
-/// A TFRecord around `data`.
+/// Frames `data` as a TFRecord.
 fn frame(data: &[u8]) -> Vec<u8> {
     let len = (data.len() as u64).to_le_bytes();
     let mut record = Vec::with_capacity(data.len() + 16);
@@ -197,12 +198,12 @@ fn frame(data: &[u8]) -> Vec<u8> {
     record
 }
 
-/// CRC-32C, turned and shifted: the format's guard against checksums of data that hold checksums.
+/// Computes the masked CRC-32C: rotated and offset, so that data that contains checksums still has a good checksum.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// CRC-32C (Castagnoli), one byte at a time: events are small.
+/// Computes CRC-32C (Castagnoli) byte by byte, which is fast enough for small events.
 fn crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0, |crc: u32, &byte| CRC_TABLE[((crc ^ u32::from(byte)) & 0xff) as usize] ^ (crc >> 8))
 }
@@ -223,7 +224,7 @@ const CRC_TABLE: [u32; 256] = {
     table
 };
 
-/// The event files of a folder, by name; none if there is no folder.
+/// Lists the event files of a folder by name.
 fn event_files(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(dir)? {
@@ -240,8 +241,8 @@ fn seconds_in_name(path: &Path) -> Option<u64> {
     path.file_name()?.to_str()?.strip_prefix(FILE_PREFIX)?.split('.').next()?.parse().ok()
 }
 
-/// The machine's name for the file name, as TensorBoard's own writers do; only letters, digits, '-' and '_'. Where the system does not
-/// say it, `localhost`.
+/// Returns the machine's name for the file name, as TensorBoard's own writers do, reduced to letters, digits, '-' and
+/// '_'. Without one it is `localhost`.
 fn host_name() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name: String = name.trim().chars().filter(|c| c.is_ascii_alphanumeric() || "-_".contains(*c)).collect();

@@ -1,8 +1,8 @@
-//! Event files read back by a reader that shares nothing with the writer.
+//! Event files are read back by a reader that shares nothing with the writer.
 
 use super::*;
 
-/// CRC-32C bit by bit, from its definition.
+/// Computes CRC-32C bit by bit, from its definition.
 fn crc32c_by_definition(data: &[u8]) -> u32 {
     let mut crc = u32::MAX;
     for byte in data {
@@ -18,7 +18,7 @@ fn unmasked(masked: u32) -> u32 {
     masked.wrapping_sub(0xa282_ead8).rotate_left(15)
 }
 
-/// The payloads of whole records; panics on a wrong checksum.
+/// Returns the payloads of all records; panics on a wrong checksum.
 fn records(mut bytes: &[u8]) -> Vec<Vec<u8>> {
     let u32_at = |bytes: &[u8], at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
     let mut records = Vec::new();
@@ -56,7 +56,7 @@ impl Value {
     }
 }
 
-/// The fields of a message; fixed-size numbers as their bytes.
+/// Decodes the fields of a message; fixed-size numbers are returned as their bytes.
 fn fields(mut bytes: &[u8]) -> Vec<(u64, Value)> {
     fn varint(bytes: &mut &[u8]) -> u64 {
         let mut value = 0;

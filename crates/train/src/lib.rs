@@ -1,4 +1,4 @@
-//! Training: data, optimizer, checkpoints, the loop and its records.
+//! Training: configuration, data, optimizer, checkpoints, the training loop and its records.
 //!
 //! A [`Trainer`] trains any model that is a [`Task`]; the language model of `moeworks train` is
 //! [`LanguageModel`](language_model::LanguageModel).

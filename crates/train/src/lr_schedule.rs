@@ -5,7 +5,8 @@
 pub enum Decay {
     /// Half a cosine down to the minimum at the last step (Loshchilov & Hutter, 1608.03983, without restarts).
     Cosine,
-    /// Warm-up, stable, decay (MiniCPM, 2404.06395): constant, then linear to the minimum over the last `decay_steps`.
+    /// Warm-up, stable, decay (MiniCPM, 2404.06395): constant, then linear to the minimum over the last
+    /// `decay_steps`.
     Wsd {
         /// Steps of the final decay.
         decay_steps: u64,
@@ -30,7 +31,7 @@ pub struct LrSchedule {
 }
 
 impl LrSchedule {
-    /// The rate of optimizer step `step`, counted from 0.
+    /// Returns the learning rate of optimizer step `step`, counted from 0.
     #[must_use]
     pub fn at(&self, step: u64) -> f64 {
         if step < self.warmup_steps {
@@ -51,7 +52,7 @@ impl LrSchedule {
     }
 }
 
-/// The share of the way that `step` is between `start` (0) and the last step before `end` (1).
+/// Returns the relative position of `step` between `start` (0) and the last step before `end` (1).
 fn progress(step: u64, start: u64, end: u64) -> f64 {
     let last = end.saturating_sub(1).max(start);
     if step <= start {

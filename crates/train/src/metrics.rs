@@ -1,8 +1,8 @@
 //! The record of a training step, and the names of its figures.
 //!
-//! [`Record`] is a plain value. [`Record::scalars`] is the only place where a number gets its name, so that the JSON
-//! lines, the CSV columns and the TensorBoard tags cannot drift apart. The figures of balance are functions of
-//! `tokens_per_expert` and are never stored beside it, so that they cannot contradict it.
+//! [`Record`] is a plain value. [`Record::scalars`] is the only place that names its numbers, so that JSON lines, CSV
+//! columns and TensorBoard tags agree. Figures of balance are computed from `tokens_per_expert` and never stored
+//! beside it, so that they cannot contradict it.
 
 mod lines;
 mod ranks;
@@ -19,12 +19,12 @@ pub(crate) use ranks::NUM_FIGURES;
 pub use ranks::{RankRecord, RanksRecord};
 pub use writer::{MetricsWriter, Sample, read_last_record, read_samples};
 
-/// File of the records in a run folder, as a table.
+/// The file of the records in a run folder, as a table.
 pub const METRICS_CSV: &str = "metrics.csv";
-/// File of the sampled texts in a run folder: one JSON object a line.
+/// The file of sampled texts in a run folder: one JSON object per line.
 pub const SAMPLES_JSONL: &str = "samples.jsonl";
 
-/// One training step. A number that is not known is `f64::NAN`: it becomes `null` in JSON and an empty field in CSV.
+/// The record of one training step. An unknown number is `f64::NAN`: `null` in JSON and an empty field in CSV.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Record {
     /// Optimizer steps done, this one included: the first step of a run is 1. 0 is for an evaluation before training.
@@ -37,9 +37,9 @@ pub struct Record {
     pub balance_loss: f64,
     /// Router z-loss, before its coefficient; 0 without MoE layers.
     pub z_loss: f64,
-    /// The other losses on routers, before their coefficients.
+    /// The other auxiliary losses, before their coefficients.
     pub router_losses: RouterLosses,
-    /// Share (0 to 1) of a flat router's operations that this one saves; 0 for a router that scores every expert.
+    /// Share (0 to 1) of a flat router's operations that this router saves; 0 for a router that scores every expert.
     pub routing_flops_saved: f64,
     /// Learning rate of this step.
     pub lr: f64,
@@ -51,23 +51,23 @@ pub struct Record {
     pub mfu: f64,
     /// Time of the step in milliseconds.
     pub step_ms: f64,
-    /// Milliseconds that the process computed in the step, all of its threads together.
+    /// CPU milliseconds of the process in the step, over all of its threads.
     pub processor_ms: f64,
-    /// The largest memory in use since the steps began, in bytes.
+    /// The peak of memory in use since the first step, in bytes.
     pub memory_peak_bytes: u64,
-    /// Mean cross-entropy of the validation tokens in nats a token, on steps that were followed by an evaluation.
+    /// Mean cross-entropy of the validation tokens in nats a token; only on steps followed by an evaluation.
     pub val_loss: Option<f64>,
-    /// Whether the update was skipped because the loss or the gradient was not finite.
+    /// True if the update was skipped because the loss or the gradient was not finite.
     pub is_skipped: bool,
-    /// The metrics of the task, such as `train/accuracy`, and `val/accuracy` on steps that were followed by an evaluation.
+    /// The metrics of the task, such as `train/accuracy`, and `val/accuracy` on steps followed by an evaluation.
     pub metrics: Vec<NamedFigure>,
-    /// The times of the ranks in the step, where there are several.
+    /// The times of the ranks in the step; none for a single rank.
     pub ranks: Option<RanksRecord>,
     /// The MoE layers, in order; empty for a dense model.
     pub layers: Vec<LayerRecord>,
 }
 
-/// A figure with its name in records.
+/// A figure with its name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedFigure {
     /// The name.
@@ -76,7 +76,7 @@ pub struct NamedFigure {
     pub value: f64,
 }
 
-/// The columns of `metrics.csv` that depend on what is trained.
+/// The columns of `metrics.csv` that depend on the model and the task.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Columns {
     /// The indices of the MoE layers.
@@ -86,14 +86,14 @@ pub struct Columns {
 }
 
 impl Columns {
-    /// The columns for a model with these MoE layers, whose passes and evaluations give these metrics.
+    /// Creates the columns for a model with these MoE layers and a task with these metrics.
     #[must_use]
     pub fn new(moe_layers: &[usize], metrics: &[&str]) -> Self {
         let of = |kind: &'static str| metrics.iter().map(move |name| format!("{kind}/{name}"));
         Self { moe_layers: moe_layers.to_vec(), metrics: of("train").chain(of("val")).collect() }
     }
 
-    /// The metrics of a record in the order of the columns; NaN for those that it does not have.
+    /// Returns the metrics of a record in the order of the columns; NaN for missing ones.
     fn metrics_of(&self, record: &Record) -> Vec<NamedFigure> {
         let value = |name: &String| {
             let found = record.metrics.iter().find(|metric| metric.name == *name);
@@ -103,47 +103,47 @@ impl Columns {
     }
 }
 
-/// One MoE layer in one training step, summed over microbatches.
+/// The record of one MoE layer in one training step, summed over microbatches.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerRecord {
-    /// Index of the layer in the model, from 0, dense layers counted.
+    /// Index of the layer in the model, from 0, dense layers included.
     pub layer: usize,
-    /// Choices per expert, `[E]`, before any is dropped.
+    /// `[E]`: choices per expert, dropped ones included.
     pub tokens_per_expert: Vec<u64>,
-    /// Choices that found no room.
+    /// Choices that were dropped because their expert was full.
     pub num_dropped: u64,
-    /// Choices that went to another expert than the router's, which had no room.
+    /// Choices that were rerouted because their expert was full.
     pub num_rerouted: u64,
-    /// Mean entropy of the router's probabilities of one token, in nats: `ln E` when the router is undecided.
+    /// Mean entropy of a token's router probabilities, in nats: `ln E` for an undecided router.
     pub router_entropy: f64,
-    /// Entropy of the mean of these probabilities, in nats: `ln E` when the experts are equally likely over all tokens. A
-    /// router that decides and balances has a low entropy of one token and a high one of the mean.
+    /// Entropy of the mean of these probabilities, in nats: `ln E` if the experts are equally likely over all tokens.
+    /// A decided and balanced router has a low entropy per token and a high entropy of the mean.
     pub mean_prob_entropy: f64,
     /// Mean of `logsumexp(logits)^2`: the z-loss of the layer.
     pub router_z: f64,
     /// Root mean square of the router's logits.
     pub router_logit_rms: f64,
-    /// The specialisation of experts to ids of tokens, on the validation tokens of steps that were followed by an evaluation.
+    /// The specialisation of experts by token id, on validation tokens; only on steps followed by an evaluation.
     pub specialization: Option<Specialization>,
-    /// Share of the choices for a fixed sample of validation tokens that are those of the planned checkpoint before, on steps
-    /// with such a checkpoint; see [`RoutingSample`](crate::routing::RoutingSample).
+    /// Agreement with the previous planned checkpoint: the share of equal choices for a fixed sample of validation
+    /// tokens; only on steps with such a checkpoint. See [`RoutingSample`](crate::routing::RoutingSample).
     pub checkpoint_agreement: Option<f64>,
 }
 
-/// Names of the figures of training and validation that every run has.
+/// The names of the figures of training and validation that every run has.
 const RUN_FIGURES: [&str; 7] =
     ["train/loss", "train/balance_loss", "train/z_loss", "train/lr", "train/grad_norm", "train/is_skipped", "val/loss"];
 
-/// Names, within a layer, of figures that only some steps have. JSON lines of other steps leave them out.
+/// Names, within a layer, of figures that only some steps have. JSON lines of other steps omit them.
 const OCCASIONAL: [&str; 3] = ["specialization", "specialization_nats", "checkpoint_agreement"];
 
-/// The name of the figure that is a [loss on routers](RouterLosses).
+/// Returns the name of the figure of an [auxiliary loss](RouterLosses).
 pub(crate) fn router_loss_name(loss: &str) -> String {
     format!("moe/{loss}_loss")
 }
 
 impl LayerRecord {
-    /// The record of the layer with index `layer` from its statistics, merged over microbatches.
+    /// Creates the record of layer `layer` from its statistics, merged over microbatches.
     #[must_use]
     pub fn of(layer: usize, stats: &LayerStats) -> Self {
         Self {
@@ -160,49 +160,50 @@ impl LayerRecord {
         }
     }
 
-    /// Choices in all.
+    /// Returns the number of choices of all experts.
     #[must_use]
     pub fn num_choices(&self) -> u64 {
         self.tokens_per_expert.iter().fold(0, |sum, &count| sum.saturating_add(count))
     }
 
-    /// Coefficient of variation of the load ([`moe::cv`]): 0 when even.
+    /// Returns the coefficient of variation of the load ([`moe::cv`]): 0 when even.
     #[must_use]
     pub fn cv(&self) -> f64 {
         moe::cv(&self.tokens_per_expert)
     }
 
-    /// The share of the experts that the load amounts to ([`moe::expert_diversity`]): 1 when even, `1/E` when one takes all.
+    /// Returns the effective share of experts in use ([`moe::expert_diversity`]): 1 when even, `1/E` when one takes
+    /// all.
     #[must_use]
     pub fn expert_diversity(&self) -> f64 {
         moe::expert_diversity(&self.tokens_per_expert)
     }
 
-    /// Share of the experts that no token chose.
+    /// Returns the share of the experts that no token chose.
     #[must_use]
     pub fn dead_expert_frac(&self) -> f64 {
         moe::dead_expert_frac(&self.tokens_per_expert)
     }
 
-    /// The busiest expert's load in even shares ([`moe::max_over_mean`]): 1 when even.
+    /// Returns the busiest expert's load in even shares ([`moe::max_over_mean`]): 1 when even.
     #[must_use]
     pub fn max_over_mean(&self) -> f64 {
         moe::max_over_mean(&self.tokens_per_expert)
     }
 
-    /// The distance of the busiest expert above the even share ([`moe::e_max_violation`], MaxVio): 0 when even.
+    /// Returns the busiest expert's excess over the even share ([`moe::e_max_violation`], MaxVio): 0 when even.
     #[must_use]
     pub fn e_max_violation(&self) -> f64 {
         moe::e_max_violation(&self.tokens_per_expert)
     }
 
-    /// Share of the choices that were dropped.
+    /// Returns the share of the choices that were dropped.
     #[must_use]
     pub fn drop_rate(&self) -> f64 {
         moe::share(self.num_dropped, self.num_choices())
     }
 
-    /// Share of the choices that were rerouted.
+    /// Returns the share of the choices that were rerouted.
     #[must_use]
     pub fn reroute_rate(&self) -> f64 {
         moe::share(self.num_rerouted, self.num_choices())
@@ -230,13 +231,13 @@ impl LayerRecord {
 }
 
 impl Record {
-    /// Share of all choices of all layers that were dropped; 0 for a dense model.
+    /// Returns the share of all layers' choices that were dropped; 0 for a dense model.
     #[must_use]
     pub fn drop_rate(&self) -> f64 {
         self.share_of_choices(|layer| layer.num_dropped)
     }
 
-    /// Share of all choices of all layers that were rerouted; 0 for a dense model.
+    /// Returns the share of all layers' choices that were rerouted; 0 for a dense model.
     #[must_use]
     pub fn reroute_rate(&self) -> f64 {
         self.share_of_choices(|layer| layer.num_rerouted)
@@ -247,7 +248,8 @@ impl Record {
         moe::share(sum(count), sum(LayerRecord::num_choices))
     }
 
-    /// Every number with its name, in the order of the CSV columns; `val/loss` is NaN on steps without evaluation.
+    /// Returns every number with its name, in the order of the CSV columns. `val/loss` is NaN on steps without
+    /// evaluation.
     #[must_use]
     pub fn scalars(&self) -> Vec<(String, f64)> {
         let run = [

@@ -61,7 +61,7 @@ fn figures_of_balance_are_those_of_their_definitions() {
     assert!((collapsed.cv() - 3f64.sqrt()).abs() < 1e-12);
     assert!((collapsed.expert_diversity() - 0.25).abs() < 1e-12);
     assert_eq!((collapsed.e_max_violation(), collapsed.dead_expert_frac()), (3.0, 0.75));
-    // numpy: a = [1, 2, 3, 6]; a.std() / a.mean(); exp(-sum(p * log(p))) / 4
+    // With numpy: a = [1, 2, 3, 6]; a.std() / a.mean(); exp(-sum(p * log(p))) / 4.
     let skewed = LayerRecord { num_dropped: 3, ..layer(&[1, 2, 3, 6]) };
     assert!((skewed.cv() - 0.623_609_564_462_323_6).abs() < 1e-12);
     assert!((skewed.expert_diversity() - 0.829_074_676_069_231_7).abs() < 1e-12);
@@ -189,7 +189,8 @@ proptest! {
 fn a_killed_and_resumed_run_has_the_records_of_one_that_was_never_stopped() {
     let whole = tempfile::tempdir().unwrap();
     write_steps(&mut MetricsWriter::create(whole.path(), &Columns::new(&[1, 3], &[])).unwrap(), 1..=20);
-    // Killed at step 15 after a checkpoint at step `resumed`, with anything at all behind the last whole line.
+    // A run that was killed at step 15 after a checkpoint at step `resumed`, with `rest` after its last complete
+    // line.
     for (resumed, rest) in [(10, ""), (10, "{\"step\":16,\"tok"), (15, "16,655"), (0, "\0\0\0"), (12, "{}\n\n")] {
         let run = tempfile::tempdir().unwrap();
         let mut writer = MetricsWriter::create(run.path(), &Columns::new(&[1, 3], &[])).unwrap();
@@ -219,7 +220,7 @@ fn a_file_that_was_cut_at_any_byte_is_repaired() {
         let whole_lines = |text: &str| text.rfind('\n').map_or(0, |end| end + 1);
         assert_eq!(repaired_jsonl, jsonl[..whole_lines(&jsonl[..cut.min(jsonl.len())])]);
         let kept = &csv[..whole_lines(&csv[..cut.min(csv.len())])];
-        // A table that has lost its header is made anew from the JSON lines.
+        // A table without its header is rebuilt from the JSON lines.
         assert!(if kept.is_empty() { csv.starts_with(&repaired_csv) } else { repaired_csv == kept }, "cut at {cut}");
     }
 }

@@ -1,4 +1,4 @@
-//! AdamW over all tensors of a model, and the guards around it: the global norm and clipping.
+//! AdamW over all tensors of a model, the global gradient norm, and clipping.
 
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ pub struct AdamWConfig {
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
-    /// Added to the root of the second moment.
+    /// A small number added to the root of the second moment.
     pub eps: f64,
-    /// Decoupled decay, applied to matrices and not to norms or biases.
+    /// Decoupled weight decay, applied to matrices and not to norms or biases.
     pub weight_decay: f64,
 }
 
-/// The optimizer's state: two moments for each trainable weight, in f32, and the number of updates made.
+/// The optimizer's state: two f32 moments for each trainable weight, and the number of updates made.
 pub struct Optimizer {
     config: AdamWConfig,
     table: Arc<WeightTable>,
@@ -33,27 +33,27 @@ pub struct Optimizer {
     pub updates: u64,
 }
 
-/// The rate of an update, and the factor of its gradients.
+/// The learning rate of an update and the factor on its gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct UpdateScale {
     /// The learning rate.
     pub lr: f64,
-    /// The factor that gradients are multiplied by; see [`clip_scale`].
+    /// The factor on the gradients; see [`clip_scale`].
     pub grad_scale: f32,
 }
 
-/// A weight with what an update reads and writes beside it.
+/// A weight with the tensors that its update reads and writes.
 struct Updated<'a> {
     param: &'a mut Tensor,
     grad: &'a Tensor,
     m: &'a mut Tensor,
     v: &'a mut Tensor,
-    /// The copy that products read, if there is one.
+    /// The copy of the weight that GEMMs read, if there is one.
     copy: Option<&'a mut Tensor>,
 }
 
 impl Optimizer {
-    /// The state before the first update of `params`, which are the weights of `table` or parts of them.
+    /// Creates the state before the first update of `params`, which are the weights of `table` or shards of them.
     #[must_use]
     pub fn new(ctx: &Context, config: AdamWConfig, table: &Arc<WeightTable>, params: &dyn ParamSet) -> Self {
         let moment = |(spec, tensor): (&WeightSpec, &Tensor)| {
@@ -63,7 +63,7 @@ impl Optimizer {
         Self { config, table: Arc::clone(table), first: moments(), second: moments(), updates: 0 }
     }
 
-    /// The state after `updates` updates that left these moments, first and second.
+    /// Restores the state after `updates` updates from its moments, first and second.
     #[must_use]
     pub fn from_moments(
         config: AdamWConfig,
@@ -74,15 +74,15 @@ impl Optimizer {
         Self { config, table: Arc::clone(table), first, second, updates }
     }
 
-    /// The table of the weights.
+    /// Returns the table of the weights.
     #[must_use]
     pub fn table(&self) -> &WeightTable {
         &self.table
     }
 
-    /// Moves `params` by one update with gradients `grads`, and brings `compute`, the copy that products read, up to date. With a context
-    /// without a GPU moments and weights stay in the host's memory, or come there, and what a GPU multiplies with goes there when it is
-    /// next read.
+    /// Updates `params` by gradients `grads`, and then `compute`, the copy that GEMMs read. With a context without a
+    /// GPU, moments and weights are kept in (or moved to) host memory, and the GPU gets its copy when it next reads
+    /// it.
     pub fn update(
         &mut self,
         ctx: &Context,
@@ -117,7 +117,7 @@ impl Optimizer {
 fn update_one(ctx: &Context, step: &AdamWStep, updated: Updated<'_>) {
     let Updated { param, grad, m, v, mut copy } = updated;
     if let Some(copy) = copy.as_mut().filter(|copy| ctx.gpu().is_none() && !copy.is_in_host()) {
-        // It is written from end to end: what the GPU has of it need not be fetched.
+        // The copy is overwritten completely, so its content on the GPU need not be fetched.
         **copy = ctx.empty(copy.shape(), copy.dtype());
     }
     match copy {
@@ -132,7 +132,8 @@ fn update_one(ctx: &Context, step: &AdamWStep, updated: Updated<'_>) {
     }
 }
 
-/// The norm of the gradients of all trainable weights of `table` as one vector. Not finite if any of these is not.
+/// Computes the norm of the gradients of all trainable weights of `table`, taken as one vector. It is not finite if a
+/// gradient is not.
 #[must_use]
 pub fn global_norm(ctx: &Context, table: &WeightTable, grads: &dyn ParamSet) -> f64 {
     let trainable = table.specs().iter().zip(grads.params()).filter(|(spec, _)| spec.is_trainable);
@@ -140,7 +141,7 @@ pub fn global_norm(ctx: &Context, table: &WeightTable, grads: &dyn ParamSet) -> 
     sums_of_squares(ctx, &tensors).iter().sum::<f64>().sqrt()
 }
 
-/// Returns the factor of gradients of norm `norm` that makes their norm at most `clip_norm` (0: never clipped).
+/// Returns the factor that reduces gradients of norm `norm` to a norm of at most `clip_norm` (0: no clipping).
 #[must_use]
 pub fn clip_scale(norm: f64, clip_norm: f64) -> f32 {
     if clip_norm > 0.0 && norm > clip_norm { (clip_norm / norm) as f32 } else { 1.0 }

@@ -1,7 +1,7 @@
-//! The HTML report of a run: one file that needs nothing else.
+//! The HTML report of a run: one self-contained file.
 //!
-//! Charts are SVG that we draw ourselves: no script, no network, no font to load, so that the file still opens in ten
-//! years and may be mailed. It follows the reader's light or dark setting and fits a phone.
+//! Charts are SVG without scripts, network access or fonts to load, so that the file can be archived and mailed. It
+//! follows the reader's light or dark setting and fits a phone.
 
 mod chart;
 mod data;
@@ -23,13 +23,13 @@ pub(crate) use numbers::{Unit, grouped, short, tick_labels, ticks};
 pub(crate) use page::escape;
 use page::{Page, Settings};
 
-/// File of the report in a run folder.
+/// The file of the report in a run folder.
 pub const REPORT_HTML: &str = "report.html";
-/// Settings shown at most, and letters of a value.
+/// The maximum number of settings shown, and of letters of a value.
 const MAX_SETTINGS: usize = 300;
 const MAX_SETTING_CHARS: usize = 120;
 
-/// Why there is no report.
+/// An error that prevents a report.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
     /// The records cannot be read.
@@ -46,15 +46,15 @@ pub enum ReportError {
     Write {
         /// The report file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// Writes `report.html` into a run folder from its `metrics.jsonl`, `samples.jsonl` and `config.toml` (the last two may
-/// be missing) and returns its path. The old report is replaced in one step. Damaged lines of the records are passed
-/// over, and the page stays below 2 MB however long the run and however many layers and experts.
+/// Writes `report.html` into a run folder from its `metrics.jsonl`, `samples.jsonl` and `config.toml` (the last two
+/// may be missing) and returns its path. An old report is replaced atomically. Damaged lines of the records are
+/// skipped. The page stays below 2 MB for any length of the run and any number of layers and experts.
 ///
 /// # Errors
 /// If there is no record of a step, or a file cannot be read or written.
@@ -63,7 +63,7 @@ pub fn write_report(run_dir: &Path) -> Result<PathBuf, ReportError> {
     let data = RunData::read(&metrics)?.filter(|data| data.num_steps > 0);
     let data = data.ok_or(ReportError::Empty { path: metrics })?;
     let samples = read_samples(run_dir)?;
-    // "." and ".." have no name of their own.
+    // "." and ".." must be resolved to get a name.
     let named = fs::canonicalize(run_dir).unwrap_or_else(|_| run_dir.to_owned());
     let name = named.file_name().unwrap_or_default().to_string_lossy();
     let settings = settings_of(&run_dir.join(CONFIG_FILE));
@@ -73,8 +73,8 @@ pub fn write_report(run_dir: &Path) -> Result<PathBuf, ReportError> {
     Ok(path)
 }
 
-/// The configuration as sections of keys and values; nothing where it is missing or is no TOML, which is not the
-/// report's business.
+/// Reads the configuration as sections of keys and values. A missing or invalid file gives none, because the report
+/// does not depend on it.
 fn settings_of(path: &Path) -> Settings {
     let Ok(text) = fs::read_to_string(path) else { return Settings::new() };
     let Ok(table) = text.parse::<toml::Table>() else { return Settings::new() };

@@ -6,7 +6,7 @@ use super::*;
 use crate::metrics::{Columns, LayerRecord, MetricsWriter, RankRecord, RanksRecord, Record, SAMPLES_JSONL, Sample};
 use crate::routing::Specialization;
 
-/// A run of `num_steps` steps with `num_layers` MoE layers of `num_experts` experts.
+/// Writes a run of `num_steps` steps with `num_layers` MoE layers of `num_experts` experts.
 fn write_run(run_dir: &Path, num_steps: u64, num_layers: usize, num_experts: usize) {
     let layers: Vec<usize> = (0..num_layers).collect();
     let mut writer = MetricsWriter::create(run_dir, &Columns::new(&layers, &[])).unwrap();
@@ -45,7 +45,7 @@ fn report_of(run_dir: &Path) -> String {
     fs::read_to_string(write_report(run_dir).unwrap()).unwrap()
 }
 
-/// Follows the tags and panics where one is not closed in order, as an XML reader would.
+/// Panics where a tag is not closed in order, as an XML parser would.
 fn assert_tags_balance(html: &str) {
     let mut open = Vec::new();
     for tag in html.split('<').skip(1) {
@@ -155,7 +155,7 @@ fn damaged_and_absurd_records_are_passed_over_or_drawn() {
     fs::write(run.path().join(CONFIG_FILE), "this is [not toml").unwrap();
     fs::write(run.path().join(SAMPLES_JSONL), "\u{0}").unwrap();
     assert_tags_balance(&report_of(run.path()));
-    // Layers without experts, loads that do not fit.
+    // Layers without experts, and loads that exceed the integer range.
     let experts = "\"moe/layer_0/tokens_per_expert\":[],\"moe/layer_7/tokens_per_expert\":[18446744073709551615,9]";
     fs::write(run.path().join(METRICS_JSONL), format!("{{\"step\":1,{experts}}}\n{{\"step\":2,{experts}}}\n")).unwrap();
     assert_tags_balance(&report_of(run.path()));
@@ -184,7 +184,7 @@ fn a_long_run_is_reduced_without_losing_its_course() {
     let data = RunData::read(&path).unwrap().unwrap();
     let loss = data.series("train/loss");
     assert!((250..=501).contains(&loss.len()), "{}", loss.len());
-    // Each point is the mean of its steps, drawn in their middle.
+    // Each point is the mean of its steps, drawn at the middle of them.
     assert!(loss.iter().all(|(step, value)| step == value));
     assert!(data.evaluations().len() <= 800 && data.evaluations().last() == Some(&(20_000.0, 20_000.0)));
     assert_eq!((data.num_steps, data.num_skipped, data.best_evaluation), (20_000, 1, Some((1.0, 1.0))));

@@ -1,8 +1,9 @@
-//! A task of the trainer: a model with its batches, its loss and its metrics.
+//! The interface between the trainer and a model: its batches, its loss and its metrics.
 //!
-//! A [`Trainer`](crate::Trainer) knows a model by its table of weights and by a [`Task`] alone. Steps, learning rates, clipping,
-//! microbatches, sums over ranks, evaluations, checkpoints and records are the trainer's. `docs/train-your-own-model.md` has an
-//! example of a model that is no decoder; [`LanguageModel`](crate::language_model::LanguageModel) is the task of `moeworks train`.
+//! A [`Trainer`](crate::Trainer) knows a model only by its table of weights and its [`Task`]. The trainer does steps,
+//! learning rates, clipping, microbatches, sums over ranks, evaluations, checkpoints and records.
+//! `docs/train-your-own-model.md` has an example of a model that is not a decoder;
+//! [`LanguageModel`](crate::language_model::LanguageModel) is the task of `moeworks train`.
 
 mod figures;
 mod model_file;
@@ -24,36 +25,36 @@ use crate::metrics::{LayerRecord, Record, Sample};
 use crate::parallel::Ranks;
 pub use figures::{Evaluation, Metric, PassFigures};
 
-/// Gives the part that a rank keeps of a whole tensor, from its entry in the table and it.
+/// A function that reduces a whole tensor to the part that this rank holds, given its entry in the table.
 pub type KeepPart<'a> = dyn FnMut(&WeightSpec, &Tensor) -> Tensor + 'a;
 
-/// The cause of a model that cannot be saved.
+/// The error of a model that cannot be saved.
 pub type SaveError = Box<dyn Error + Send + Sync>;
 
-/// A model that a [`Trainer`](crate::Trainer) trains, with its data.
+/// A model with its data, trained by a [`Trainer`](crate::Trainer).
 ///
-/// On several ranks all of them make the same calls in the same order, each with its share of every batch. Figures that a task
-/// returns are those of all ranks; gradients are those of this rank's share, which the trainer sums.
+/// On several ranks all of them make the same calls in the same order, each with its share of every batch. Figures
+/// that a task returns are those of all ranks. Gradients are those of this rank's share; the trainer sums them.
 pub trait Task {
-    /// The struct that holds the weights, and their gradients.
+    /// The struct that holds the weights, or their gradients.
     type Params: ParamSet;
 
-    /// The table of the weights, in the order in which [`Params`](Self::Params) lists them.
+    /// Returns the table of the weights, in the order in which [`Params`](Self::Params) lists them.
     fn table(&self) -> &Arc<WeightTable>;
 
-    /// Puts a set together of tensors that `make` makes, one for each entry of the table in its order. Its state is that before the
-    /// first step.
+    /// Builds a set of the tensors that `make` returns for each entry of the table, in its order. State other than
+    /// weights gets its initial values.
     fn build_params(&self, ctx: &Context, make: &mut dyn FnMut(&WeightSpec) -> Tensor) -> Self::Params;
 
-    /// The loss of a microbatch, and its gradient.
+    /// Computes the loss of a microbatch and its gradient.
     ///
-    /// The gradient is that of the mean over the whole step: with N targets in the step on all ranks, the sum of the losses of this
-    /// rank's share times 1/N. `gradients.layer_done` is called for each layer of the table, last layer first, as soon as the
-    /// gradients of its tensors are whole; with ZeRO 2 the gradients of a layer have memory only until then, and those of the layer
-    /// below from then on.
+    /// The gradient is that of the mean over the whole step: with N targets in the step on all ranks, of the sum of
+    /// this rank's losses times 1/N. `gradients.layer_done` must be called for each layer of the table, last layer
+    /// first, as soon as the gradients of its tensors are complete. With ZeRO 2 the gradients of a layer have memory
+    /// only until that call, and those of the layer below only from then on.
     ///
     /// # Errors
-    /// [`TrainError::Task`] for what can fail here, or an error of the ranks.
+    /// [`TrainError::Task`] for the task's own errors, or an error of the ranks.
     fn train_pass(
         &mut self,
         model: &ModelView<'_, Self::Params>,
@@ -61,36 +62,36 @@ pub trait Task {
         gradients: PassGradients<'_, Self::Params>,
     ) -> Result<PassFigures, TrainError>;
 
-    /// The loss on data that is held out, and metrics; none without such data. `layers` are the records of the MoE layers of the step, to
-    /// which it may add.
+    /// Computes the loss and metrics on held-out data; none without such data. `layers` are the records of the step's
+    /// MoE layers, to which it may add.
     ///
     /// # Errors
-    /// Those of [`train_pass`](Self::train_pass).
+    /// See [`train_pass`](Self::train_pass).
     fn evaluate(
         &mut self,
         model: &ModelView<'_, Self::Params>,
         layers: &mut [LayerRecord],
     ) -> Result<Option<Evaluation>, TrainError>;
 
-    /// The settings of the run as the text of its `config.toml`. Ranks with another text are refused.
+    /// Returns the settings of the run as the text of its `config.toml`. Ranks must have equal texts.
     fn config_text(&self) -> String;
 
-    /// Whether ranks may hold parts of tensors.
+    /// Returns the kinds of parallelism that the task supports.
     fn parallelism(&self) -> Parallelism {
         Parallelism::default()
     }
 
-    /// Makes the weights before the first step: the result of `keep` for each tensor. Normally these are the table's first values, drawn
+    /// Creates the initial weights, each reduced by `keep`. By default they are the table's initial values, drawn
     /// from `seed`.
     ///
     /// # Errors
-    /// Where the weights are read from files and these cannot be used.
+    /// If the weights are read from files that are invalid.
     fn first_params(&mut self, ctx: &Context, seed: u64, keep: &mut KeepPart<'_>) -> Result<Self::Params, TrainError> {
         Ok(self.build_params(ctx, &mut |spec| keep(spec, &spec.first_values(ctx, seed))))
     }
 
-    /// Moves the state that has no gradient, such as the biases of routers, after a step with these figures, which ends when
-    /// `progress`, 0 to 1, of the run is done. `copy` is the copy that products read, if there is one.
+    /// Updates state without gradients, such as the biases of routers, after a step with these figures. `progress`, 0
+    /// to 1, is that of the run after the step. `copy` is the copy that GEMMs read, if there is one.
     fn next_states(
         &mut self,
         ctx: &Context,
@@ -101,60 +102,62 @@ pub trait Task {
         let _ = (ctx, params, figures, progress);
     }
 
-    /// Writes the model into a checkpoint's folder. Normally a `model.safetensors` with the names of the table.
+    /// Writes the model into a checkpoint's folder. By default this is a `model.safetensors` with the names of the
+    /// table.
     ///
     /// # Errors
-    /// Where a file cannot be written.
+    /// If a file cannot be written.
     fn save_model(&self, dir: &Path, model: &ModelToSave<'_, Self::Params>) -> Result<(), SaveError> {
         model_file::save(dir, self.table(), model)
     }
 
-    /// Reads the files of [`save_model`](Self::save_model): the result of `keep` for each tensor, f32 and in memory of its own.
+    /// Reads the files of [`save_model`](Self::save_model), each tensor reduced by `keep`, as f32 in memory of its
+    /// own.
     ///
     /// # Errors
-    /// Where the files are damaged or of another model.
+    /// If the files are damaged or of another model.
     fn load_model(&mut self, ctx: &Context, dir: &Path, keep: &mut KeepPart<'_>) -> Result<Self::Params, TrainError> {
         model_file::load(self, ctx, dir, keep)
     }
 
-    /// Writes files beside the configuration into the folder of a run that begins.
+    /// Writes additional files into the folder of a new run.
     ///
     /// # Errors
-    /// Where a file cannot be written.
+    /// If a file cannot be written.
     fn begin_run(&self, run_dir: &Path) -> Result<(), TrainError> {
         let _ = run_dir;
         Ok(())
     }
 
-    /// A hash of the data, by which a resumed run sees that it has changed.
+    /// Returns a hash of the data, by which a resumed run detects changed data.
     fn data_hash(&self) -> String {
         String::new()
     }
 
-    /// The numbers of the MoE layers, one for each of [`PassFigures::layers`].
+    /// Returns the indices of the MoE layers, one for each of [`PassFigures::layers`].
     fn moe_layers(&self) -> Vec<usize> {
         Vec::new()
     }
 
-    /// The names of the metrics that passes and evaluations give besides the loss.
+    /// Returns the names of the metrics of passes and evaluations, without the loss.
     fn metric_names(&self) -> Vec<&'static str> {
         Vec::new()
     }
 
-    /// Operations of a step for each target, of which the utilisation follows; none where they are not counted.
+    /// Returns the operations of a step per target, for computing the utilisation; none if they are not counted.
     fn flops_per_target(&self) -> Option<f64> {
         None
     }
 
-    /// The share of a flat router's operations that the routers save.
+    /// Returns the share of a flat router's operations that the routers save.
     fn routing_flops_saved(&self) -> f64 {
         0.0
     }
 
-    /// Looks at the model before a planned checkpoint is written, and may add to the record of the step.
+    /// Inspects the model before a planned checkpoint is written; may add to the record of the step.
     ///
     /// # Errors
-    /// Those of [`train_pass`](Self::train_pass).
+    /// See [`train_pass`](Self::train_pass).
     fn at_planned_checkpoint(
         &mut self,
         model: &ModelView<'_, Self::Params>,
@@ -164,43 +167,43 @@ pub trait Task {
         Ok(())
     }
 
-    /// A text that the model writes after `step` steps, on the rank that records; none for models that write none.
+    /// Generates a text after `step` steps, on the rank that records; none for models that generate none.
     ///
     /// # Errors
-    /// Those of [`train_pass`](Self::train_pass).
+    /// See [`train_pass`](Self::train_pass).
     fn sample(&mut self, model: &ModelView<'_, Self::Params>, step: u64) -> Result<Option<Sample>, TrainError> {
         let _ = (model, step);
         Ok(None)
     }
 }
 
-/// The parts of tensors that ranks may hold, besides the experts of MoE layers.
+/// The kinds of parallelism that a task supports besides expert parallelism.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parallelism {
-    /// Whether tensor-parallel ranks may hold parts of the tensors that the table says are cut.
+    /// True if tensor-parallel ranks may hold shards of the tensors that the table marks.
     pub tensor: bool,
-    /// Whether weights may be sharded (ZeRO 3), so that a pass gathers them.
+    /// True if weights may be sharded (ZeRO 3), so that passes gather them.
     pub sharded_weights: bool,
 }
 
-/// A model as a pass sees it.
+/// The model as a pass sees it.
 pub struct ModelView<'a, P> {
     /// The device and the threads that compute.
     pub ctx: &'a Context,
-    /// This rank's place, if there are several ranks.
+    /// This rank's handle; none for a single rank.
     pub ranks: Option<&'a Ranks>,
-    /// The weights as products read them.
+    /// The weights in the precision that GEMMs read.
     pub params: &'a P,
 }
 
 impl<P> ModelView<'_, P> {
-    /// This rank's share of `num` items of a batch: all of them on one rank.
+    /// Returns this rank's share of `num` items of a batch; all of them on a single rank.
     #[must_use]
     pub fn share(&self, num: usize) -> Range<usize> {
         self.ranks.map_or(0..num, |ranks| ranks.share(num))
     }
 
-    /// Makes of the statistics of this rank's tokens those of all ranks' tokens. Losses on routers are computed from these.
+    /// Merges the statistics of all ranks' tokens into `layers`. Auxiliary losses are computed from the result.
     pub fn merge_stats(&self, layers: &mut [LayerStats]) {
         if let Some(ranks) = self.ranks {
             ranks.experts().merge_stats(layers);
@@ -217,38 +220,38 @@ impl<P> ModelView<'_, P> {
     }
 }
 
-/// The place of a microbatch in a run.
+/// The position of a microbatch in a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Microbatch {
     /// The step, from 0.
     pub step: u64,
-    /// The microbatch of the step, from 0.
+    /// The index of the microbatch in the step, from 0.
     pub index: usize,
-    /// Microbatches of a step.
+    /// The number of microbatches of a step.
     pub num: usize,
-    /// The share of the run that is done, 0 to 1.
+    /// The finished share of the run, 0 to 1.
     pub progress: f64,
 }
 
 impl Microbatch {
-    /// The number of the microbatch among all of the run.
+    /// Returns the index of the microbatch in the run.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.step * self.num as u64 + self.index as u64
     }
 }
 
-/// The place of a pass's gradients.
+/// The destination of a pass's gradients.
 pub struct PassGradients<'a, P> {
-    /// Whether they replace what is there or are added to it.
+    /// The choice of replacing the gradients or adding to them.
     pub write: Write,
     /// The gradients.
     pub grads: &'a mut P,
-    /// Is told the layers whose gradients are whole.
+    /// A callback for each layer whose gradients are complete.
     pub layer_done: &'a mut dyn FnMut(usize, &mut dyn ParamSet),
 }
 
-/// Weights, and in mixed precision the copy that products read.
+/// Weights, and in mixed precision the copy that GEMMs read.
 pub struct ParamsAndCopy<'a, P> {
     /// The weights.
     pub params: &'a mut P,
@@ -256,15 +259,15 @@ pub struct ParamsAndCopy<'a, P> {
     pub copy: Option<&'a mut P>,
 }
 
-/// The weights of a checkpoint.
+/// The weights to save in a checkpoint.
 pub enum ModelToSave<'a, P> {
     /// All of them, in memory.
     Whole(&'a P),
-    /// The weights of several ranks, put together one after another.
+    /// The weights of several ranks, gathered one after another.
     Streamed {
-        /// This rank's part of them, and the state.
+        /// This rank's part of the weights, and the state.
         part: &'a P,
-        /// Gives the next tensor, in f32, in the order of the table.
+        /// Returns the next tensor, in f32, in the order of the table.
         next: &'a dyn Fn() -> io::Result<Tensor>,
     },
 }

@@ -1,7 +1,8 @@
-//! A trace of what the ranks did and when, in the form of Chrome and Perfetto: a process for each rank, with its work and the
-//! communications that it stood in on one track, and those under way meanwhile beside it.
+//! Traces of the ranks for Chrome and Perfetto. Each rank is a process; one track has its work and the communications
+//! that it waited in, another the communications that were in flight meanwhile.
 //!
-//! (The Trace Event Format: complete events, and nestable asynchronous ones for what was under way. Times are microseconds.)
+//! The format is the Trace Event Format, with complete events, and nestable asynchronous events for communications in
+//! flight. Times are in microseconds.
 
 use std::fmt::Write as _;
 use std::io;
@@ -10,8 +11,8 @@ use std::path::Path;
 use moeworks_comm::Span;
 use moeworks_model::files::write_whole;
 
-/// The events of rank `rank`, one JSON object a line, commas between and none at the end; behind them, if any, how many spans came
-/// later and are left out.
+/// Returns the events of rank `rank`, one JSON object per line with commas between. If spans were left out, a last
+/// event says how many.
 #[must_use]
 pub fn events(rank: usize, spans: &[Span], num_left_out: u64) -> String {
     let mut text = format!(
@@ -52,10 +53,10 @@ fn micros(time: std::time::Duration) -> f64 {
     time.as_nanos() as f64 / 1e3
 }
 
-/// Writes the events of all ranks to `path`, all or nothing.
+/// Writes the events of all ranks to `path` atomically.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub fn write(path: &Path, events: &[String]) -> io::Result<()> {
     let text = format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"));
     write_whole(path, text.as_bytes())

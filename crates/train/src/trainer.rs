@@ -1,7 +1,7 @@
-//! The training loop of any [`Task`]: one step after another, with its records, samples, evaluations and checkpoints.
+//! The training loop of any [`Task`]: steps with their records, samples, evaluations and checkpoints.
 //!
-//! Everything random is a function of (seed, step), and everything else that a step depends on is in a checkpoint, so a
-//! resumed run makes the same steps as one that was never stopped, bit for bit.
+//! All randomness is a function of (seed, step), and everything else that a step depends on is in a checkpoint. A
+//! resumed run therefore makes the same steps as an uninterrupted one, bit for bit.
 
 mod folder;
 mod gradients;
@@ -33,7 +33,7 @@ pub use start::{ResumeOptions, StartOptions};
 pub(crate) use start::{ResumePoint, is_root, root_first};
 use step_timing::StepTiming;
 
-/// A run in the making.
+/// A training run.
 pub struct Trainer<T: Task> {
     ctx: Context,
     task: T,
@@ -41,16 +41,16 @@ pub struct Trainer<T: Task> {
     run_dir: PathBuf,
     /// f32 weights.
     params: T::Params,
-    /// In mixed precision: the copy that products read.
+    /// The copy of the weights that GEMMs read; in mixed precision only.
     copy: Option<T::Params>,
     grads: T::Params,
     optimizer: Optimizer,
     progress: Progress,
     /// The files that only one rank writes.
     output: Option<Output>,
-    /// Operations a second that all ranks reach at most, where the task counts its operations.
+    /// The peak of all ranks together in operations a second; for tasks that count their operations.
     peak_flops: f64,
-    /// This rank's place, if there are several.
+    /// This rank's handle; none for a single rank.
     ranks: Option<Arc<Ranks>>,
 }
 
@@ -62,43 +62,43 @@ struct Output {
 }
 
 impl<T: Task> Trainer<T> {
-    /// Writes a trace of all ranks so far to `path`, for Chrome or Perfetto. All ranks call this, the root writes. A run of one rank has
-    /// nothing to show.
+    /// Writes a trace of all ranks so far to `path`, for Chrome or Perfetto. All ranks call this and the root writes.
+    /// A run of one rank has no trace.
     pub fn write_trace(&self, path: &Path) -> Result<(), TrainError> {
         self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.write_trace(path))
     }
 
-    /// The newest checkpoint of the run.
+    /// Returns the newest checkpoint of the run.
     #[must_use]
     pub fn last_checkpoint(&self) -> Option<&Path> {
         self.output.as_ref()?.last_checkpoint.as_deref()
     }
 
-    /// The run's folder.
+    /// Returns the run's folder.
     #[must_use]
     pub fn run_dir(&self) -> &Path {
         &self.run_dir
     }
 
-    /// The task.
+    /// Returns the task.
     #[must_use]
     pub fn task(&self) -> &T {
         &self.task
     }
 
-    /// The weights, or this rank's part of them.
+    /// Returns the weights, or this rank's part of them.
     #[must_use]
     pub fn params(&self) -> &T::Params {
         &self.params
     }
 
-    /// The progress of the run.
+    /// Returns the progress of the run.
     #[must_use]
     pub fn progress(&self) -> &Progress {
         &self.progress
     }
 
-    /// Runs until all steps are done or somebody asks to stop.
+    /// Runs until all steps are done or a stop is requested.
     pub fn run(&mut self, requests: &Requests, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Outcome, TrainError> {
         let total_steps = self.settings.steps;
         let _listening = requests.listen();
@@ -137,7 +137,7 @@ impl<T: Task> Trainer<T> {
         self.ranks.as_ref().map_or(Ok(own), |ranks| ranks.any(own))
     }
 
-    /// One optimizer step and, where one is due, an evaluation.
+    /// Runs one optimizer step and, if one is due, an evaluation.
     fn step(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<Record, TrainError> {
         let (start, cpu_start) = (Instant::now(), cpu_time::seconds());
         let step = self.progress.step;
@@ -180,7 +180,7 @@ impl<T: Task> Trainer<T> {
         })
     }
 
-    /// The record of a step with these figures, which took `seconds`.
+    /// Creates the record of a step with these figures, which took `seconds`.
     fn record(&self, figures: &PassFigures, seconds: f64) -> Record {
         let tokens_per_s = figures.num_targets as f64 / seconds;
         let numbers = self.task.moe_layers().into_iter();
@@ -201,7 +201,7 @@ impl<T: Task> Trainer<T> {
         }
     }
 
-    /// The result of an evaluation, where one is due after the steps made so far.
+    /// Evaluates if that is due after the steps made so far.
     fn evaluate_if_due(&mut self, layers: &mut [LayerRecord]) -> Result<Option<Evaluation>, TrainError> {
         let steps = self.progress.step;
         if !is_due(steps, self.settings.eval_every) && steps != self.settings.steps {
@@ -217,13 +217,13 @@ impl<T: Task> Trainer<T> {
         Ok(evaluation)
     }
 
-    /// The task, and the model as its passes see it.
+    /// Returns the task, and the model as its passes see it.
     fn task_and_model(&mut self) -> (&mut T, ModelView<'_, T::Params>) {
         let params = self.copy.as_ref().unwrap_or(&self.params);
         (&mut self.task, ModelView { ctx: &self.ctx, ranks: self.ranks.as_deref(), params })
     }
 
-    /// Records in the account of ranks that `what` was done from `start` until now.
+    /// Records in the ranks' meter that `what` took from `start` until now.
     fn spent(&self, what: &'static str, start: Instant) {
         if let Some(ranks) = &self.ranks {
             ranks.meter().record(what, start);
@@ -246,7 +246,7 @@ fn is_due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
 
-/// The mean of a metric with its name in records.
+/// Returns the mean of a metric under its name in records.
 fn named(kind: &str, metric: &Metric) -> NamedFigure {
     NamedFigure { name: format!("{kind}/{}", metric.name), value: metric.mean() }
 }

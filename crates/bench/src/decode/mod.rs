@@ -1,11 +1,12 @@
-//! The speed of generation and of prefill: tokens per second, and the share of the memory's bandwidth and of a GEMM's rate.
+//! The speed of generation and of prefill: tokens per second, and the share of the memory's bandwidth and of a GEMM's
+//! rate.
 //!
-//! By default the model has OLMoE's shape: two layers of width 2,048 with 16 heads of 128, 64 experts of width 1,024 of which 8 a token,
-//! and a vocabulary of 8,192 (with 16 layers OLMoE-1B-7B's own), with random weights. A token reads the weights of its experts, of
-//! attention, of the routers and of the output projection once; the share is that of the rate of reading memory, which is measured
-//! between the tokens, because it changes within seconds on a shared machine. Both are medians. Prefill is compared with a square GEMM
-//! in the same type (in bf16 for quantized weights, which prefill multiplies in bf16, and in f32 for f16), in turns; both are the best
-//! of three.
+//! By default the model has OLMoE's shape: two layers of width 2,048 with 16 heads of 128, 64 experts of width 1,024
+//! of which 8 a token, and a vocabulary of 8,192 (with 16 layers OLMoE-1B-7B's own), with random weights. A token
+//! reads the weights of its experts, of attention, of the routers and of the output projection once; the share is
+//! that of the rate of reading memory, which is measured between the tokens, because it changes within seconds on a
+//! shared machine. Both are medians. Prefill is compared with a square GEMM in the same type (in bf16 for quantized
+//! weights, which prefill multiplies in bf16, and in f32 for f16), in turns; both are the best of three.
 
 mod shapes;
 
@@ -92,7 +93,8 @@ impl DecodeSpeed {
     }
 }
 
-/// Times a model of random weights in the type `dtype` with each of these numbers of sequences. Two layers of OLMoE take some seconds, and the memory of 873 million weights.
+/// Times a model of random weights in the type `dtype` with each of these numbers of sequences. Two layers of OLMoE
+/// take some seconds, and the memory of 873 million weights.
 ///
 /// # Errors
 /// [`BenchError`] where the configuration cannot be computed.
@@ -255,7 +257,8 @@ fn prefilling(ctx: &Context, Model { decoder, weights }: Model<'_>, dtype: DType
     Ok((prefill, product_rate))
 }
 
-/// Returns the bytes of weights that a step reads: the chosen experts of each layer, a row of the embedding, and all other weights.
+/// Returns the bytes of weights that a step reads: the chosen experts of each layer, a row of the embedding, and all
+/// other weights.
 fn bytes_per_step(model: Model<'_>, experts: &[usize]) -> f64 {
     let config = model.decoder.config();
     let share = |spec: &WeightSpec| match (spec.role, spec.place) {
@@ -268,7 +271,8 @@ fn bytes_per_step(model: Model<'_>, experts: &[usize]) -> f64 {
     specs.iter().zip(tensors).map(|(spec, (_, tensor))| share(spec) * tensor.stored_bytes() as f64).sum()
 }
 
-/// Returns the floating-point operations of a prefill: GEMMs with the weights, the last token's logits, and causal attention.
+/// Returns the floating-point operations of a prefill: GEMMs with the weights, the last token's logits, and causal
+/// attention.
 fn prefill_flops(config: &ModelConfig) -> f64 {
     let head = config.width * config.vocab_size;
     let weights = Parameters::of(config).in_products() as usize - head;

@@ -14,7 +14,8 @@ use crate::error::BenchError;
 /// Layers of OLMoE-1B-7B.
 const OLMOE_LAYERS: usize = 16;
 
-/// Returns the configuration in a folder's `config.json`, or OLMoE's, cut to `num_layers` layers where they are given.
+/// Returns the configuration in a folder's `config.json`, or OLMoE's, cut to `num_layers` layers where they are
+/// given.
 ///
 /// # Errors
 /// [`BenchError`] where the file cannot be read or describes no decoder that can be timed.

@@ -1,5 +1,5 @@
-//! Times single operations of `ops`, each against the limit that binds it: the peak of products on registers alone, or the rates of
-//! reading and copying memory, whichever takes longer.
+//! Times single operations of `ops`, each against the limit that binds it: the peak of products on registers alone,
+//! or the rates of reading and copying memory, whichever takes longer.
 
 mod products;
 mod vector;
@@ -13,8 +13,9 @@ use crate::case::{CaseResult, Cost};
 use crate::choices::{ChoiceCounts, Choices};
 use crate::timing::best_seconds_of_many;
 
-/// Times GEMMs of linear layers and experts with weights of type `dtype`, attention, norms, the optimizer and other kernels, and
-/// passes each result to `report` as it is measured. Only cases whose name contains `filter` run. All take about twenty seconds.
+/// Times GEMMs of linear layers and experts with weights of type `dtype`, attention, norms, the optimizer and other
+/// kernels, and passes each result to `report` as it is measured. Only cases whose name contains `filter` run. All
+/// take about twenty seconds.
 pub fn time_kernels(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mut report: impl FnMut(&CaseResult)) {
     let memory = ctx.gpu().is_none().then(Memory::default);
     let mut timing = Timing { ctx, peaks: *peaks, memory, filter, report: &mut report };

@@ -31,7 +31,8 @@ const EXPERTS_CASES: [ExpertsCase; 3] = [
     ExpertsCase { t: 1, d: 1024, f: 512, e: 32, k: 4 },
 ];
 
-/// Weights of cases of one token, one after the other: those of one matrix would lie in a cache, which those of a model do not.
+/// Weights of cases of one token, one after the other: those of one matrix would lie in a cache, which those of a
+/// model do not.
 const COLD_MATRICES: usize = 16;
 
 pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
@@ -103,7 +104,8 @@ fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
         (ctx.zeros(gate_up.shape(), DType::F32), ctx.zeros(down.shape(), DType::F32));
     let activation = Activation::SwiGlu;
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
-    // Choice k of token t is expert (t + k e / K) mod E: every expert gets as many rows. Few tokens come in turns with other experts.
+    // Choice k of token t is expert (t + k e / K) mod E: every expert gets as many rows. Few tokens come in turns
+    // with other experts.
     let turns = (e / (t * k)).max(1);
     let all: Vec<Choices> = (0..turns)
         .map(|turn| {

@@ -1,5 +1,5 @@
-//! Operations other than matrix products: attention, the output layer with its loss, norms, rotations, embeddings, conversions and the
-//! optimizer, of sizes that no cache holds where memory binds them.
+//! Operations other than matrix products: attention, the output layer with its loss, norms, rotations, embeddings,
+//! conversions and the optimizer, of sizes that no cache holds where memory binds them.
 
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 

@@ -1,4 +1,4 @@
-//! The options of `bench` and of each of its kinds.
+//! Command-line options of `bench` and of each of its kinds.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -25,26 +25,28 @@ pub(crate) struct BenchArgs {
 /// The kinds of measurement.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchKind {
-    /// Peaks of this machine, and each kernel's share of them, of an MoE layer and of a training step
+    /// Time the kernels, an MoE layer and a training step, and print each one's share of this machine's peaks
     Kernels(CasesArgs),
-    /// Whole MoE layers of four published shapes, from 1 to 4,096 tokens, forward and both passes (about two minutes)
+    /// Time whole MoE layers of four published shapes with 1 to 4,096 tokens, forward alone and with backward (two
+    /// minutes)
     Layers(CasesArgs),
-    /// The cost of each routing scheme beside the forward pass of a layer of 64 experts
+    /// Compare the time of each routing scheme with the forward pass of a layer of 64 experts
     Routing(CasesArgs),
-    /// Decoding and prefill of a model: tokens per second, and the share of the memory's bandwidth
+    /// Time decoding and prefill of a model: tokens per second and share of the memory bandwidth
     Decode(DecodeArgs),
-    /// The share of a layer's communication between ranks that is hidden under its computation
+    /// Measure how much of a layer's communication between ranks is hidden behind its computation
     Overlap(OverlapArgs),
-    /// Latency and bandwidth of each collective between ranks; writes topology.toml for `plan`
+    /// Measure latency and bandwidth of each collective between ranks; writes topology.toml for `plan`
     Comm(CommArgs),
-    /// MoE layers that lines of standard input describe, for comparisons with other programs
+    /// Time MoE layers that standard input describes line by line, for comparisons with other programs
     Moe(MoeArgs),
 }
 
-/// The options of kinds that have cases with names.
+/// Options of the kinds that have named cases.
 #[derive(Debug, Args)]
 pub(crate) struct CasesArgs {
-    /// Only cases with this in their name, such as `attention forward`, `T 512` or `cosine`; words are joined by spaces
+    /// Run only cases whose name contains this, such as `attention forward`, `T 512` or `cosine`; words are joined by
+    /// spaces
     #[arg(value_name = "CASE")]
     pub(crate) words: Vec<String>,
     /// Print JSON
@@ -55,7 +57,7 @@ pub(crate) struct CasesArgs {
 }
 
 impl CasesArgs {
-    /// The text that the name of a case must contain; empty for all.
+    /// Returns the text that the name of a case must contain; empty for all cases.
     pub(crate) fn filter(&self) -> String {
         self.words.join(" ")
     }
@@ -64,30 +66,30 @@ impl CasesArgs {
 #[derive(Debug, Args)]
 #[command(
     before_help = "Usual use:\n  moeworks bench decode                a model of OLMoE's shape, in f32, bf16, q8 and q4\n  \
-                         moeworks bench decode --model MODEL  a model of yours"
+                         moeworks bench decode --model MODEL  your own model"
 )]
 pub(crate) struct DecodeArgs {
-    /// Time this model: a run, a checkpoint, a model folder or a GGUF file
+    /// Model to time: a run, a checkpoint, a model folder or a GGUF file
     #[arg(long)]
     pub(crate) model: Option<PathBuf>,
-    /// Time a model of the shape that this folder's `config.json` describes, with random weights; no other file is needed
+    /// Time a model with random weights and the shape of this folder's `config.json`; no other file is needed
     #[arg(long, value_name = "FOLDER", conflicts_with = "model")]
     pub(crate) shape: Option<PathBuf>,
     /// Types of the weights (default: all four)
     #[arg(long, value_name = "TYPE", value_delimiter = ',', conflicts_with = "model", ignore_case = true,
           value_parser = ["f32", "bf16", "q8", "q4"])]
     pub(crate) types: Vec<String>,
-    /// Layers of the model: OLMoE-1B-7B has 16 (6.9 billion weights); with --shape its first ones
+    /// Number of layers: OLMoE-1B-7B has 16 (6.9 billion weights); with --shape, its first layers
     #[arg(long, value_name = "N", conflicts_with = "model", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) layers: Option<u16>,
-    /// A setting of the router, such as kind=forced and forced_load=zipf for a skewed load (repeatable); with --model it must leave the
-    /// weights as they are
+    /// Router setting, such as kind=forced or forced_load=zipf for a skewed load (repeatable); with --model, only
+    /// settings that leave the weights unchanged
     #[arg(long, value_name = "SETTING=VALUE", conflicts_with = "endless")]
     pub(crate) router: Vec<String>,
-    /// Texts that are generated together: several numbers are measured one after the other (default: 1, on a GPU 1, 8 and 64)
+    /// Number of texts generated together; several numbers are measured in turn (default: 1, on a GPU 1, 8 and 64)
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) batch: Vec<u16>,
-    /// With --model: print the seconds of each token as it comes, until stopped
+    /// With --model: print the seconds of each token until stopped
     #[arg(long, requires = "model", conflicts_with = "json")]
     pub(crate) endless: bool,
     /// Print JSON
@@ -98,11 +100,13 @@ pub(crate) struct DecodeArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(before_help = "Usual use:\n  moeworks bench overlap                  ranks as threads of this process\n  \
+                         moeworks bench overlap --link 1000,125  as over a link of 1 ms and 1 Gbit/s")]
 pub(crate) struct OverlapArgs {
-    /// Ranks, as threads (0: one for each core, at least two); under mpirun its processes are the ranks
+    /// Number of ranks, as threads (0: one per core, at least two); under mpirun the ranks are its processes
     #[arg(long, default_value_t = 0)]
     pub(crate) ranks: usize,
-    /// Let messages take as long as over this link, such as 1000,125 for 1 ms and 1 Gbit/s
+    /// Delay messages as this link would, such as 1000,125 for 1 ms and 1 Gbit/s
     #[arg(long, value_name = "LATENCY_US,MB_PER_S")]
     pub(crate) link: Option<String>,
     /// Print JSON
@@ -113,18 +117,18 @@ pub(crate) struct OverlapArgs {
 #[derive(Debug, Args)]
 #[command(before_help = "Usual use:\n  moeworks bench comm                      ranks as threads of this process\n  \
                          mpirun -n 8 moeworks bench comm          ranks as processes of MPI\n  \
-                         moeworks plan --topology topology.toml   plan with what was measured")]
+                         moeworks plan --topology topology.toml   plan with the measured topology")]
 pub(crate) struct CommArgs {
-    /// Ranks, as threads (0: one for each core, at least two); under mpirun its processes are the ranks
+    /// Number of ranks, as threads (0: one per core, at least two); under mpirun the ranks are its processes
     #[arg(long, default_value_t = 0)]
     pub(crate) ranks: usize,
-    /// The most bytes that a rank holds in a case
+    /// Largest number of bytes that a rank holds in a case
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub(crate) max_bytes: usize,
-    /// The file that the measured topology is written to
+    /// File for the measured topology
     #[arg(long, value_name = "FILE", default_value = "topology.toml")]
     pub(crate) topology: PathBuf,
-    /// Replace a file there that `bench comm` did not write
+    /// Overwrite that file even if `bench comm` did not write it
     #[arg(long)]
     pub(crate) force: bool,
     /// Print JSON
@@ -134,7 +138,7 @@ pub(crate) struct CommArgs {
 
 #[derive(Debug, Args)]
 #[command(
-    before_help = "Usual use: a line on standard input for each layer, a line of JSON with seconds for each answer:\n  \
+    before_help = "Usual use: one line of JSON per layer on standard input, one line of JSON with seconds per answer:\n  \
                          echo '{\"d\": 1024, \"f\": 384, \"e\": 128, \"k\": 8, \"activation\": \"swiglu\", \"dtype\": \"bf16\",\n        \
                          \"tokens\": 16, \"both\": true}' | moeworks bench moe"
 )]
@@ -143,15 +147,15 @@ pub(crate) struct MoeArgs {
     pub(crate) machine: MachineArgs,
 }
 
-/// Kinds that take the names of cases.
+/// The kinds that take the names of cases.
 const WITH_CASES: [&str; 3] = ["kernels", "layers", "routing"];
-/// Kinds without cases.
+/// The kinds without named cases.
 const WHOLE: [&str; 4] = ["decode", "overlap", "comm", "moe"];
-/// Options that take no value.
+/// The options that take no value.
 const SWITCHES: [&str; 9] = ["--json", "--endless", "--force", "-q", "--quiet", "-v", "--verbose", "-h", "--help"];
 
-/// Puts the kind of `bench` behind the word `bench`, so that options may stand before it, cases may stand in one argument with their
-/// kind (`bench "layers T 512"`), and the kind may be left out (`bench "attention forward"`).
+/// Moves the kind of `bench` directly after the word `bench`. Options may then precede the kind, a case may share one
+/// argument with its kind (`bench "layers T 512"`), and the kind may be left out (`bench "attention forward"`).
 pub(super) fn kind_first(args: Vec<OsString>) -> Vec<OsString> {
     let is_option = |arg: &OsString| arg.as_encoded_bytes().starts_with(b"-");
     let Some(bench) = (1..args.len()).find(|&i| !is_option(&args[i])).filter(|&i| args[i] == "bench") else {
@@ -175,7 +179,7 @@ pub(super) fn kind_first(args: Vec<OsString>) -> Vec<OsString> {
     head
 }
 
-/// The position of the first argument that is neither an option nor an option's value.
+/// Finds the first argument that is neither an option nor the value of one.
 fn first_word(args: &[OsString]) -> Option<usize> {
     let mut i = 0;
     while i < args.len() {

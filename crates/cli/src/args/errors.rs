@@ -1,15 +1,15 @@
-//! Errors of the command line, each as one line.
+//! One-line errors of the command line.
 
 use clap::Error;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use super::command;
 
-/// An error of the command line, as one line and what stands below it.
+/// An error of the command line as one line, and the usage lines to print below it.
 pub(crate) struct OneLine {
-    /// The fault and what would be right, without `error:` before it.
+    /// The problem and its fix, without the prefix `error:`.
     pub(crate) message: String,
-    /// The usage of the command; empty where a value is wrong.
+    /// The usage of the command; empty if the error is a wrong value.
     pub(crate) usage: String,
 }
 
@@ -38,7 +38,8 @@ impl OneLine {
     }
 }
 
-/// The kinds of `bench` that have the option that `error` does not know, where it is an error of `bench`.
+/// Lists the kinds of `bench` that have the option which another kind does not know. Returns `None` for any other
+/// error.
 fn kinds_with(error: &Error) -> Option<String> {
     let usage = error.get(ContextKind::Usage).map(ToString::to_string).unwrap_or_default();
     let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else { return None };

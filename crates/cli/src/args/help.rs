@@ -1,10 +1,11 @@
-//! The help texts: commands in groups, and the usual use of each before its options.
+//! The help texts: commands in groups, and for each command its usual use before its options.
 
 use clap::{Command, CommandFactory as _};
 
 use super::Cli;
 
-/// The groups of commands in `moeworks --help`, in the order in which a newcomer needs them. Others are listed under `Other`.
+/// The groups of commands in `moeworks --help`, in the order in which a new user needs them. Other commands are
+/// listed under `Other`.
 const GROUPS: [(&str, &[&str]); 6] = [
     ("Train", &["train", "study", "report"]),
     ("Run", &["chat", "generate", "serve"]),
@@ -17,14 +18,14 @@ const GROUPS: [(&str, &[&str]); 6] = [
 const START: &str = "\
 Start here:
   moeworks train           trains a small model on the text of this folder, in minutes
-  moeworks chat MODEL      talks with a model: a run, a Hugging Face folder or a GGUF file
-  moeworks help COMMAND    says more of a command, with examples
+  moeworks chat MODEL      chats with a model: a run, a Hugging Face folder or a GGUF file
+  moeworks help COMMAND    explains a command, with examples
 ";
 
-/// The order of a command's help: what it is for, how it is usually used, then the rest.
+/// The order of a command's help: its purpose, its usual use, then the options.
 const TEMPLATE: &str = "{about-with-newline}\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
 
-/// The program's command line, with its help texts in order.
+/// Builds the program's command line with its help texts.
 pub(crate) fn command() -> Command {
     let command = Cli::command().mut_subcommands(in_order);
     let template = format!(
@@ -38,7 +39,7 @@ fn in_order(command: Command) -> Command {
     command.help_template(TEMPLATE).mut_subcommands(in_order)
 }
 
-/// Lists the commands with what each is for, group by group.
+/// Lists the commands and their purposes, group by group.
 fn groups(command: &Command) -> String {
     let shown: Vec<&Command> = command.get_subcommands().filter(|command| !command.is_hide_set()).collect();
     let width = shown.iter().map(|command| command.get_name().len()).max().unwrap_or(0);
@@ -56,7 +57,7 @@ fn groups(command: &Command) -> String {
         text += &format!("{group}:\n{lines}\n");
     }
     let others: String = shown.iter().filter(|command| !is_grouped(command.get_name())).map(|c| of(c)).collect();
-    text + &format!("Other:\n{others}{}\n", line("help", "Print this, or the help of a command"))
+    text + &format!("Other:\n{others}{}\n", line("help", "Print this help, or the help of a command"))
 }
 
 #[cfg(test)]
@@ -66,7 +67,7 @@ mod tests {
     use super::super::parse;
     use super::*;
 
-    /// The words of a line of a shell, of which double and single quotes hold some together.
+    /// Splits a line of shell into words; quotes hold words together.
     fn words(line: &str) -> Vec<OsString> {
         let (mut words, mut word, mut quote) = (Vec::new(), String::new(), None);
         for c in line.chars().chain([' ']) {
@@ -80,7 +81,7 @@ mod tests {
         words.into_iter().map(OsString::from).collect()
     }
 
-    /// Calls `check` with the path of each command that is shown, and its help.
+    /// Calls `check` with the help text of each visible command.
     fn each(command: &mut Command, check: &mut impl FnMut(&str)) {
         let shown = command.get_subcommands_mut().filter(|command| !command.is_hide_set());
         for command in shown.filter(|command| command.get_name() != "help") {

@@ -1,4 +1,4 @@
-//! The options of `evaluate`, `inspect` and `routing`.
+//! Command-line options of `evaluate`, `inspect`, `routing` and `doctor`.
 
 use std::path::PathBuf;
 
@@ -7,10 +7,10 @@ use moeworks_infer::data::{DataFormat, TextOptions};
 
 use super::{CheckArgs, ComputeArgs};
 
-/// The text that a command reads.
+/// Options for the text that a command reads.
 #[derive(Debug, Args)]
 pub(crate) struct DataArgs {
-    /// The text, as for `train --data`; - for standard input
+    /// Text to read, in the forms that `train --data` accepts; - reads standard input
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub(crate) data: Vec<String>,
     /// Field of JSON rows and column of CSV and Parquet files that holds the text
@@ -22,7 +22,7 @@ pub(crate) struct DataArgs {
 }
 
 impl DataArgs {
-    /// The texts to read.
+    /// Returns the texts to read.
     pub(crate) fn texts(&self) -> TextOptions {
         let Self { data, text_field, data_format } = self;
         TextOptions { paths: data.clone(), text_field: text_field.clone(), format: *data_format }
@@ -32,17 +32,17 @@ impl DataArgs {
 #[derive(Debug, Args)]
 #[command(
     override_usage = "moeworks evaluate [OPTIONS] <MODEL> --data <PATH>...",
-    before_help = "Usual use:\n  moeworks evaluate MODEL --data held-out.txt"
+    before_help = "Usual use:\n  moeworks evaluate MODEL --data held-out.txt\n  moeworks evaluate MODEL --data held-out.txt --json"
 )]
 pub(crate) struct EvaluateArgs {
-    /// A run, a checkpoint, a model folder or a GGUF file
+    /// Model: a run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     #[command(flatten)]
     pub(crate) text: DataArgs,
-    /// Tokens a sequence (default: as in training, or the model's maximum up to 1,024)
+    /// Tokens per sequence (default: as in training, or the model's maximum up to 1,024)
     #[arg(long)]
     pub(crate) seq_len: Option<usize>,
-    /// Sequences at most (0: all of the text)
+    /// Largest number of sequences (0: all of the text)
     #[arg(long, default_value_t = 0)]
     pub(crate) max_sequences: usize,
     #[command(flatten)]
@@ -57,7 +57,7 @@ pub(crate) struct EvaluateArgs {
     before_help = "Usual use:\n  moeworks inspect MODEL\n  moeworks inspect MODEL --sharding --tp 2 --ep 4     the part of each weight on each rank"
 )]
 pub(crate) struct InspectArgs {
-    /// A run, a checkpoint, a model folder or a GGUF file
+    /// Model: a run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     #[command(flatten)]
     pub(crate) check: CheckArgs,
@@ -68,31 +68,31 @@ pub(crate) struct InspectArgs {
     pub(crate) json: bool,
 }
 
-/// The options that say how weights are cut over ranks, and which of them are trained.
+/// Options for a list of weights with their division among ranks.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sharding")]
 pub(crate) struct ShardingArgs {
-    /// List the weights: shape, cut over ranks, the parts of ranks, bytes a rank, and whether they are trained. Of a run the settings
-    /// are its own unless given
+    /// List the weights: shape, division among ranks, the part of each rank, bytes per rank, and whether they are
+    /// trained. For a run, the settings default to its own
     #[arg(long)]
     pub(crate) sharding: bool,
-    /// Groups of ranks, each with all experts
+    /// Number of groups of ranks; each group has all experts
     #[arg(long, value_name = "N", requires = "sharding")]
     pub(crate) dp: Option<usize>,
-    /// Ranks of a group, which hold the experts between them
+    /// Number of ranks of a group, which divide the experts among themselves
     #[arg(long, value_name = "N", requires = "sharding")]
     pub(crate) ep: Option<usize>,
-    /// Ranks that hold all other matrices between them
+    /// Number of ranks that divide all other matrices among themselves
     #[arg(long, value_name = "N", requires = "sharding")]
     pub(crate) tp: Option<usize>,
-    /// The ranks that hold each expert, as in parallel.placement: sharded, everywhere, or a file (default: those of the run; sharded with
-    /// another --ep or --tp)
+    /// Ranks that hold each expert, as in parallel.placement: sharded, everywhere, or a file (default: that of the
+    /// run; sharded with another --ep or --tp)
     #[arg(long, value_name = "FILE", requires = "sharding")]
     pub(crate) placement: Option<String>,
-    /// A rule as in parallel.sharding, such as "model.layers.0.self_attn.*=replicated"; may be given several times
+    /// Rule as in parallel.sharding, such as "model.layers.0.self_attn.*=replicated" (repeatable)
     #[arg(long, value_name = "PATTERN=CUT", requires = "sharding")]
     pub(crate) shard: Vec<String>,
-    /// Weights that are not trained, as in train.freeze, such as "*.mlp.experts.*"; may be given several times
+    /// Weights that are not trained, as in train.freeze, such as "*.mlp.experts.*" (repeatable)
     #[arg(long, value_name = "PATTERN", requires = "sharding")]
     pub(crate) freeze: Vec<String>,
 }
@@ -103,17 +103,17 @@ pub(crate) struct ShardingArgs {
     before_help = "Usual use:\n  moeworks routing MODEL --data text.txt    writes routing.html"
 )]
 pub(crate) struct RoutingArgs {
-    /// A run, a checkpoint, a model folder or a GGUF file
+    /// Model: a run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
     #[command(flatten)]
     pub(crate) text: DataArgs,
-    /// The page (default: routing.html in the run's folder; in the current one for a model folder)
+    /// Page to write (default: routing.html in the run's folder; in the current folder for a model folder)
     #[arg(long, value_name = "PAGE.html")]
     pub(crate) out: Option<PathBuf>,
-    /// Tokens of the text to show, from its beginning
+    /// Number of tokens to show, from the start of the text
     #[arg(long, value_name = "N", default_value_t = 2000)]
     pub(crate) max_tokens: usize,
-    /// Replace a file that is where the page is to be and was not made by `routing`
+    /// Overwrite a page that `routing` did not write
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]
@@ -121,6 +121,7 @@ pub(crate) struct RoutingArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(before_help = "Usual use:\n  moeworks doctor")]
 pub(crate) struct DoctorArgs {
     /// Print JSON
     #[arg(long)]

@@ -1,4 +1,4 @@
-//! The options that say what computes, shared by commands.
+//! Command-line options for devices and threads, shared by commands.
 
 use std::ffi::OsStr;
 use std::str::FromStr as _;
@@ -8,15 +8,15 @@ use clap::{Arg, Args, Command, Error, ValueEnum};
 use moeworks_gpu::DeviceChoice;
 use moeworks_infer::open::WeightsToCheck;
 
-/// Which weights are looked at for NaN and infinity.
+/// The weights that are checked for NaN and infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CheckWeights {
-    /// All of them.
+    /// All weights.
     All,
-    /// All, but of a model larger than half of the machine's memory not those of experts.
+    /// All weights; without the experts for a model larger than half of the machine's memory.
     #[default]
     Auto,
-    /// None of them.
+    /// No weights.
     None,
 }
 
@@ -30,20 +30,20 @@ impl From<CheckWeights> for WeightsToCheck {
     }
 }
 
-/// Whether weights are looked at before they are used.
+/// Options for the check of weights before they are used.
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
-    /// Which weights are looked at for NaN and infinity first: all, none, or auto: all, but no experts of a model larger than half of
-    /// the memory
+    /// Weights to check for NaN and infinity: all, none, or auto (all, but without the experts of a model larger than
+    /// half of the memory)
     #[arg(long, value_name = "WHICH", value_enum, default_value_t)]
     pub(crate) check_weights: CheckWeights,
 }
 
-/// The options that say in what way a model computes.
+/// Options for how a model is computed.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Machine")]
 pub(crate) struct ComputeArgs {
-    /// Precision of the products; `stored` is that of the weights as they are in the files
+    /// Precision of matrix products; `stored` is the precision of the weights in the files
     #[arg(long, default_value = "stored", value_parser = ["stored", "f32", "bf16"])]
     pub(crate) precision: String,
     #[command(flatten)]
@@ -52,25 +52,26 @@ pub(crate) struct ComputeArgs {
     pub(crate) machine: MachineArgs,
 }
 
-/// The options that say which threads and which device compute.
+/// Options for the threads and the device that compute.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Machine")]
 pub(crate) struct MachineArgs {
-    /// Threads (0: one for each core)
+    /// Number of threads (0: one per core)
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) threads: usize,
-    /// The device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (a GPU if there is one)
+    /// Device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (a GPU if there is one)
     #[arg(long, value_name = "NAME", default_value_t, value_parser = DeviceParser, hide_possible_values = true)]
     pub(crate) device: DeviceChoice,
-    /// GB of a GPU's memory for experts; the others stay in the host's memory until tokens choose them (0: all on the GPU)
+    /// Gigabytes of GPU memory for experts; the others stay in the host's memory until tokens choose them (0: all on
+    /// the GPU)
     #[arg(long, value_name = "GB", alias = "expert-room", default_value_t = 0.0)]
     pub(crate) expert_cache: f64,
-    /// Give a token the same bits whatever else is computed with it, in any batch and in any pieces of a prompt (CPU only)
+    /// Compute the same bits for a token in every batch and every division of a prompt (CPU only)
     #[arg(long)]
     pub(crate) batch_invariant: bool,
 }
 
-/// Reads the name of a device. The shells' completions offer the common ones.
+/// Parses the name of a device. Shell completions offer the common ones.
 #[derive(Clone)]
 pub(super) struct DeviceParser;
 

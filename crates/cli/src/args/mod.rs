@@ -1,4 +1,5 @@
-//! The command line as it is typed: raw values, resolved by the commands. One file holds the options of a group of commands.
+//! The command line as typed: raw values, which the commands resolve. Each file has the options of a group of
+//! commands.
 
 mod bench;
 mod convert;
@@ -41,13 +42,13 @@ pub(crate) struct Cli {
     pub(crate) talk: TalkArgs,
 }
 
-/// Options for how much the program says on standard error.
+/// Options for how much the program prints to standard error.
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct TalkArgs {
     /// Print only results and errors: no progress, notes or warnings
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub(crate) quiet: bool,
-    /// Say more of what is done, such as the sampling settings and tokens per second
+    /// Print more details, such as the sampling settings and tokens per second
     #[arg(short, long, global = true)]
     pub(crate) verbose: bool,
 }
@@ -56,39 +57,39 @@ pub(crate) struct TalkArgs {
 pub(crate) enum Command {
     /// Train a language model on text
     Train(TrainArgs),
-    /// Continue a text
+    /// Generate a continuation of a text
     Generate(GenerateArgs),
-    /// Talk with a model by its own chat template
+    /// Chat with a model, with its own chat template
     Chat(ChatArgs),
-    /// Answer requests over HTTP, as OpenAI's API has them, many at a time
+    /// Serve a model over HTTP with OpenAI's API, for many requests at a time
     Serve(ServeArgs),
     /// Measure how well a model predicts a text: loss, perplexity, bits per byte, expert load
     Evaluate(EvaluateArgs),
-    /// Show what a model has: parameters, memory, expert load
+    /// Show a model's parameters, memory and expert load
     Inspect(InspectArgs),
-    /// Say what training a configuration would cost
+    /// Estimate the memory and time of training a configuration
     Estimate(EstimateArgs),
-    /// Propose layouts of a model on several ranks, and say what each costs
+    /// Propose layouts of a model on several ranks, with the cost of each
     Plan(PlanArgs),
-    /// Show when each rank of a pipeline schedule does what, and what it holds, by given times
+    /// Simulate a pipeline schedule with given times: what each rank does when, and the memory it uses
     Simulate(SimulateArgs),
-    /// Write a page that shows which experts the tokens of a text go to
+    /// Write a page that shows the experts of each token of a text
     Routing(RoutingArgs),
-    /// Compare routing schemes: train the same small model with each, and a dense one beside it
+    /// Compare routing schemes: train the same small model with each, and a dense model
     Study(StudyArgs),
-    /// Make an MoE of a dense model: experts are copies of its feed-forward layers
+    /// Turn a dense model into an MoE whose experts are copies of its feed-forward layers
     Upcycle(UpcycleArgs),
-    /// Write a model folder in another type, also from a GGUF file
+    /// Convert a model (also a GGUF file) to a model folder with another number type
     Convert(ConvertArgs),
     /// Measure this machine and the kernels on it
     Bench(BenchArgs),
     /// Write the HTML report of a run again
     Report(ReportArgs),
-    /// Say what of this machine the program can use, what is missing, and what to do
+    /// Check what the program can use of this machine, what is missing, and how to fix it
     Doctor(DoctorArgs),
     /// Print a script that completes commands and options in a shell
     Completions(CompletionsArgs),
-    /// Carries out a chat template for another process
+    /// Render a chat template for another process
     #[command(hide = true)]
     RenderTemplate,
 }
@@ -100,7 +101,7 @@ pub(crate) enum Command {
                          moeworks completions fish > ~/.config/fish/completions/moeworks.fish      fish"
 )]
 pub(crate) struct CompletionsArgs {
-    /// The shell
+    /// Shell to print the script for
     #[arg(value_enum)]
     pub(crate) shell: Shell,
 }

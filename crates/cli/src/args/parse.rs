@@ -1,4 +1,4 @@
-//! From the words of a command line to its values.
+//! Parsing of the words of a command line.
 
 use std::ffi::OsString;
 
@@ -8,14 +8,14 @@ use clap::{Arg, Command, Error, FromArgMatches as _};
 use super::{Cli, bench, command};
 use crate::version;
 
-/// Reads a command line, whose first word is the program's name.
+/// Parses a command line, whose first word is the program's name.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Cli, Error> {
     let args = bench::kind_first(args.into_iter().collect());
     let error = match read(&args) {
         Err(error) if error.kind() == ErrorKind::MissingRequiredArgument => error,
         result => return result,
     };
-    // An option that takes several values took the word behind them, too.
+    // An option that takes several values may have taken the positional argument after them.
     let mut commands = command();
     commands.build();
     let others = last_values_first(&commands, &args);
@@ -25,15 +25,15 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Cli, Err
 fn read(args: &[OsString]) -> Result<Cli, Error> {
     let mut commands = command();
     if args.iter().any(|word| word == "--version") {
-        // The machine is looked at only where somebody asks.
+        // The long version examines the machine, which is only done on request.
         commands = commands.long_version(version::long());
     }
     let mut matches = commands.try_get_matches_from_mut(args)?;
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut commands))
 }
 
-/// Other readings of `args`: for each option with several values, the last of them as the command's first word, as in `evaluate
-/// --data a.txt b.txt MODEL`.
+/// Lists other readings of `args`: for each option with several values, its last value as the command's first word,
+/// as in `evaluate --data a.txt b.txt MODEL`.
 fn last_values_first(commands: &Command, args: &[OsString]) -> Vec<Vec<OsString>> {
     let named = |arg: &OsString| arg.to_str().and_then(|name| commands.find_subcommand(name));
     let Some((place, command)) = (1..args.len()).find_map(|i| Some((i, named(&args[i])?))) else { return Vec::new() };

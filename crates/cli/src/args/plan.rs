@@ -1,4 +1,4 @@
-//! The options of `plan` and `estimate`.
+//! Command-line options of `plan` and `estimate`.
 
 use std::path::PathBuf;
 
@@ -27,14 +27,14 @@ pub(crate) struct EstimateArgs {
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// Ranks in all (default: those of --topology)
+    /// Total number of ranks (default: those of --topology)
     #[arg(long, value_name = "N")]
     pub(crate) ranks: Option<usize>,
-    /// A TOML file with the nodes, their ranks and the links between them (default: this machine, shared by the ranks)
+    /// TOML file with the nodes, their ranks and the links between them (default: this machine, shared by the ranks)
     #[arg(long, value_name = "FILE")]
     pub(crate) topology: Option<PathBuf>,
-    /// The table of a cluster that grows from 8 to 2,048 ranks (or --ranks), with the same tokens on each; without --topology,
-    /// --config and --preset for a described cluster and model
+    /// Print how a cluster scales from 8 to 2,048 ranks (or --ranks) with the same tokens on each; without
+    /// --topology, --config and --preset, for a built-in cluster and model
     #[arg(long)]
     pub(crate) simulate: bool,
     /// Print JSON

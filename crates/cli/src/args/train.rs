@@ -1,4 +1,4 @@
-//! The options of `train`, `study` and `report`.
+//! Command-line options of `train`, `study` and `report`.
 
 use std::path::PathBuf;
 
@@ -9,16 +9,17 @@ use moeworks_train::config::PRESETS;
 
 use super::machine::DeviceParser;
 
-/// Sources of a configuration; later ones win: preset, file, single settings.
+/// Sources of a configuration, in increasing priority: preset, file, single settings.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Configuration")]
 pub(crate) struct ConfigArgs {
-    /// A named shape of model with its settings (default: tiny)
+    /// Named model shape with its settings (default: tiny)
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(PRESETS.map(|(name, _)| name)))]
     pub(crate) preset: Option<String>,
-    /// A TOML file with settings (see `train --print-config`)
+    /// TOML file with settings (see `train --print-config`)
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// One setting, such as train.lr=3e-4; may be repeated
+    /// Single setting, such as train.lr=3e-4 (repeatable)
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub(crate) settings: Vec<String>,
 }
@@ -27,52 +28,54 @@ pub(crate) struct ConfigArgs {
 #[command(
     before_help = "Usual use:\n  moeworks train                               a small model on the text of this folder, in minutes\n  \
                          moeworks train --data books/ --preset small  on your own text\n  \
-                         moeworks train --resume auto                 go on with the newest run"
+                         moeworks train --resume auto                 continue the newest run"
 )]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// Text files, folders, globs, .jsonl, .json, .csv or .parquet files, gzip or zstd compressed or not; - for standard input.
-    /// With a weight behind each, such as books=0.3 web=0.7, training draws from them in proportion
+    /// Text files, folders, globs, .jsonl, .json, .csv or .parquet files, plain or compressed with gzip or zstd; -
+    /// reads standard input. Weights, as in books=0.3 web=0.7, set the proportions in which training draws from the
+    /// sources
     #[arg(long, value_name = "PATH[=WEIGHT]", num_args = 1..)]
     pub(crate) data: Vec<String>,
-    /// Optimizer steps (same as --set train.steps=N)
+    /// Number of optimizer steps (same as --set train.steps=N)
     #[arg(long, value_name = "N")]
     pub(crate) steps: Option<u64>,
-    /// Ranks that hold the experts between them: threads of this process, or the processes of `mpirun` (same as --set
-    /// parallel.ep=N)
+    /// Number of ranks that divide the experts among themselves: threads of this process, or the processes of
+    /// `mpirun` (same as --set parallel.ep=N)
     #[arg(long, value_name = "N")]
     pub(crate) ep: Option<u64>,
-    /// Groups of ranks with all experts each (same as --set parallel.dp=N)
+    /// Number of groups of ranks; each group has all experts (same as --set parallel.dp=N)
     #[arg(long, value_name = "N")]
     pub(crate) dp: Option<u64>,
-    /// Ranks that hold attention, dense layers and vocabulary between them and pass the same sequences (same as --set
-    /// parallel.tp=N)
+    /// Number of ranks that divide attention, dense layers and vocabulary among themselves and process the same
+    /// sequences (same as --set parallel.tp=N)
     #[arg(long, value_name = "N")]
     pub(crate) tp: Option<u64>,
-    /// The device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set train.device=NAME)
+    /// Device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set
+    /// train.device=NAME)
     #[arg(long, value_name = "NAME", value_parser = DeviceParser, hide_possible_values = true)]
     pub(crate) device: Option<DeviceChoice>,
     /// Let the ranks' threads run on any core (same as --set parallel.pin=false)
     #[arg(long)]
     pub(crate) no_pin: bool,
-    /// Write what each rank did and when, as a trace for Chrome (chrome://tracing) or ui.perfetto.dev
+    /// Write a trace of what each rank did and when, for chrome://tracing or ui.perfetto.dev
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
     /// Folder of this run (default: a new one under runs/)
     #[arg(long, value_name = "DIR")]
     pub(crate) out: Option<PathBuf>,
-    /// Replace the run that is in the folder already, and the file of --trace
+    /// Replace a run that is already in the folder, and the file of --trace
     #[arg(long)]
     pub(crate) force: bool,
-    /// Begin with the model of this run, checkpoint or model folder: its configuration, weights and tokenizer
+    /// Start from this run, checkpoint or model folder: its configuration, weights and tokenizer
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["resume", "preset"])]
     pub(crate) from: Option<PathBuf>,
-    /// Go on where a run stopped: its folder, or `auto` for the newest; a run without a checkpoint begins again. Its settings stay
-    /// but for those given by --set and other options
+    /// Continue a stopped run: its folder, or `auto` for the newest; a run without a checkpoint starts again. Its
+    /// settings are kept except for those given by --set and other options
     #[arg(long, value_name = "RUN", conflicts_with_all = ["preset", "config", "out", "force"])]
     pub(crate) resume: Option<String>,
-    /// Print the full effective configuration with comments, and do nothing else
+    /// Print the effective configuration with comments and exit
     #[arg(long)]
     pub(crate) print_config: bool,
 }
@@ -80,25 +83,25 @@ pub(crate) struct TrainArgs {
 #[derive(Debug, Args)]
 #[command(before_help = "Usual use:\n  moeworks study --data text.txt --only dense top-k")]
 pub(crate) struct StudyArgs {
-    /// Settings of the base model, over those of a small one
+    /// Settings of the base model, in addition to those of a small one
     #[command(flatten)]
     pub(crate) config: ConfigArgs,
-    /// The text, as for `train --data`
+    /// Text to train on, in the forms that `train --data` accepts
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub(crate) data: Vec<String>,
-    /// The page; the plot is written beside it as .svg
+    /// Page to write; the plot is written beside it as .svg
     #[arg(long, value_name = "PAGE.md", default_value = "routing-study.md")]
     pub(crate) out: PathBuf,
-    /// Folder of the runs; those in it that are not done are gone on with
+    /// Folder of the runs; unfinished runs in it are continued
     #[arg(long, value_name = "DIR", default_value = "runs/study")]
     pub(crate) runs: PathBuf,
-    /// Seeds that each variant is trained with
+    /// Number of seeds with which each variant is trained
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) seeds: u64,
-    /// Only these variants, such as dense top-k
+    /// Train only these variants, such as dense top-k
     #[arg(long, value_name = "NAME", num_args = 1..)]
     pub(crate) only: Vec<String>,
-    /// Replace files that are where the page and the plot are to be and were not made by `study`
+    /// Overwrite a page or plot that `study` did not write
     #[arg(long)]
     pub(crate) force: bool,
 }
@@ -106,6 +109,6 @@ pub(crate) struct StudyArgs {
 #[derive(Debug, Args)]
 #[command(before_help = "Usual use:\n  moeworks report runs/NAME")]
 pub(crate) struct ReportArgs {
-    /// A run folder
+    /// Run folder
     pub(crate) run: PathBuf,
 }

@@ -1,5 +1,5 @@
-//! `moeworks bench comm`: prints the time of each collective by size, among threads of this process or the processes of an MPI
-//! launcher, beside a copy in memory and the MPI library's own call, and writes the links as a topology.
+//! `moeworks bench comm`: prints the time of each collective by size, among threads of this process or the processes
+//! of an MPI launcher, beside a copy in memory and the MPI library's own call, and writes the links as a topology.
 
 use moeworks_bench::cluster::{self, Among, ClusterTimes, SIZES};
 use moeworks_bench::collectives::Timing;

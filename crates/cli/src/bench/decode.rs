@@ -1,4 +1,5 @@
-//! `moeworks bench decode`: prints the speed of generation and prefill of a model, or of a shape in every type of weights.
+//! `moeworks bench decode`: prints the speed of generation and prefill of a model, or of a shape in every type of
+//! weights.
 
 use std::path::Path;
 

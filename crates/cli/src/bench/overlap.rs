@@ -1,4 +1,5 @@
-//! `moeworks bench overlap`: prints the share of a layer's communication that runs under its computation, by the number of chunks.
+//! `moeworks bench overlap`: prints the share of a layer's communication that runs under its computation, by the
+//! number of chunks.
 
 use moeworks_bench::overlap::{self, CHUNKS, Overlap, TOKENS};
 use moeworks_bench::pass::Pass;

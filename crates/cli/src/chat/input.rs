@@ -128,7 +128,8 @@ fn history_file() -> Option<PathBuf> {
     environment::state_folder().map(|folder| folder.join("history"))
 }
 
-/// The message that typed text stands for: without the quotes around several lines, and without the backslashes that end lines.
+/// The message that typed text stands for: without the quotes around several lines, and without the backslashes that
+/// end lines.
 fn message(typed: &str) -> String {
     let inner = typed.trim().strip_prefix(QUOTES).and_then(|text| text.strip_suffix(QUOTES));
     match inner {

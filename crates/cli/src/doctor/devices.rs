@@ -1,4 +1,5 @@
-//! What may compute besides the host: GPUs, and other processes by MPI. None is needed, so what is not there is a note at most.
+//! What may compute besides the host: GPUs, and other processes by MPI. None is needed, so what is not there is a
+//! note at most.
 
 use std::process::{Command, Stdio};
 

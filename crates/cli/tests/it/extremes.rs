@@ -1,7 +1,8 @@
-//! Values that nobody means, in every option of every command: each is one line and exit code 2, or works; nothing panics or hangs.
+//! Values that nobody means, in every option of every command: each is one line and exit code 2, or works; nothing
+//! panics or hangs.
 //!
-//! Options are read from the help, so that new ones are tried, too. Each gets some of the values, another selection for each option;
-//! with `MOEWORKS_ALL_EXTREMES=1` all of them, which takes minutes.
+//! Options are read from the help, so that new ones are tried, too. Each gets some of the values, another selection
+//! for each option; with `MOEWORKS_ALL_EXTREMES=1` all of them, which takes minutes.
 
 use std::ffi::OsString;
 use std::process::{Command, Output, Stdio};

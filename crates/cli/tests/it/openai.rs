@@ -1,7 +1,7 @@
 //! OpenAI's own client talks with `moeworks serve`.
 //!
-//! Needs a Python with the package `openai`: `MOEWORKS_PYTHON`, or `.venv-test/bin/python` in the workspace's root. Without one the
-//! test says so and is skipped.
+//! Needs a Python with the package `openai`: `MOEWORKS_PYTHON`, or `.venv-test/bin/python` in the workspace's root.
+//! Without one the test says so and is skipped.
 #![cfg(unix)]
 
 use std::io::Write as _;
@@ -57,8 +57,8 @@ print(json.dumps({
 }))
 "#;
 
-/// The interpreter; without one says so and returns none. Not by `eprintln!`, which the test harness keeps to itself when a test
-/// passes.
+/// The interpreter; without one says so and returns none. Not by `eprintln!`, which the test harness keeps to itself
+/// when a test passes.
 fn python_or_skip() -> Option<PathBuf> {
     let usual = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-test/bin/python");
     let path = std::env::var_os("MOEWORKS_PYTHON").map_or_else(usual, PathBuf::from);

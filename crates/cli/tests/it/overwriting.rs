@@ -1,4 +1,5 @@
-//! What others made stays as it is, unless `--force` says otherwise; and what a command makes is there whole or not at all.
+//! What others made stays as it is, unless `--force` says otherwise; and what a command makes is there whole or not
+//! at all.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! What becomes of a training run when one of its ranks is killed, hangs, or is not like the others: as processes of `mpirun`.
+//! What becomes of a training run when one of its ranks is killed, hangs, or is not like the others: as processes of
+//! `mpirun`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -57,7 +58,8 @@ impl Drop for Run {
     }
 }
 
-/// A run of three ranks, which lie as `layout` says, that is past its first checkpoint, and has more steps to make than anyone waits for.
+/// A run of three ranks, which lie as `layout` says, that is past its first checkpoint, and has more steps to make
+/// than anyone waits for.
 fn under_way(work: &Workplace, mpirun: &Path, layout: &[&str]) -> Run {
     let settings = [&CONSTANT[..], &["--set", "train.threads=1"], layout].concat();
     let mut command = process_command(mpirun, 3, &work.train_command("run", 1_000_000, &settings));

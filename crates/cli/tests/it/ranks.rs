@@ -1,4 +1,5 @@
-//! Training on several ranks, as a user does it: threads of one process, and processes of `mpirun` where there is one.
+//! Training on several ranks, as a user does it: threads of one process, and processes of `mpirun` where there is
+//! one.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -106,7 +107,8 @@ fn gradients_that_ranks_share_add_up_over_micro_batches() {
     }
 }
 
-/// The most memory of rank 0, in bytes, until the end of each of two steps of a run of four ranks of a model that lies nearly all in layers.
+/// The most memory of rank 0, in bytes, until the end of each of two steps of a run of four ranks of a model that
+/// lies nearly all in layers.
 fn peaks(work: &Workplace, run: &str, more: &[&str]) -> Vec<f64> {
     let model = ["--set", "model.num_layers=12", "--set", "model.expert_width=96", "--dp", "4"];
     assert_success(&work.train(run, 2, &[&model[..], more].concat()));
@@ -234,8 +236,8 @@ fn layouts_that_cannot_be_are_named() {
     assert!(!work.path("runs").exists());
 }
 
-/// What starts ranks as processes here, and whether it is Open MPI's: the newest of each family in `.venv-mpi`, where `./test` puts
-/// them (the tests of `comm` take all), and the one on the path.
+/// What starts ranks as processes here, and whether it is Open MPI's: the newest of each family in `.venv-mpi`, where
+/// `./test` puts them (the tests of `comm` take all), and the one on the path.
 pub(crate) fn launchers() -> Vec<(PathBuf, bool)> {
     let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-mpi");
     let kept = ["openmpi", "mpich"].map(|name| kept.join(name).join("bin/mpirun")).into_iter();

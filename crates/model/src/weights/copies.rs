@@ -86,7 +86,7 @@ impl DecoderWeights {
             FeedForwardWeights::Dense(_) => None,
         });
         for (index, moe) in moe_layers.enumerate().take(layers.len()) {
-            next_state(config, &mut moe.state, (layers, index), progress);
+            next_state(config, &mut moe.state, layers, index, progress);
         }
         if let Some(copy) = copy {
             self.update_states(ctx, copy);

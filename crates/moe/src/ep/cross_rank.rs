@@ -33,7 +33,7 @@ pub(crate) struct ChoiceIds<'a> {
 
 impl<'a> CrossRank<'a> {
     /// Gathers the numbers of tokens; this rank has `num_tokens`. All ranks call it.
-    pub(crate) fn of(ranks: &'a ExpertRanks, num_tokens: usize) -> Self {
+    pub(crate) fn new(ranks: &'a ExpertRanks, num_tokens: usize) -> Self {
         let world = ranks.world();
         let mut lens = vec![0_u64; world.size()];
         ranks.attempt((), || world.all_gather(&[num_tokens as u64], &mut lens));

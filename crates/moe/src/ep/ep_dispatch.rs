@@ -80,8 +80,8 @@ impl EpDispatch {
         let choices = choices(ctx, dispatch, num_own, num_choices, is_fetched);
         let num_tokens = choices.rows();
         let ends: Vec<usize> = (1..=num_chunks).map(|chunk| num_tokens * chunk / num_chunks).collect();
-        let targets = Targets::of(ranks, &choices);
-        let lists: Vec<&[usize]> = (0..num_tokens).map(|token| targets.of_token(token)).collect();
+        let targets = Targets::new(ranks, &choices);
+        let lists: Vec<&[usize]> = (0..num_tokens).map(|token| targets.token(token)).collect();
         let algorithm = ranks.exchange().algorithm;
         let plans = ranks.attempt(Vec::new(), || RowPlan::in_chunks(ranks.hierarchy(), algorithm, &lists, &ends));
         let started: Vec<_> = plans.iter().map(|plan| ranks.start_dispatch(plan, &choices, Wire::F32)).collect();
@@ -173,7 +173,7 @@ struct Targets {
 }
 
 impl Targets {
-    fn of(ranks: &LayerRanks, choices: &Tensor) -> Self {
+    fn new(ranks: &LayerRanks, choices: &Tensor) -> Self {
         let (placement, own) = (ranks.placement(), ranks.group().rank());
         let mut targets = Self { ranks: Vec::with_capacity(choices.rows()), starts: vec![0] };
         for token in choices.f32s().chunks_exact(choices.cols()) {
@@ -190,7 +190,7 @@ impl Targets {
         targets
     }
 
-    fn of_token(&self, token: usize) -> &[usize] {
+    fn token(&self, token: usize) -> &[usize] {
         &self.ranks[self.starts[token]..self.starts[token + 1]]
     }
 }

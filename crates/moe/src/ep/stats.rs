@@ -13,12 +13,12 @@ pub(super) fn merge(world: &dyn Communicator, layers: &mut [LayerStats]) -> Resu
     let mut all = vec![0.0; lens.iter().sum()];
     world.all_gather_v(&own, &mut all, &lens)?;
     for layer in &mut *layers {
-        *layer = LayerStats { free: layer.free, ..LayerStats::empty(layer.num_experts()) };
+        *layer = LayerStats { zero_computation: layer.zero_computation, ..LayerStats::empty(layer.num_experts()) };
     }
     let mut numbers = all.into_iter();
     for _ in 0..world.size() {
         for layer in &mut *layers {
-            let other = from_numbers(layer.num_experts(), layer.free, &mut numbers);
+            let other = from_numbers(layer.num_experts(), layer.zero_computation, &mut numbers);
             layer.merge(&other);
         }
     }
@@ -57,9 +57,13 @@ fn to_numbers(layer: &LayerStats) -> Vec<f64> {
 }
 
 /// Rebuilds statistics from the numbers of [`to_numbers`].
-fn from_numbers(e: usize, free: ZeroComputationShare, numbers: &mut impl Iterator<Item = f64>) -> LayerStats {
+fn from_numbers(
+    e: usize,
+    zero_computation: ZeroComputationShare,
+    numbers: &mut impl Iterator<Item = f64>,
+) -> LayerStats {
     let mut number = || numbers.next().unwrap_or(0.0);
-    let mut stats = LayerStats { free, ..LayerStats::empty(e) };
+    let mut stats = LayerStats { zero_computation, ..LayerStats::empty(e) };
     stats.num_tokens = number() as usize;
     stats.num_choices = number() as usize;
     stats.num_dropped = number() as usize;

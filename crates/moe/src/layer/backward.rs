@@ -25,7 +25,7 @@ pub struct MoeGradTask {
     saved: Arc<Saved>,
     dy: Tensor,
     router: Option<RouterGradTask>,
-    free: Option<ZeroComputationGrads>,
+    zero_computation: Option<ZeroComputationGrads>,
     experts: ExpertsTask,
     shared: Option<SharedTask>,
     config: MoeConfig,
@@ -70,7 +70,7 @@ impl MoeLayer {
         // Convert once here, or every GEMM that takes it would convert it again.
         let dy = &into_type(ctx, dy.clone(), weights.gate_up.dtype());
         let ExpertsBack { mut dx, mut dweights, task: experts } = self.experts_backward(ctx, weights, saved, dy, wgrad);
-        let free = saved.exact_x.as_ref().map(|x| {
+        let zero_computation = saved.exact_x.as_ref().map(|x| {
             let (routing, dispatch) = (&saved.routing, &saved.dispatch);
             let choices = ZeroComputationChoices { config: &self.config, weights, routing, dispatch, x };
             let dy = zero_computation::exact(ctx, &self.config, dy);
@@ -86,7 +86,15 @@ impl MoeLayer {
             task
         });
         let saved = Arc::clone(saved);
-        let task = MoeGradTask { saved, dy: dy.clone(), router, free, experts, shared, config: self.config.clone() };
+        let task = MoeGradTask {
+            saved,
+            dy: dy.clone(),
+            router,
+            zero_computation,
+            experts,
+            shared,
+            config: self.config.clone(),
+        };
         (dx, task)
     }
 
@@ -197,8 +205,8 @@ impl MoeGradTask {
         if let Some(task) = self.router {
             task.run(ctx, router, x, write, grads);
         }
-        if let Some(free) = self.free {
-            free.run(write, grads);
+        if let Some(grads_of) = self.zero_computation {
+            grads_of.run(write, grads);
         }
         if let (Some(task), Some(saved), Some(grads)) = (self.shared, &self.saved.shared, &mut grads.shared) {
             task.run(ctx, saved, SharedInputs { x, dy: &self.dy, activation: self.config.activation }, write, grads);

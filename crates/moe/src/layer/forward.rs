@@ -70,7 +70,7 @@ impl MoeLayer {
             router,
             routing,
             choice_sums,
-            free: ZeroComputationShare::of(&self.config),
+            zero_computation: ZeroComputationShare::from_config(&self.config),
             num_groups: self.config.router.num_groups,
             takes_expert_ids: self.config.router.takes_expert_ids(),
             num_rerouted,
@@ -100,7 +100,7 @@ impl MoeLayer {
     fn dispatch(&self, ctx: &Context, weights: &MoeWeights, x: &Tensor, input: &RouterInput<'_>) -> Dispatched {
         let router = self.router(weights, input);
         let ranks = self.ranks.as_ref().filter(|_| router.decides_across_ranks());
-        let cross_rank = ranks.map(|ranks| CrossRank::of(ranks, x.rows()));
+        let cross_rank = ranks.map(|ranks| CrossRank::new(ranks, x.rows()));
         let cross_rank = cross_rank.as_ref();
         let router = ScoreRouter { cross_rank, ..router };
         let Decision { routing, saved, num_rerouted } = self.timed("router", || router.forward(ctx, x));

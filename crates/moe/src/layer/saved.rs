@@ -25,7 +25,7 @@ pub(super) struct Saved {
     pub(super) router: RouterSaved,
     pub(super) routing: Routing,
     pub(super) choice_sums: Late<ChoiceSums>,
-    pub(super) free: ZeroComputationShare,
+    pub(super) zero_computation: ZeroComputationShare,
     /// The number of groups of experts.
     pub(super) num_groups: usize,
     /// True if the routing scheme takes expert ids.
@@ -63,7 +63,7 @@ impl MoeSaved {
     #[must_use]
     pub fn expert_ids(&self) -> Option<ExpertIds> {
         let Saved { routing, .. } = &*self.inner;
-        self.inner.takes_expert_ids.then(|| ExpertIds::of_routing(routing))
+        self.inner.takes_expert_ids.then(|| ExpertIds::from_routing(routing))
     }
 
     /// Returns `[T, E]`: each token's distribution over the experts, the softmax of its logits or its scores divided
@@ -103,17 +103,17 @@ impl MoeSaved {
             importance: choice_sums.weights.clone(),
             smooth_load: router.smooth_load.clone(),
             modalities: router.modality_stats(),
-            free: self.inner.free,
+            zero_computation: self.inner.zero_computation,
         }
     }
 
     /// Counts the tokens of each group of experts, `[G]`; empty if there is one group.
     fn tokens_per_group(&self) -> Vec<u32> {
-        let Saved { routing, free, num_groups, .. } = &*self.inner;
+        let Saved { routing, zero_computation, num_groups, .. } = &*self.inner;
         if *num_groups < 2 {
             return Vec::new();
         }
-        let computing = routing.num_experts() - free.num_zero_computation - free.num_null;
+        let computing = routing.num_experts() - zero_computation.num_zero_computation - zero_computation.num_null;
         let size = computing / num_groups;
         let mut counts = vec![0; *num_groups];
         let mut last = vec![usize::MAX; *num_groups];

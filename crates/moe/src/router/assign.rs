@@ -108,7 +108,7 @@ fn auction_round(ctx: &Context, scores: &[f32], experts: &mut [BinaryHeap<Place>
         if waiting.len() < MANY_BIDDERS {
             best_offers(ctx.isa(), scores, &prices, &waiting, &mut offers);
         } else {
-            let blocks = blocks::of_mut(&mut offers, 1).zip(blocks::of(&waiting, 1));
+            let blocks = blocks::split_mut(&mut offers, 1).zip(blocks::split(&waiting, 1));
             blocks::for_each(ctx, blocks, |_, (offers, tokens)| {
                 best_offers(ctx.isa(), scores, &prices, tokens, offers);
             });
@@ -151,7 +151,7 @@ pub(crate) fn sinkhorn(ctx: &Context, logits: &[f32], num_experts: usize) -> Vec
     let num_tokens = logits.len() / num_experts;
     // Each row is divided by its largest entry; the row's factor absorbs that.
     let mut matrix = vec![0.0; logits.len()];
-    let rows = blocks::of_mut(&mut matrix, num_experts).zip(blocks::of(logits, num_experts));
+    let rows = blocks::split_mut(&mut matrix, num_experts).zip(blocks::split(logits, num_experts));
     blocks::for_each(ctx, rows, |_, (matrix, logits)| {
         for (row, logits) in matrix.chunks_mut(num_experts).zip(logits.chunks(num_experts)) {
             let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -161,7 +161,7 @@ pub(crate) fn sinkhorn(ctx: &Context, logits: &[f32], num_experts: usize) -> Vec
     let mut factors = vec![1.0_f64; num_experts];
     let mut partial = vec![0.0_f64; num_tokens.div_ceil(blocks::ROWS) * num_experts];
     for _ in 0..SINKHORN_ITERATIONS {
-        let sums = partial.chunks_mut(num_experts).zip(blocks::of(&matrix, num_experts));
+        let sums = partial.chunks_mut(num_experts).zip(blocks::split(&matrix, num_experts));
         blocks::for_each(ctx, sums, |_, (sums, rows)| column_sums(rows, &factors, num_tokens, sums));
         let mut sums = vec![0.0_f64; num_experts];
         for part in partial.chunks(num_experts) {

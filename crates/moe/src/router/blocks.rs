@@ -19,11 +19,11 @@ pub(crate) fn for_each<B: Send>(ctx: &Context, items: impl Iterator<Item = B>, t
 }
 
 /// Splits `values` into blocks of `ROWS` rows of width `width`.
-pub(crate) fn of<T>(values: &[T], width: usize) -> std::slice::Chunks<'_, T> {
+pub(crate) fn split<T>(values: &[T], width: usize) -> std::slice::Chunks<'_, T> {
     values.chunks(ROWS * width)
 }
 
 /// Splits `values` into mutable blocks of `ROWS` rows of width `width`.
-pub(crate) fn of_mut<T>(values: &mut [T], width: usize) -> std::slice::ChunksMut<'_, T> {
+pub(crate) fn split_mut<T>(values: &mut [T], width: usize) -> std::slice::ChunksMut<'_, T> {
     values.chunks_mut(ROWS * width)
 }

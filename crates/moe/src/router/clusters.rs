@@ -20,7 +20,8 @@ const STREAM: u64 = 0x636c_7573;
 #[must_use]
 pub fn clustered_hash(
     ctx: &Context,
-    (embedding, width): (&[f32], usize),
+    embedding: &[f32],
+    width: usize,
     num_experts: usize,
     top_k: usize,
     seed: u64,
@@ -75,7 +76,7 @@ impl Clusters<'_> {
     /// Returns `[points, k]`: the nearest centres of each point.
     fn nearest(&self, ctx: &Context, k: usize) -> Vec<u32> {
         let mut nearest = vec![0; self.points.len() / self.width.max(1) * k];
-        let inputs = blocks::of_mut(&mut nearest, k).zip(blocks::of(self.points, self.width));
+        let inputs = blocks::split_mut(&mut nearest, k).zip(blocks::split(self.points, self.width));
         blocks::for_each(ctx, inputs, |_, (nearest, points)| {
             for (nearest, point) in nearest.chunks_mut(k).zip(points.chunks(self.width)) {
                 let centres = self.centres.chunks(self.width);

@@ -96,7 +96,7 @@ settings! {
         ///
         /// A zero-computation expert's capacity is 1/tau of a computing one's (equations 7 and 8; 0.75 in most of
         /// MoE++'s experiments).
-        free_ratio: f32 = 0.75, in Range::POSITIVE;
+        zero_computation_ratio: f32 = 0.75, in Range::POSITIVE, was "free_ratio";
         /// First token ids of the modalities after modality 0, such as "1000, 2000".
         ///
         /// With this example ids below 1000 are modality 0, those below 2000 modality 1. Empty: one modality, or

@@ -20,7 +20,7 @@ impl ScoreRouter<'_> {
     }
 
     /// Gathers the rows of all ranks' tokens, `[T, E]`, from those of this rank.
-    pub(super) fn of_all<'r>(&self, rows: &'r [f32], num_experts: usize) -> Cow<'r, [f32]> {
+    pub(super) fn gather_all<'r>(&self, rows: &'r [f32], num_experts: usize) -> Cow<'r, [f32]> {
         match self.cross_rank {
             Some(cross_rank) => cross_rank.gather(rows, num_experts).into(),
             None => rows.into(),

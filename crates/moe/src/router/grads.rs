@@ -132,14 +132,14 @@ impl ScoreRouter<'_> {
     /// Returns the gradient of the logits before noise and temperature, computed token by token.
     fn logit_grads(&self, ctx: &Context, saved: &RouterSaved, dweights: &Tensor, losses: &LossGrad) -> Tensor {
         let (num_tokens, e) = (saved.scores.probs.rows(), saved.scores.probs.cols());
-        let dprobs = ProbGrads::of(saved, losses);
+        let dprobs = ProbGrads::new(saved, losses);
         let z = 2.0 * losses.z / num_tokens.max(1) as f32;
         let l1 = self.l1(losses) / num_tokens.max(1) as f32;
-        let rule = WeightRule::of(self.config);
+        let rule = WeightRule::from_config(self.config);
         let gate = self.gate();
         let mixer = self.sparsemixer();
         let mut dlogits = ctx.empty(&[num_tokens, e], DType::F32);
-        blocks::for_each(ctx, blocks::of_mut(dlogits.f32s_mut(), e), |block, dlogits| {
+        blocks::for_each(ctx, blocks::split_mut(dlogits.f32s_mut(), e), |block, dlogits| {
             let (mut dprob, mut dgate) = (vec![0.0; e], vec![0.0; e]);
             for (t, dlogits) in (block * ROWS..).zip(dlogits.chunks_mut(e)) {
                 let row = saved.row(t);
@@ -196,7 +196,7 @@ fn noise_grads(ctx: &Context, saved: &RouterSaved, dlogits: &Tensor) -> Tensor {
     let mut draw = dlogits.copied(ctx.pool());
     let LogitNoise::Learned(deviations, draws) = &saved.noise else { return draw };
     let e = deviations.cols();
-    let rows = blocks::of_mut(draw.f32s_mut(), e).zip(blocks::of(deviations.f32s(), e));
+    let rows = blocks::split_mut(draw.f32s_mut(), e).zip(blocks::split(deviations.f32s(), e));
     blocks::for_each(ctx, rows, |block, (draw, deviations)| {
         let normals = draws.normals(ctx.isa(), block * ROWS * e, draw.len());
         for ((d, &deviation), normal) in draw.iter_mut().zip(deviations).zip(normals) {
@@ -246,7 +246,7 @@ impl RouterSaved {
             let shares = firsts.iter().map(|&n| f64::from(n) / f64::from(total));
             shares.zip(&self.scores.sums.probs).map(|(share, p)| share * p).sum::<f64>() / num_tokens.max(1) as f64
         } else {
-            self.of_groups(|groups| groups.loss(self.scores.probs.f32s(), e))
+            self.with_groups(|groups| groups.loss(self.scores.probs.f32s(), e))
         };
         sum / e as f64
     }
@@ -265,14 +265,14 @@ impl RouterSaved {
 
     /// Returns the sequences as groups of tokens, with all choices.
     fn sequences(&self) -> TokenGroups {
-        TokenGroups::of(self.counted(self.ids.cols()), self.seq_len, None)
+        TokenGroups::new(self.counted(self.ids.cols()), self.seq_len, None)
     }
 
     /// Calls `get` with the local groups and the first choices of their tokens.
-    fn of_groups<R>(&self, get: impl FnOnce(&TokenGroups) -> R) -> R {
+    fn with_groups<R>(&self, get: impl FnOnce(&TokenGroups) -> R) -> R {
         match &self.shared_groups {
             Some(groups) => get(groups),
-            None => get(&TokenGroups::of(self.counted(1), self.group_len, None)),
+            None => get(&TokenGroups::new(self.counted(1), self.group_len, None)),
         }
     }
 
@@ -361,14 +361,14 @@ struct ProbGrads<'a> {
 }
 
 impl<'a> ProbGrads<'a> {
-    fn of(saved: &'a RouterSaved, losses: &'a LossGrad) -> Self {
+    fn new(saved: &'a RouterSaved, losses: &'a LossGrad) -> Self {
         let e = saved.scores.probs.cols();
         let mut parts = Vec::new();
         if losses.sequence != 0.0 && saved.seq_len > 0 {
             parts.push(saved.sequence_grads(losses));
         }
         if losses.gshard != 0.0 {
-            parts.push(saved.of_groups(|groups| groups.grads(e, f64::from(losses.gshard) / e as f64)));
+            parts.push(saved.with_groups(|groups| groups.grads(e, f64::from(losses.gshard) / e as f64)));
         }
         let LossGrad { balance, modality_balance, entropy, .. } = losses;
         Self { balance, parts, modalities: &saved.modalities, modality_balance, entropy }
@@ -383,7 +383,7 @@ impl<'a> ProbGrads<'a> {
             dprobs.copy_from_slice(self.balance);
         }
         for grads in &self.parts {
-            add(dprobs, grads.of(t, e));
+            add(dprobs, grads.token(t, e));
         }
         let modality = self.modalities.get(t).copied().unwrap_or(0) as usize;
         if !self.modality_balance.is_empty() {

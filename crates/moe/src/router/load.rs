@@ -55,7 +55,7 @@ pub(crate) fn smooth_load(ctx: &Context, saved: &RouterSaved, clean: &Tensor) ->
     let top_k = saved.top_k;
     let e = clean.cols();
     let mut partial = vec![0.0; clean.rows().div_ceil(ROWS) * e];
-    blocks::for_each(ctx, partial.chunks_mut(e).zip(blocks::of(clean.f32s(), e)), |block, (load, clean)| {
+    blocks::for_each(ctx, partial.chunks_mut(e).zip(blocks::split(clean.f32s(), e)), |block, (load, clean)| {
         let (mut thresholds, mut ranks) = (vec![0.0; clean.len()], Ranks::new(e, top_k));
         for (t, thresholds) in (block * ROWS..).zip(thresholds.chunks_mut(e)) {
             ranks.read(saved, t);
@@ -86,31 +86,35 @@ pub(crate) fn backward(
     draw: Option<&mut Tensor>,
 ) {
     let e = clean.cols();
-    let draws = draw.into_iter().flat_map(|draw| blocks::of_mut(draw.f32s_mut(), e)).map(Some);
+    let draws = draw.into_iter().flat_map(|draw| blocks::split_mut(draw.f32s_mut(), e)).map(Some);
     let draws = draws.chain(std::iter::repeat_with(|| None));
-    let rows = blocks::of_mut(dlogits.f32s_mut(), e).zip(blocks::of(clean.f32s(), e)).zip(draws);
+    let rows = blocks::split_mut(dlogits.f32s_mut(), e).zip(blocks::split(clean.f32s(), e)).zip(draws);
     blocks::for_each(ctx, rows, |block, ((dlogits, clean), draw)| {
         let mut draws = draw.map(|draw| draw.chunks_mut(e));
         let rows = dlogits.chunks_mut(e).zip(clean.chunks(e));
         for (t, (dlogits, clean)) in (block * ROWS..).zip(rows) {
             let draw = draws.as_mut().and_then(Iterator::next);
-            backward_row(saved, ctx.isa(), (t, clean), dload, dlogits, draw);
+            let grads = TokenGrads { dlogits, draw };
+            backward_row(ctx.isa(), saved, t, clean, dload, grads);
         }
     });
 }
 
-fn backward_row(
-    saved: &RouterSaved,
-    isa: Isa,
-    (t, clean): (usize, &[f32]),
-    dload: &[f32],
-    dlogits: &mut [f32],
-    mut draw: Option<&mut [f32]>,
-) {
+/// The gradients of one token.
+struct TokenGrads<'a> {
+    /// `[E]`: the gradient of the logits before noise.
+    dlogits: &'a mut [f32],
+    /// `[E]`: the gradient of the pre-activations of learned deviations.
+    draw: Option<&'a mut [f32]>,
+}
+
+/// Adds the gradients of token `t`, whose logits before noise are `clean`.
+fn backward_row(isa: Isa, saved: &RouterSaved, t: usize, clean: &[f32], dload: &[f32], grads: TokenGrads<'_>) {
+    let TokenGrads { dlogits, mut draw } = grads;
     let (e, top_k) = (clean.len(), saved.top_k);
     let mut ranks = Ranks::new(e, top_k);
     ranks.read(saved, t);
-    let (Some(sigmas), Some(noise)) = (saved.noise.deviations(t * e, e), saved.noise.of(isa, t * e, e)) else {
+    let (Some(sigmas), Some(noise)) = (saved.noise.deviations(t * e, e), saved.noise.draw(isa, t * e, e)) else {
         return;
     };
     for (i, &sigma) in sigmas.iter().enumerate() {

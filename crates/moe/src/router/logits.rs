@@ -180,7 +180,7 @@ pub(crate) fn with_deviations(ctx: &Context, weights: &MoeWeights, x: NoisyInput
     add_bias(ctx, weights, &mut values);
     let mut deviations = linear(ctx, &x, weights.extra(NOISE), DType::F32);
     let e = deviations.cols();
-    blocks::for_each(ctx, blocks::of_mut(deviations.f32s_mut(), e), |_, deviations| {
+    blocks::for_each(ctx, blocks::split_mut(deviations.f32s_mut(), e), |_, deviations| {
         let raw = deviations.to_vec();
         softplus(ctx.isa(), &raw, deviations);
     });

@@ -143,7 +143,7 @@ pub(crate) enum LogitNoise {
 
 impl LogitNoise {
     /// Draws the noise on `count` logits from logit `i` on; `None` without noise.
-    pub(crate) fn of(&self, isa: Isa, i: usize, count: usize) -> Option<Vec<f32>> {
+    pub(crate) fn draw(&self, isa: Isa, i: usize, count: usize) -> Option<Vec<f32>> {
         match self {
             Self::None => None,
             Self::Gumbel(draws) => {
@@ -166,7 +166,7 @@ impl LogitNoise {
             return;
         }
         ctx.threads().run_pieces(logits.f32s_mut(), PIECE, |piece, logits| {
-            if let Some(noise) = self.of(ctx.isa(), piece * PIECE, logits.len()) {
+            if let Some(noise) = self.draw(ctx.isa(), piece * PIECE, logits.len()) {
                 logits.iter_mut().zip(noise).for_each(|(logit, noise)| *logit += noise);
             }
         });

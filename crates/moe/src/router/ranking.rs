@@ -51,8 +51,8 @@ impl ScoreRouter<'_> {
             let bias = router.expert_bias.then(|| self.weights.state(EXPERT_BIAS).f32s());
             let gates = scores.gates();
             let mut ranking = ctx.empty(&[gates.rows(), e], DType::F32);
-            let inputs = blocks::of_mut(ranking.f32s_mut(), e).zip(blocks::of(gates.f32s(), e));
-            blocks::for_each(ctx, inputs.zip(blocks::of(logits.f32s(), e)), |_, ((ranking, gates), logits)| {
+            let inputs = blocks::split_mut(ranking.f32s_mut(), e).zip(blocks::split(gates.f32s(), e));
+            blocks::for_each(ctx, inputs.zip(blocks::split(logits.f32s(), e)), |_, ((ranking, gates), logits)| {
                 let rows = ranking.chunks_mut(e).zip(gates.chunks(e)).zip(logits.chunks(e));
                 for ((ranking, gates), logits) in rows {
                     rank_row(ranking, gates, logits, bias);
@@ -78,7 +78,7 @@ impl ScoreRouter<'_> {
         let Some(random) = self.random().filter(|_| probability > 0.0) else { return };
         let (e, first) = (ranking.cols(), self.input.first_token);
         let mut own = ranking.copied(ctx.pool());
-        blocks::for_each(ctx, blocks::of_mut(own.f32s_mut(), e), |block, rows| {
+        blocks::for_each(ctx, blocks::split_mut(own.f32s_mut(), e), |block, rows| {
             for (t, row) in (block * blocks::ROWS..).zip(rows.chunks_mut(e)) {
                 if random.uniform(Draw::IsRandom.at(first + t)) < probability {
                     // A closed part of the experts may be drawn as well.

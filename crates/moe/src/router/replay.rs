@@ -97,7 +97,7 @@ impl ExpertIds {
     }
 
     /// Takes the ids of a pass's routing.
-    pub(crate) fn of_routing(routing: &Routing) -> Self {
+    pub(crate) fn from_routing(routing: &Routing) -> Self {
         let ids = routing.tensors().0.clone();
         let is_whole = routing.is_whole() || !ids.u32s().contains(&NO_EXPERT);
         Self { ids, num_experts: routing.num_experts(), is_whole }
@@ -183,11 +183,11 @@ impl ScoreRouter<'_> {
     /// agree keep the operation's weights, bit for bit.
     pub(super) fn replayed(&self, ctx: &Context, scores: &Scores, own: Weighed) -> Weighed {
         let Some(given) = self.input.expert_ids else { return own };
-        let (gates, k, rule) = (scores.gates(), given.top_k(), WeightRule::of(self.config));
+        let (gates, k, rule) = (scores.gates(), given.top_k(), WeightRule::from_config(self.config));
         let e = gates.cols();
         let mut weights = own.weights.copied(ctx.pool());
-        let rows = blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(gates.f32s(), e));
-        let rows = rows.zip(blocks::of(own.ids.u32s(), k).zip(blocks::of(given.ids(), k)));
+        let rows = blocks::split_mut(weights.f32s_mut(), k).zip(blocks::split(gates.f32s(), e));
+        let rows = rows.zip(blocks::split(own.ids.u32s(), k).zip(blocks::split(given.ids(), k)));
         blocks::for_each(ctx, rows, |_, ((weights, gates), (own, given))| {
             let ids = own.chunks(k).zip(given.chunks(k));
             let tokens = weights.chunks_mut(k).zip(gates.chunks(e)).zip(ids);

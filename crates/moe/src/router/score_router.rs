@@ -220,7 +220,7 @@ impl ScoreRouter<'_> {
 
     /// Returns the rule of the GPU's kernel for scores, in a pass of this K and temperature.
     pub(crate) fn score_rule(&self, top_k: usize, temperature: f32) -> ScoreRule<'_> {
-        let (router, weigh) = (self.router(), WeightRule::of(self.config));
+        let (router, weigh) = (self.router(), WeightRule::from_config(self.config));
         ScoreRule {
             is_sigmoid: self.gate() == Gate::Sigmoid,
             temperature,
@@ -247,7 +247,7 @@ impl ScoreRouter<'_> {
         let (temperature, reach) = (self.temperature(), self.reach());
         let lower_lse_squared = saved.lower_lse_squared();
         let rule = LogitRule { gate: self.gate(), noise, temperature, reach: &reach, modalities, lower_lse_squared };
-        let scores = Scores::of(ctx, values, &rule);
+        let scores = Scores::new(ctx, values, &rule);
         let (ids, num_rerouted) = match self.given_ids() {
             Some(given) => (given, 0),
             None => {
@@ -374,11 +374,11 @@ impl ScoreRouter<'_> {
         ctx: &Context,
         width: usize,
         scores: &Tensor,
-        choose: &(dyn Fn(&[f32], &mut [u32]) + Sync),
+        choose: impl Fn(&[f32], &mut [u32]) + Sync,
     ) -> Tensor {
         let e = scores.cols();
         let mut ids = ctx.empty(&[scores.rows(), width], DType::U32);
-        let inputs = blocks::of_mut(ids.u32s_mut(), width).zip(blocks::of(scores.f32s(), e));
+        let inputs = blocks::split_mut(ids.u32s_mut(), width).zip(blocks::split(scores.f32s(), e));
         blocks::for_each(ctx, inputs, |_, (ids, scores)| {
             for (ids, scores) in ids.chunks_mut(width).zip(scores.chunks(e)) {
                 choose(scores, ids);
@@ -397,7 +397,7 @@ impl ScoreRouter<'_> {
     fn drawn(&self, ctx: &Context, ranking: &Tensor) -> Tensor {
         let (num_tokens, e, k) = (ranking.rows(), ranking.cols(), self.config.top_k);
         let mut ids = ctx.empty(&[num_tokens, k], DType::U32);
-        let inputs = blocks::of_mut(ids.u32s_mut(), k).zip(blocks::of(ranking.f32s(), e));
+        let inputs = blocks::split_mut(ids.u32s_mut(), k).zip(blocks::split(ranking.f32s(), e));
         blocks::for_each(ctx, inputs, |block, (ids, logits)| {
             let mut gates = vec![0.0; e];
             for (t, (ids, logits)) in (block * blocks::ROWS..).zip(ids.chunks_mut(k).zip(logits.chunks(e))) {
@@ -414,7 +414,7 @@ impl ScoreRouter<'_> {
         let cross_rank = self.cross_rank.filter(|_| self.input.has_gshard_loss)?;
         let (ids, top_k, num_experts) = (ids.u32s(), ids.cols(), self.config.num_choosable());
         let firsts = CountedChoices { ids, top_k, first_k: 1, num_experts };
-        Some(TokenGroups::of(firsts, self.router().local_group, Some(cross_rank)))
+        Some(TokenGroups::new(firsts, self.router().local_group, Some(cross_rank)))
     }
 
     /// Returns the rule by which this router's choices become rows.
@@ -426,7 +426,7 @@ impl ScoreRouter<'_> {
             capacity_factor: if is_unlimited { 0.0 } else { self.config.capacity_factor },
             top_k: self.top_k(),
             num_zero_computation: router.num_zero_computation(),
-            free_ratio: router.free_ratio,
+            zero_computation_ratio: router.zero_computation_ratio,
             group_tokens: self.input.capacity.map_or(router.local_group, |capacity| capacity.group_tokens),
             priority,
             fixed: self.input.capacity.map(|capacity| capacity.num_tokens),
@@ -455,11 +455,11 @@ impl ScoreRouter<'_> {
     fn weigh(&self, ctx: &Context, scores: &Scores, ids: &Tensor) -> Tensor {
         let (gates, k) = (scores.gates(), ids.cols());
         let e = gates.cols();
-        let rule = WeightRule::of(self.config);
+        let rule = WeightRule::from_config(self.config);
         let mut weights = ctx.empty(ids.shape(), DType::F32);
         if let (Some(mixer), Some(logits)) = (self.sparsemixer(), &scores.logits) {
-            let inputs = blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(ids.u32s(), k));
-            blocks::for_each(ctx, inputs.zip(blocks::of(logits.f32s(), e)), |block, ((weights, ids), logits)| {
+            let inputs = blocks::split_mut(weights.f32s_mut(), k).zip(blocks::split(ids.u32s(), k));
+            blocks::for_each(ctx, inputs.zip(blocks::split(logits.f32s(), e)), |block, ((weights, ids), logits)| {
                 let mut gates = vec![0.0; e];
                 let rows = weights.chunks_mut(k).zip(ids.chunks(k)).zip(logits.chunks(e));
                 for (t, ((weights, ids), logits)) in (block * blocks::ROWS..).zip(rows) {
@@ -468,8 +468,8 @@ impl ScoreRouter<'_> {
             });
             return weights;
         }
-        let inputs = blocks::of_mut(weights.f32s_mut(), k).zip(blocks::of(ids.u32s(), k));
-        blocks::for_each(ctx, inputs.zip(blocks::of(gates.f32s(), e)), |_, ((weights, ids), gates)| {
+        let inputs = blocks::split_mut(weights.f32s_mut(), k).zip(blocks::split(ids.u32s(), k));
+        blocks::for_each(ctx, inputs.zip(blocks::split(gates.f32s(), e)), |_, ((weights, ids), gates)| {
             for ((weights, ids), gates) in weights.chunks_mut(k).zip(ids.chunks(k)).zip(gates.chunks(e)) {
                 rule.weigh(gates, ids, weights);
             }

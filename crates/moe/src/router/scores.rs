@@ -50,18 +50,18 @@ pub(crate) struct LogitRule<'a> {
 impl Scores {
     /// Computes the scores of `logits [T, E]`. A token with a non-finite logit gets zero logits, by which it chooses
     /// the first experts, and NaN scores, which show in its output.
-    pub(crate) fn of(ctx: &Context, mut logits: Tensor, rule: &LogitRule<'_>) -> Self {
+    pub(crate) fn new(ctx: &Context, mut logits: Tensor, rule: &LogitRule<'_>) -> Self {
         let (num_tokens, e) = (logits.rows(), logits.cols());
         let empty = |shape: &[usize]| ctx.empty(shape, DType::F32);
         let has_gates = rule.gate != Gate::Softmax;
         let mut probs = empty(&[num_tokens, e]);
         let mut gates = empty(&[if has_gates { num_tokens } else { 0 }, e]);
         let (mut lse, mut entropy) = (empty(&[num_tokens]), empty(&[num_tokens]));
-        let outputs = blocks::of_mut(logits.f32s_mut(), e)
-            .zip(blocks::of_mut(probs.f32s_mut(), e))
-            .zip(blocks::of_mut(lse.f32s_mut(), 1))
-            .zip(blocks::of_mut(entropy.f32s_mut(), 1));
-        let gate_blocks = blocks::of_mut(gates.f32s_mut(), e).map(Some).chain(std::iter::repeat_with(|| None));
+        let outputs = blocks::split_mut(logits.f32s_mut(), e)
+            .zip(blocks::split_mut(probs.f32s_mut(), e))
+            .zip(blocks::split_mut(lse.f32s_mut(), 1))
+            .zip(blocks::split_mut(entropy.f32s_mut(), 1));
+        let gate_blocks = blocks::split_mut(gates.f32s_mut(), e).map(Some).chain(std::iter::repeat_with(|| None));
         blocks::for_each(ctx, outputs.zip(gate_blocks), |block, ((((logits, probs), lse), entropy), gates)| {
             rule.change(ctx.isa(), block * ROWS, logits, lse.len());
             let mut sums = [RowSums::default(); ROWS];
@@ -99,7 +99,7 @@ impl LogitRule<'_> {
     /// non-finite logit becomes NaN throughout.
     fn change(&self, isa: Isa, first: usize, logits: &mut [f32], num_tokens: usize) {
         let e = logits.len() / num_tokens.max(1);
-        if let Some(noise) = self.noise.of(isa, first * e, logits.len()) {
+        if let Some(noise) = self.noise.draw(isa, first * e, logits.len()) {
             logits.iter_mut().zip(noise).for_each(|(logit, noise)| *logit += noise);
         }
         if self.temperature != 1.0 {
@@ -136,8 +136,8 @@ impl Gate {
 fn sums(ctx: &Context, probs: &Tensor, lse: &Tensor, entropy: &Tensor) -> ScoreSums {
     let e = probs.cols();
     let mut partial = vec![0.0_f64; probs.rows().div_ceil(ROWS) * (e + 2)];
-    let inputs = partial.chunks_mut(e + 2).zip(blocks::of(probs.f32s(), e));
-    let inputs = inputs.zip(blocks::of(lse.f32s(), 1)).zip(blocks::of(entropy.f32s(), 1));
+    let inputs = partial.chunks_mut(e + 2).zip(blocks::split(probs.f32s(), e));
+    let inputs = inputs.zip(blocks::split(lse.f32s(), 1)).zip(blocks::split(entropy.f32s(), 1));
     blocks::for_each(ctx, inputs, |_, (((sums, probs), lse), entropy)| {
         for probs in probs.chunks(e) {
             sums.iter_mut().zip(probs).for_each(|(sum, &p)| *sum += f64::from(p));

@@ -28,18 +28,14 @@ impl StepStats<'_> {
     }
 }
 
-/// Updates the router state of one layer after a whole step, at `progress`, 0 to 1, of the run.
+/// Updates the router state of MoE layer `index` after a whole step, at `progress`, 0 to 1, of the run. `layers` are
+/// the statistics of all MoE layers.
 ///
 /// An expert's bias moves by `b += gamma sign(mean load - load)` (2408.15664, algorithm 1), with the loads of its
 /// layer before any choice is dropped. Schemes update their own state.
 ///
-/// Panics if the layer's index is out of range.
-pub fn next_state(
-    config: &MoeConfig,
-    state: &mut [NamedTensor],
-    (layers, index): (&[LayerStats], usize),
-    progress: f64,
-) {
+/// Panics if `index` is out of range.
+pub fn next_state(config: &MoeConfig, state: &mut [NamedTensor], layers: &[LayerStats], index: usize, progress: f64) {
     let step = StepStats { config, layers, index };
     for state in state {
         if state.name != EXPERT_BIAS {

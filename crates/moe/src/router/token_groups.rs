@@ -33,7 +33,7 @@ pub(crate) struct CountedChoices<'a> {
 impl TokenGroups {
     /// Groups `choices` by `len` consecutive tokens, 0 for all tokens. With `cross_rank` the groups are of the tokens
     /// of all ranks.
-    pub(crate) fn of(choices: CountedChoices<'_>, len: usize, cross_rank: Option<&CrossRank<'_>>) -> Self {
+    pub(crate) fn new(choices: CountedChoices<'_>, len: usize, cross_rank: Option<&CrossRank<'_>>) -> Self {
         let CountedChoices { ids, top_k, first_k, num_experts } = choices;
         let own = cross_rank.map_or(0..ids.len() / top_k, CrossRank::own);
         let num_tokens = cross_rank.map_or(own.len(), CrossRank::num_tokens);
@@ -103,7 +103,7 @@ impl TokenGroupGrads {
     }
 
     /// Returns the gradients of `token`, in a slice of at least E elements.
-    pub(crate) fn of(&self, token: usize, num_experts: usize) -> &[f32] {
+    pub(crate) fn token(&self, token: usize, num_experts: usize) -> &[f32] {
         &self.rows[(self.before + token) / self.len * num_experts..]
     }
 }

@@ -20,7 +20,7 @@ pub(crate) struct WeightRule {
 
 impl WeightRule {
     /// Reads the rule from `config`.
-    pub(crate) fn of(config: &MoeConfig) -> Self {
+    pub(crate) fn from_config(config: &MoeConfig) -> Self {
         let router = &config.router;
         Self {
             is_normalized: is_normalized(config),

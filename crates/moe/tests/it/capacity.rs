@@ -1,5 +1,5 @@
-//! Capacity, whatever the scheme by which tokens choose: never more than C, never a token twice at an expert, and who is
-//! served first.
+//! Capacity under every scheme in which tokens choose: never more than C rows, never a token twice at an expert, and
+//! the order of service.
 
 use moeworks_moe::{
     MoeConfig, MoeLayer, MoeSaved, MoeWeights, NO_EXPERT, Overflow, RouterConfig, RouterInput, RouterKind, capacity,
@@ -17,14 +17,14 @@ struct Case {
     config: MoeConfig,
     num_tokens: usize,
     saved: MoeSaved,
-    /// Without room for anybody to be missing.
+    /// The same pass without a capacity.
     unlimited: MoeSaved,
 }
 
 fn run(config: MoeConfig, num_tokens: usize, seed: u64) -> Case {
     let ctx = Context::cpu(2);
     let mut weights = MoeWeights::random(&ctx, &config, seed, 1.0);
-    // Everybody likes the first expert.
+    // The first expert gets a higher score from all tokens.
     weights.router.f32s_mut().iter_mut().take(config.width).for_each(|w| *w += 1.0);
     let random = Random::new(seed, Purpose::Test, 7);
     let x: Vec<f64> = (0..(num_tokens * config.width) as u64).map(|i| f64::from(random.normal(i)) + 0.3).collect();
@@ -37,7 +37,7 @@ fn run(config: MoeConfig, num_tokens: usize, seed: u64) -> Case {
     Case { saved: forward(&config), unlimited, config, num_tokens }
 }
 
-/// Every kind in which tokens choose with every rule, capacity and size of groups.
+/// Checks every scheme in which tokens choose with every overflow rule, several capacities and group sizes.
 fn each(mut check: impl FnMut(&str, &Case)) {
     let is_joint = |kind| matches!(kind, RouterKind::ExpertChoice | RouterKind::Base | RouterKind::Sinkhorn);
     for (seed, (kind, top_k)) in (0..).zip(kinds().filter(|(kind, _)| !is_joint(*kind))) {
@@ -68,7 +68,7 @@ impl Case {
         capacity(self.config.capacity_factor, size, self.config.top_k, E).unwrap()
     }
 
-    /// The choices of `saved` as (token, rank, expert, whether it has a row).
+    /// Returns the choices of `saved` as (token, rank, expert, whether it has a row).
     fn choices(saved: &MoeSaved) -> Vec<(usize, usize, u32, bool)> {
         let k = saved.routing().top_k();
         let rows = saved.dispatch().token_rows();
@@ -81,7 +81,8 @@ impl Case {
 }
 
 impl Case {
-    /// All choices as (token, rank, expert), GShard's second ones that chance left out included: its counters count them.
+    /// Returns all choices as (token, rank, expert). GShard's unused second choices are included, because its
+    /// counters count them.
     fn named(&self) -> Vec<(usize, usize, u32)> {
         if self.config.router.kind != RouterKind::Gshard {
             return Self::choices(&self.saved)
@@ -112,7 +113,8 @@ fn no_expert_takes_more_than_its_capacity_and_no_token_is_twice_at_one() {
     });
 }
 
-/// What is dropped came after as many as there was room for, by rank and then by the order of tokens or their best score.
+/// A dropped choice comes after as many others as the capacity, by rank and then by the order of tokens or of their
+/// best score.
 #[test]
 fn the_order_of_service_is_kept() {
     each(|name, case| {
@@ -122,7 +124,7 @@ fn the_order_of_service_is_kept() {
         let (saved, group) = (&case.saved, case.group_size());
         assert_eq!(saved.routing(), case.unlimited.routing(), "{name}: capacity changes no choice");
         let k = saved.routing().top_k();
-        // ReLU's gates are its weights; of other kinds the first choice has the highest probability.
+        // ReLU's gates are its weights; in other schemes the first choice has the highest probability.
         let score = |token: usize| match case.config.router.kind {
             RouterKind::Relu => saved.routing().expert_weights()[token * k],
             _ => saved.probs()[token * E + saved.routing().expert_ids()[token * k] as usize],
@@ -144,12 +146,13 @@ fn the_order_of_service_is_kept() {
     });
 }
 
-/// A choice is only dropped where every other expert that the token may have is full, too.
+/// A choice is dropped only if every other expert that the token may take is full as well.
 #[test]
 fn a_rerouted_token_is_not_dropped_while_there_is_room() {
     let (mut num_rerouted, mut num_dropped) = (0, 0);
     each(|name, case| {
-        // A token of a tree has some clusters alone, and GShard's second experts may leave after they were served.
+        // A token of a tree can use only some experts, and GShard may leave second experts unused after they were
+        // served.
         let is_other = matches!(case.config.router.kind, RouterKind::Hierarchical | RouterKind::Gshard);
         if case.config.router.overflow != Overflow::Reroute || is_other {
             return;

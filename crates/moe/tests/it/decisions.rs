@@ -1,5 +1,6 @@
-//! Decisions of every scheme on logits that are whole numbers, so that ties are many and exact and no product rounds: against
-//! a choice by sorting, on any number of threads, and with the tokens shared out.
+//! Decisions of every scheme on logits that are whole numbers, so that ties are frequent and exact and no product
+//! rounds. They are compared with a choice by sorting, for several numbers of threads, and with the tokens split into
+//! parts.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +23,7 @@ fn of_kind(kind: RouterKind, top_k: usize) -> MoeConfig {
     config
 }
 
-/// A router whose logits are its input.
+/// Returns weights of a router whose logits are its input.
 fn identity(ctx: &Context, config: &MoeConfig) -> MoeWeights {
     let mut weights = MoeWeights::random(ctx, config, 3, 0.5);
     if config.router_shape() == [E, E] {
@@ -33,7 +34,7 @@ fn identity(ctx: &Context, config: &MoeConfig) -> MoeWeights {
     weights
 }
 
-/// Whole numbers from `-half` to `half`.
+/// Returns whole numbers from `-half` to `half`.
 fn logits(seed: u64, num_tokens: usize, half: u64) -> Vec<f64> {
     let random = Random::new(seed, Purpose::Test, 40);
     (0..(num_tokens * E) as u64).map(|i| random.below(i, 2 * half + 1) as f64 - half as f64).collect()
@@ -44,12 +45,12 @@ fn route(ctx: &Context, config: &MoeConfig, x: &[f64], input: &RouterInput<'_>) 
     MoeLayer::new(config.clone()).unwrap().route(ctx, &identity(ctx, config), &x, input)
 }
 
-/// The experts of each token.
+/// Returns the experts of each token.
 fn experts(routing: &Routing) -> Vec<Vec<u32>> {
     (0..routing.num_tokens()).map(|t| routing.choices(t).map(|(expert, _)| expert).collect()).collect()
 }
 
-/// Experts by falling logit, the lowest index first at a tie.
+/// Returns the experts by falling logit, the lower index first at a tie.
 fn order(logits: &[f64]) -> Vec<u32> {
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
     order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
@@ -97,7 +98,7 @@ proptest! {
             let expected: Vec<u32> = order(logits).into_iter().filter(|&e| logits[e as usize] > 0.0).collect();
             prop_assert_eq!(experts, &expected);
         }
-        // No sum of shares of whole logits comes to this number.
+        // No sum of softmax shares of whole logits equals this number.
         let p = 0.371_3;
         let mut config = of_kind(RouterKind::TopP, 2);
         config.router.schemes.top_p.p = p as f32;
@@ -118,7 +119,7 @@ proptest! {
     fn joint_schemes_balance_whatever_the_logits(seed: u64, half in 0_u64..4, num_tokens in 1_usize..200) {
         let ctx = Context::cpu(2);
         let mut x = logits(seed, num_tokens, half);
-        // All want the same ones the more, the higher the seed.
+        // A common preference, stronger for some seeds.
         x.iter_mut().enumerate().for_each(|(i, x)| *x += ((i % E) as u64 * (seed % 5)) as f64);
         for (kind, k) in [(RouterKind::ExpertChoice, 2), (RouterKind::Base, 1)] {
             let routing = route(&ctx, &of_kind(kind, k), &x, &RouterInput::default()).unwrap();
@@ -167,14 +168,14 @@ proptest! {
     }
 }
 
-/// Numbers at both ends of what f32 holds, of which differences and exponentials are infinite.
+/// Logits at both ends of f32's range, whose differences and exponentials overflow.
 #[test]
 fn the_largest_logits_are_decided() {
     let ctx = Context::cpu(2);
     let extremes = [3e38, -3e38, 1e30, -1e30, 0.0, 1e-40, f64::from(f32::MAX), f64::from(f32::MIN)];
     for seed in 0..20 {
         let random = Random::new(seed, Purpose::Test, 41);
-        // Every other seed: all tokens want the first experts.
+        // With every other seed all tokens prefer the same experts.
         let pick = |i: usize| random.below(if seed % 2 == 0 { i } else { i % E } as u64, 8) as usize;
         let x: Vec<f64> = (0..150 * E).map(|i| extremes[pick(i)]).collect();
         for (kind, k) in kinds()
@@ -189,7 +190,7 @@ fn the_largest_logits_are_decided() {
             }
         }
     }
-    // A temperature takes them over the end.
+    // A temperature below 1 overflows them.
     let mut config = of_kind(RouterKind::TopK, 2);
     config.router.temperature = Ramp::constant(0.5);
     let error = route(&ctx, &config, &[3e38; E], &RouterInput::default()).unwrap_err();
@@ -210,7 +211,7 @@ fn what_is_not_finite_is_refused_by_every_scheme_with_logits() {
     }
 }
 
-/// Lists with ties, one id alone more than a share, and unused ones.
+/// Counts with ties, with one id above an even share, and with unused ids.
 #[test]
 fn a_balanced_hash_sends_each_expert_about_as_many_tokens() {
     let counts: Vec<u64> = (1..=500).map(|rank| 10_000 / rank).collect();
@@ -221,7 +222,7 @@ fn a_balanced_hash_sends_each_expert_about_as_many_tokens() {
             assert!((1..k).all(|i| !row[..i].contains(&row[i])), "{row:?}");
             row.iter().for_each(|&e| loads[e as usize] += count);
         }
-        // The first id alone may be more than a share of those of its experts; all others fill up below it.
+        // The first id may exceed an even share alone; the other experts fill up below it.
         let (least, most) = (*loads.iter().min().unwrap(), *loads.iter().max().unwrap());
         assert!(most - least <= 40 || most == counts[0], "{k}: {loads:?}");
     }
@@ -232,20 +233,20 @@ fn a_balanced_hash_sends_each_expert_about_as_many_tokens() {
 fn a_clustered_hash_sends_near_embeddings_to_one_expert_and_to_the_nearest_centre() {
     let ctx = Context::cpu(2);
     let random = Random::new(4, Purpose::Test, 0);
-    // Four heaps of 25 points around corners of a square, far from each other.
+    // Four clusters of 25 points around the corners of a square, far from each other.
     let corner = |id: u64| [(id % 4 % 2) as f32 * 50.0, (id % 4 / 2) as f32 * 50.0];
     let points: Vec<f32> = (0..100)
         .flat_map(|id| corner(id).into_iter().zip(0..).map(move |(x, i)| x + random.normal(2 * id + i)))
         .collect();
     for seed in 0..5 {
-        let table = clustered_hash(&ctx, (&points, 2), 4, 1, seed);
+        let table = clustered_hash(&ctx, &points, 2, 4, 1, seed);
         assert!((0..100).all(|id| table[id] == table[id % 4]), "seed {seed}: {table:?}");
         assert!((1..4).all(|id| !table[..id].contains(&table[id])), "seed {seed}: {table:?}");
-        assert_eq!(table, clustered_hash(&Context::cpu(1), (&points, 2), 4, 1, seed), "any number of threads");
+        assert_eq!(table, clustered_hash(&Context::cpu(1), &points, 2, 4, 1, seed), "any number of threads");
     }
-    // At the end every id is nearest to the mean of its own cluster, and its second expert is the next one.
+    // In the end every id is nearest to the mean of its own cluster, and its second expert is the next nearest.
     let scattered: Vec<f32> = (0..300).map(|i| random.normal(1000 + i)).collect();
-    let table = clustered_hash(&ctx, (&scattered, 3), 5, 2, 1);
+    let table = clustered_hash(&ctx, &scattered, 3, 5, 2, 1);
     let mut centres = [([0.0_f64; 3], 0.0); 5];
     for (row, point) in table.chunks(2).zip(scattered.chunks(3)) {
         let (sum, count) = &mut centres[row[0] as usize];
@@ -260,10 +261,10 @@ fn a_clustered_hash_sends_near_embeddings_to_one_expert_and_to_the_nearest_centr
         order.sort_by(|&a, &b| distance(&centres[a as usize]).total_cmp(&distance(&centres[b as usize])));
         assert_eq!(row, &order[..2]);
     }
-    // Fewer different points than clusters, and no point at all.
-    let table = clustered_hash(&ctx, (&[1.0, 1.0, 2.0], 1), 5, 3, 0);
+    // Fewer distinct points than clusters, and no points at all.
+    let table = clustered_hash(&ctx, &[1.0, 1.0, 2.0], 1, 5, 3, 0);
     assert!(table[..3] == table[3..6] && table[6] != table[0], "{table:?}");
-    assert!(clustered_hash(&ctx, (&[], 4), 3, 2, 0).is_empty());
+    assert!(clustered_hash(&ctx, &[], 4, 3, 2, 0).is_empty());
 }
 
 #[test]
@@ -285,6 +286,6 @@ fn a_layer_follows_its_hash_table_and_hashes_what_the_table_lacks() {
     assert_eq!(filled[0], [1, 0]);
     assert_eq!(filled[1], [7, 6]);
     assert_eq!(filled[5], [5, 4]);
-    // No entry, and beyond the table.
+    // An empty entry, and an id beyond the table.
     assert_eq!((&filled[3], &filled[4]), (&random[3], &random[4]));
 }

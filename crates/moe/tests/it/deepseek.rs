@@ -1,17 +1,17 @@
-//! DeepSeek's rules against the figures that they should give: balance by a bias, and experts limited to groups.
+//! DeepSeek's rules against the expected figures: balance by a bias, and experts limited to groups.
 
 use std::collections::BTreeSet;
 
 use moeworks_moe::{
     BalanceLoss, ConfigError, GroupScore, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterConfig, RouterInput,
-    ScoreFunction, balance_loss_of_groups, communication_loss, e_max_violation, next_state,
+    ScoreFunction, communication_loss, e_max_violation, group_balance_loss, next_state,
 };
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::config;
 
-/// A layer whose input is its logits.
+/// Creates a layer whose input is its logits.
 fn identity(ctx: &Context, config: &MoeConfig) -> (MoeLayer, MoeWeights) {
     let mut weights = MoeWeights::zeros(ctx, config, DType::F32);
     let e = config.num_experts;
@@ -19,8 +19,8 @@ fn identity(ctx: &Context, config: &MoeConfig) -> (MoeLayer, MoeWeights) {
     (MoeLayer::new(config.clone()).unwrap(), weights)
 }
 
-/// 32 experts, 4 a token, 512 tokens a step, logits with a skew N(0, 0.5): without a bias the busiest expert has almost
-/// four times the mean; a rate of 0.005 takes that down to what sampling leaves.
+/// With 32 experts, 4 per token, 512 tokens a step and logits with a skew N(0, 0.5), the busiest expert has almost
+/// four times the mean load without a bias. A rate of 0.005 reduces that to what sampling leaves.
 #[test]
 fn a_bias_moved_by_the_load_balances_the_experts() {
     let ctx = Context::cpu(2);
@@ -36,7 +36,7 @@ fn a_bias_moved_by_the_load_balances_the_experts() {
         let x: Vec<f32> = (0..(t * e) as u64).map(logit).collect();
         let x = Tensor::from_slice(ctx.pool(), &[t, e], &x);
         let stats = layer.forward(&ctx, &weights, &x, &RouterInput::default()).1.stats();
-        next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), 0.5);
+        next_state(&config, &mut weights.state, std::slice::from_ref(&stats), 0, 0.5);
         e_max_violation(&stats.tokens_per_expert)
     };
     assert!(violation(0) > 1.5);
@@ -46,7 +46,7 @@ fn a_bias_moved_by_the_load_balances_the_experts() {
     assert!(bias.iter().all(|bias| (bias / 0.005 - (bias / 0.005).round()).abs() < 1e-2), "whole steps of the rate");
 }
 
-/// The groups that the 8 of 256 experts of each token touch when logits are random.
+/// Returns the mean and the maximum of groups that the 8 of 256 experts of a token touch when logits are random.
 fn mean_groups(num_groups: usize, top_groups: usize) -> (f64, usize) {
     let ctx = Context::cpu(2);
     let (t, e) = (2000, 256);
@@ -66,7 +66,7 @@ fn mean_groups(num_groups: usize, top_groups: usize) -> (f64, usize) {
 
 #[test]
 fn groups_limit_the_nodes_that_a_token_goes_to() {
-    // 8 (1 - C(224, 8) / C(256, 8)) and so on, the mean of the hypergeometric distribution.
+    // The mean of a hypergeometric distribution: for 8 groups 8 (1 - C(224, 8) / C(256, 8)).
     for (num_groups, expected) in [(4, 3.614), (8, 5.295), (16, 6.524), (32, 7.267)] {
         let (mean, _) = mean_groups(num_groups, num_groups);
         assert!((mean - expected).abs() < 0.06, "{num_groups} groups: {mean}");
@@ -75,7 +75,8 @@ fn groups_limit_the_nodes_that_a_token_goes_to() {
     assert!(most <= 4 && mean > 3.0, "{mean}, at most {most}");
 }
 
-/// Equations 26 to 31 of DeepSeek-V2 (2405.04434), from the routing itself. Experts without computation are in no group.
+/// Compares with equations 26 to 31 of DeepSeek-V2 (2405.04434), computed from the routing. Zero-computation experts
+/// are in no group.
 #[test]
 fn the_losses_over_groups_are_those_of_their_equations() {
     let ctx = Context::cpu(1);
@@ -108,9 +109,9 @@ fn the_losses_over_groups_are_those_of_their_equations() {
             }
         };
         let all: f64 = chosen.iter().sum();
-        check("devices", &balance_loss_of_groups(&[&stats], g, 0.5), chosen.map(|n| n * g as f64 / all));
+        check("devices", &group_balance_loss(&[&stats], g, 0.5), chosen.map(|n| n * g as f64 / all));
         let share = g as f64 / (top_groups * t) as f64;
-        check("communication", &communication_loss(&[&stats], (g, top_groups), 0.5), sent.map(|n| n * share));
+        check("communication", &communication_loss(&[&stats], g, top_groups, 0.5), sent.map(|n| n * share));
     }
 }
 
@@ -136,7 +137,7 @@ fn settings_out_of_range_are_refused_by_name() {
     );
 }
 
-/// As DeepSeek-V3 was trained: gamma 0.001 for 14.3 of 14.8 trillion tokens, then 0.
+/// The schedule of DeepSeek-V3: gamma 0.001 for 14.3 of 14.8 trillion tokens, then 0.
 #[test]
 fn the_bias_rests_when_its_rate_has_fallen_to_0() {
     let ctx = Context::cpu(1);
@@ -148,7 +149,7 @@ fn the_bias_rests_when_its_rate_has_fallen_to_0() {
     for (progress, expected) in
         [(0.0, [-1e-3, 1e-3, 0.0, 0.0]), (0.965, [-2e-3, 2e-3, 0.0, 0.0]), (0.97, [-2e-3, 2e-3, 0.0, 0.0])]
     {
-        next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), progress);
+        next_state(&config, &mut weights.state, std::slice::from_ref(&stats), 0, progress);
         assert_eq!(weights.state[0].tensor.f32s(), expected, "{progress}");
     }
 }

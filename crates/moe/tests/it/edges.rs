@@ -1,4 +1,4 @@
-//! The edges: no token, numbers that are not finite, jitter, gradients that are added, memory in steady state.
+//! Edge cases: no tokens, non-finite numbers, jitter, accumulated gradients, memory in steady state.
 
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, Ramp, RouterInput, RoutingError, WgradTarget};
 use moeworks_ops::Context;
@@ -45,7 +45,7 @@ fn no_token_is_no_work() {
     assert!(grads.tensors().iter().all(|gradient| gradient.f32s().iter().all(|&g| g == 0.0)));
 }
 
-/// A token that is not finite spoils its own row and no other, and no index.
+/// A non-finite token spoils its own row, no other row, and no expert id.
 #[test]
 fn a_token_that_is_not_finite_spoils_itself_alone() {
     let ctx = Context::cpu(2);
@@ -93,7 +93,7 @@ fn a_decision_by_logits_that_are_not_finite_is_refused() {
         weights.router.f32s_mut()[3 * 3 + 1] = bad;
         let x = tensor(&ctx, &[2, 3], &[1.0, 0.0, 3.0, 1.0, 2.0, 3.0]);
         let error = layer.route(&ctx, &weights, &x, &RouterInput::default()).unwrap_err();
-        // The first token's logit is 0 times what is not finite.
+        // The first token's logit is 0 times a non-finite weight.
         assert!(matches!(error, RoutingError::NotFinite { token: 0, expert: 3, .. }), "{error}");
     }
     let error = RoutingError::NotFinite { token: 4, expert: 1, logit: f32::INFINITY };
@@ -159,7 +159,7 @@ fn gradients_are_added_when_asked() {
 
 #[test]
 fn a_step_in_steady_state_takes_no_memory_from_the_system() {
-    // With more threads the first steps may happen to run fewer tasks at a time than a later one, each with memory of its own.
+    // With several threads the first steps may run fewer tasks at once than a later one, each with its own memory.
     let ctx = Context::cpu(1);
     let mut config = config(16, 8, 6, 2);
     config.shared_width = 8;
@@ -175,7 +175,7 @@ fn a_step_in_steady_state_takes_no_memory_from_the_system() {
         task.run(&ctx, WgradTarget::new(Write::Add, &mut grads));
         ctx.pool().stats().system_allocations
     };
-    // What products need to pack depends on how many rows an expert has, which differs a little from step to step.
+    // Packing memory depends on how many rows an expert has, which differs a little from step to step.
     let warm = (0..4).map(&mut step).max();
     assert_eq!([0, 1, 2].map(|number| Some(step(number))), [warm; 3]);
 }

@@ -1,4 +1,4 @@
-//! Against `transformers`: whole sparse blocks with their gradients, and losses (fixtures/make.py).
+//! Comparison with `transformers`: whole sparse blocks with their gradients, and losses (fixtures/make.py).
 
 use moeworks_moe::{
     LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, ScoreOrder, WgradTarget, balance_loss_per_layer,
@@ -75,8 +75,8 @@ fn check_block(name: &str, config: &MoeConfig, reference: &RefWeights, case: &Va
     }
 }
 
-/// A layer whose router is the identity: its input is the logits, and with no gradient of the output the input's gradient
-/// is the logits'.
+/// Creates a layer whose router is the identity, so that its input is the logits. Without a gradient of the output
+/// the input's gradient is the logits' gradient.
 fn logits_layer(num_experts: usize, top_k: usize) -> (MoeLayer, impl Fn(&Context) -> MoeWeights) {
     let config = config(num_experts, 1, num_experts, top_k);
     let weights = {

@@ -1,4 +1,4 @@
-//! Routing on a GPU against the same layer on the processor, scheme by scheme, and that what is there stays there.
+//! Routing on a GPU against the CPU, scheme by scheme, and without downloads of large tensors.
 
 use moeworks_gpu::Gpu;
 use moeworks_moe::{
@@ -16,12 +16,12 @@ const E: usize = 24;
 const T: usize = 45;
 const SEQ_LEN: usize = 15;
 
-/// What a pass finds: experts of each token, and everything else by name.
+/// The results of a pass: experts of each token, and everything else by name.
 struct Found {
     ids: Vec<u32>,
     stats: LayerStats,
     tensors: Vec<(String, Vec<f32>)>,
-    /// Bytes that came back from a GPU before statistics were looked at, and after.
+    /// Bytes downloaded from the GPU in forward and in backward.
     downloaded: [u64; 2],
 }
 
@@ -31,14 +31,21 @@ fn values(ctx: &Context, rows: usize, stream: u64, std: f32) -> Tensor {
     Tensor::from_slice(ctx.pool(), &[rows, D], &values)
 }
 
-fn pass(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, (z, sequence): (f32, f32)) -> Found {
+/// The gradients of the losses of a pass.
+#[derive(Clone, Copy)]
+struct LossScales {
+    z: f32,
+    sequence: f32,
+}
+
+fn pass(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, losses: LossScales) -> Found {
     let layer = MoeLayer::new(config.clone()).unwrap();
     let mut weights = MoeWeights::random(&ctx.on_host(), config, 5, 0.4);
     for state in weights.state.iter_mut().filter(|state| state.name == "e_score_correction_bias") {
         let random = Random::new(6, Purpose::Test, 0);
         state.tensor.f32s_mut().iter_mut().zip(0..).for_each(|(bias, i)| *bias = 0.2 * random.normal(i));
     }
-    // Experts that all tokens pass have a gate on their output, as in Qwen2-MoE.
+    // Shared experts have a gate on their output, as in Qwen2-MoE.
     weights.shared.iter_mut().for_each(|shared| shared.gate = Some(values(&ctx.on_host(), 1, 2, 0.4)));
     let (x, dy) = (values(ctx, T, 0, 1.0), values(ctx, T, 1, 1.0));
     let downloaded = || ctx.gpu().map_or(0, |gpu| gpu.traffic().downloaded_bytes);
@@ -47,7 +54,7 @@ fn pass(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, (z, sequence
     let after_forward = downloaded() - start;
     let stats = saved.stats();
     let balance = balance_loss_per_layer(&[&stats], 0.3).gradients.remove(0);
-    let losses = LossGrad { balance, z, sequence, ..LossGrad::default() };
+    let losses = LossGrad { balance, z: losses.z, sequence: losses.sequence, ..LossGrad::default() };
     let start = downloaded();
     let (dx, task) = layer.backward(ctx, &weights, &saved, &dy, &losses);
     let mut grads = MoeWeights::zeros(ctx, config, DType::F32);
@@ -69,7 +76,7 @@ fn assert_alike(name: &str, of_gpu: &Found, of_host: &Found) {
         let scale = b.iter().fold(0.01_f32, |max, x| max.max(x.abs()));
         for (i, (a, b)) in a.iter().zip(b).enumerate() {
             let is_close = (a - b).abs() <= 2e-5 * scale || a.is_nan() && b.is_nan();
-            assert!(is_close, "{name}: {what}[{i}] is {a}, on the processor {b}");
+            assert!(is_close, "{name}: {what}[{i}] is {a}, on the CPU {b}");
         }
     }
     let (a, b) = (&of_gpu.stats, &of_host.stats);
@@ -84,7 +91,7 @@ fn with_router(top_k: usize, normalize_weights: bool, router: RouterConfig) -> M
     MoeConfig { normalize_weights, router, ..config(D, 8, E, top_k) }
 }
 
-/// Schemes that kernels route by, and a name for each.
+/// Returns the schemes that GPU kernels compute, with a name for each.
 fn schemes() -> Vec<(&'static str, MoeConfig)> {
     let plain = RouterConfig::default();
     let v3 = RouterConfig {
@@ -122,7 +129,7 @@ fn schemes() -> Vec<(&'static str, MoeConfig)> {
 }
 
 #[test]
-fn a_gpu_routes_as_the_processor_does() {
+fn a_gpu_routes_as_the_cpu_does() {
     for (name, config) in schemes() {
         let noise = Random::new(3, Purpose::Router, 8);
         for (kind, input) in [
@@ -130,7 +137,7 @@ fn a_gpu_routes_as_the_processor_does() {
             ("use", RouterInput { is_inference: true, ..RouterInput::default() }),
         ] {
             let sequence = if input.is_inference { 0.0 } else { 0.5 };
-            for losses in [(0.0, 0.0), (0.2, sequence)] {
+            for losses in [LossScales { z: 0.0, sequence: 0.0 }, LossScales { z: 0.2, sequence }] {
                 let of_host = pass(&Context::cpu(2), &config, &input, losses);
                 for (device, gpu) in Gpu::for_tests() {
                     let of_gpu = pass(&Context::cpu(2).with_gpu(gpu), &config, &input, losses);
@@ -141,7 +148,7 @@ fn a_gpu_routes_as_the_processor_does() {
     }
 }
 
-/// What is as large as the scores of all tokens stays on the GPU, unless noise on logits wants it.
+/// Tensors as large as the scores of all tokens stay on the GPU, except for noise on logits.
 #[test]
 fn scores_stay_on_the_gpu() {
     let input = RouterInput { seq_len: SEQ_LEN, ..RouterInput::with_noise(Random::new(3, Purpose::Router, 8)) };
@@ -150,7 +157,8 @@ fn scores_stay_on_the_gpu() {
             continue;
         }
         for (device, gpu) in Gpu::for_tests() {
-            let found = pass(&Context::cpu(2).with_gpu(gpu), &config, &input, (0.2, 0.5));
+            let losses = LossScales { z: 0.2, sequence: 0.5 };
+            let found = pass(&Context::cpu(2).with_gpu(gpu), &config, &input, losses);
             let scores = (T * E * 4) as u64;
             assert!(found.downloaded.iter().all(|&bytes| bytes < scores), "{name}, {device}: {:?}", found.downloaded);
         }

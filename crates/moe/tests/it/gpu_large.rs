@@ -1,5 +1,5 @@
-//! Layers of published sizes on a GPU against the processor: more tiles than multiprocessors, many stages, long sums. The emulation would
-//! take hours, so they are skipped where there is no GPU.
+//! Layers of published sizes on a GPU against the CPU: more tiles than multiprocessors, many stages, long sums. They
+//! are skipped without a GPU, because the emulation would take hours.
 
 use moeworks_gpu::{Gpu, GpuOptions};
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
@@ -15,11 +15,26 @@ struct Case {
     is_fp8: bool,
 }
 
+/// The sizes of a layer.
+struct Sizes {
+    width: usize,
+    expert_width: usize,
+    num_experts: usize,
+    top_k: usize,
+}
+
+impl From<[usize; 4]> for Sizes {
+    fn from([width, expert_width, num_experts, top_k]: [usize; 4]) -> Self {
+        Self { width, expert_width, num_experts, top_k }
+    }
+}
+
 impl Case {
-    fn new(name: &'static str, (d, f, e, k): (usize, usize, usize, usize), tokens: usize, dtype: DType) -> Self {
+    fn new(name: &'static str, sizes: impl Into<Sizes>, tokens: usize, dtype: DType) -> Self {
+        let Sizes { width, expert_width, num_experts, top_k } = sizes.into();
         let activation = if name.contains("GELU") { Activation::Gelu } else { Activation::SwiGlu };
-        let is_fp8 = name.contains("eight-bit");
-        Self { name, config: MoeConfig { activation, ..MoeConfig::plain(d, f, e, k) }, tokens, dtype, is_fp8 }
+        let config = MoeConfig { activation, ..MoeConfig::plain(width, expert_width, num_experts, top_k) };
+        Self { name, config, tokens, dtype, is_fp8: name.contains("FP8") }
     }
 }
 
@@ -29,7 +44,7 @@ fn normals(ctx: &Context, rows: usize, columns: usize, stream: u64, dtype: DType
     elementwise::cast(ctx, &tensor, dtype)
 }
 
-/// Outputs, gradients of inputs, of the router and of both matrices of the experts.
+/// Returns outputs, gradients of inputs, of the router and of both matrices of the experts.
 fn pass(ctx: &Context, case: &Case, weights: &MoeWeights) -> Vec<(String, Vec<f32>)> {
     let ctx = &ctx.clone().with_fp8_experts(case.is_fp8);
     let layer = MoeLayer::new(case.config.clone()).expect("a layer");
@@ -45,7 +60,7 @@ fn pass(ctx: &Context, case: &Case, weights: &MoeWeights) -> Vec<(String, Vec<f3
     all
 }
 
-/// The length of the difference, by that of what is expected, or as it is where that is nothing.
+/// Returns the norm of the difference, relative to the norm of `expected` unless that is 0.
 fn distance(found: &[f32], expected: &[f32]) -> f64 {
     let of = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
     let difference = of(&mut found.iter().zip(expected).map(|(&a, &b)| f64::from(a) - f64::from(b)));
@@ -54,19 +69,19 @@ fn distance(found: &[f32], expected: &[f32]) -> f64 {
 }
 
 #[test]
-fn layers_of_published_sizes_on_a_gpu_are_those_of_the_processor() {
+fn layers_of_published_sizes_on_a_gpu_are_those_of_the_cpu() {
     let gpu = match Gpu::open(0, &GpuOptions::for_tests()) {
         Ok(gpu) => gpu,
         Err(missing) => return println!("SKIPPED: layers of published sizes on a GPU: {missing}"),
     };
     let cases = [
-        Case::new("OLMoE", (2048, 1024, 64, 8), 2048, DType::BF16),
-        Case::new("half of Mixtral's width", (4096, 7168, 8, 2), 1000, DType::BF16),
-        Case::new("Qwen3", (2048, 768, 128, 8), 1500, DType::BF16),
-        Case::new("Qwen3, few tokens", (2048, 768, 128, 8), 33, DType::BF16),
-        Case::new("two matrices and GELU", (768, 3072, 64, 1), 3000, DType::BF16),
-        Case::new("f32", (1024, 384, 32, 4), 1111, DType::F32),
-        Case::new("eight-bit floats", (2048, 1024, 16, 4), 2048, DType::BF16),
+        Case::new("OLMoE", [2048, 1024, 64, 8], 2048, DType::BF16),
+        Case::new("half of Mixtral's width", [4096, 7168, 8, 2], 1000, DType::BF16),
+        Case::new("Qwen3", [2048, 768, 128, 8], 1500, DType::BF16),
+        Case::new("Qwen3, few tokens", [2048, 768, 128, 8], 33, DType::BF16),
+        Case::new("two matrices and GELU", [768, 3072, 64, 1], 3000, DType::BF16),
+        Case::new("f32", [1024, 384, 32, 4], 1111, DType::F32),
+        Case::new("FP8", [2048, 1024, 16, 4], 2048, DType::BF16),
     ];
     let cpu = Context::cpu(std::thread::available_parallelism().map_or(1, usize::from));
     let mut failures = Vec::new();

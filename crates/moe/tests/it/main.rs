@@ -1,4 +1,4 @@
-//! The MoE layer against a plain reference, against fixtures of other implementations, and against published figures.
+//! Tests of the MoE layer against a plain reference, fixtures of other implementations, and published figures.
 
 mod capacity;
 mod decisions;
@@ -31,19 +31,19 @@ use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::reference::{RefShared, RefWeights};
 
-/// The factor of jitter on element `position`.
+/// Returns the jitter factor of the element at `position`.
 fn jitter_factor(random: &Random, position: u64, eps: f64) -> f64 {
     let byte = f64::from(random.byte(position) * 256.0);
     1.0 + eps * ((byte + 0.5) / 128.0 - 1.0)
 }
 
-/// Every kind, with experts a token.
+/// Returns every scheme with a number of experts per token.
 fn kinds() -> impl Iterator<Item = (RouterKind, usize)> {
     let plain = |kind| if kind == RouterKind::TopK { 3 } else { 2 };
     RouterKind::ALL.iter().map(move |&kind| (kind, kind.fixed_top_k().unwrap_or(plain(kind))))
 }
 
-/// A small SwiGLU layer; tests change what they are about.
+/// Returns the configuration of a small SwiGLU layer, which tests modify.
 fn config(width: usize, expert_width: usize, num_experts: usize, top_k: usize) -> MoeConfig {
     MoeConfig { normalize_weights: false, ..MoeConfig::plain(width, expert_width, num_experts, top_k) }
 }
@@ -52,7 +52,7 @@ fn tensor(ctx: &Context, shape: &[usize], values: &[f64]) -> Tensor {
     Tensor::from_slice(ctx.pool(), shape, &values.iter().map(|&x| x as f32).collect::<Vec<f32>>())
 }
 
-/// The reference's weights as the layer takes them.
+/// Converts the reference's weights to the layer's.
 fn layer_weights(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> MoeWeights {
     let a = config.activation.num_inputs();
     let (e, d, f, s) = (config.num_experts, config.width, config.expert_width, config.shared_width);
@@ -80,24 +80,24 @@ fn states(ctx: &Context, config: &MoeConfig, weights: &RefWeights) -> Vec<NamedT
     states
 }
 
-/// How far a result may be from the reference.
+/// The largest distance of a result from the reference.
 #[derive(Clone, Copy)]
 struct Tolerance {
-    /// Share of the largest value of a tensor.
+    /// The bound as a share of the largest value of a tensor.
     relative: f64,
-    /// What that value counts as if it is smaller: sums that cancel leave a rest of the size of their terms' rounding.
+    /// A lower bound for that largest value, because sums that cancel keep the rounding errors of their terms.
     least: f64,
 }
 
 impl Tolerance {
-    /// For sums of `num_terms` terms that may cancel: the rounding of the terms, independent of each other, adds up as the
+    /// Widens the tolerance for sums of `num_terms` terms that may cancel: independent rounding errors add up as the
     /// square root of their number.
     fn of_sum(self, num_terms: usize) -> Self {
         Self { least: self.least * (num_terms as f64).sqrt().max(1.0), ..self }
     }
 }
 
-/// Whether `values` are `expected` up to `relative` times the largest of them.
+/// Asserts that `values` equal `expected` up to `relative` times the largest of them.
 fn assert_close(name: &str, values: &Tensor, expected: &[f64], relative: f64) {
     assert_within(name, values, expected, Tolerance { relative, least: 0.01 });
 }

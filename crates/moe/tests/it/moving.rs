@@ -1,5 +1,6 @@
-//! What moves in a layer over several nodes, tokens, experts or some of each: what is chosen takes the least time, and as much less
-//! than the others as its costs say. On links that are not there, and between hosts that are network namespaces of one machine.
+//! The choice of what moves in a layer over several nodes: tokens, experts, or some of each. It must take the least
+//! time, and be faster than the alternatives by the factor that its costs predict. Measured on simulated links, and
+//! between hosts that are network namespaces of one machine.
 
 #[cfg(target_os = "linux")]
 use std::time::{Duration, Instant};
@@ -13,22 +14,23 @@ use moeworks_plan::{
 };
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
-/// Two ranks on each of two nodes, with two experts each, of which one is wanted by nearly all.
+/// The node of each rank: two ranks on each of two nodes, with two experts each, one of which nearly all tokens want.
 const NODES: [usize; 4] = [0, 0, 1, 1];
 const EXPERTS: usize = 8;
 const HOT: [usize; 4] = [0, 2, 4, 6];
 const WIDTH: usize = 128;
 const EXPERT_WIDTH: usize = 128;
-/// Tokens of a rank, and those of them that want a hot expert.
+/// Tokens per rank, and the number of them that want a hot expert.
 const TOKENS: usize = 2048;
 const HOT_TOKENS: usize = 1920;
 
-/// The expert that each of a rank's tokens wants: as many want each of the hot ones, and of the others.
+/// Returns the expert that each of a rank's tokens wants. Equally many want each of the hot ones, and each of the
+/// others.
 fn wanted() -> impl Iterator<Item = usize> {
     (0..TOKENS).map(|token| 2 * (token % HOT.len()) + usize::from(token >= HOT_TOKENS))
 }
 
-/// A layer that sends a token to the expert at the place of its largest number.
+/// A layer that sends a token to the expert at the index of its largest element.
 struct Work {
     ctx: Context,
     config: MoeConfig,
@@ -53,10 +55,10 @@ impl Work {
         Self { ctx, config, weights, x }
     }
 
-    /// A step of the layer.
+    /// Runs a step of the layer.
     fn step(&self, ranks: &ExpertRanks) -> Result<(), CommError> {
-        let layer = MoeLayer::over_ranks(self.config.clone(), ranks.layer(0)).expect("a layer");
-        let weights = self.weights.of_experts(&self.ctx, ranks.layer(0).held());
+        let layer = MoeLayer::expert_parallel(self.config.clone(), ranks.layer(0)).expect("a layer");
+        let weights = self.weights.select_experts(&self.ctx, ranks.layer(0).held());
         let (y, saved) = layer.forward(&self.ctx, &weights, &self.x, &RouterInput::default());
         let (_, task) = layer.backward(&self.ctx, &weights, &saved, &y, &LossGrad::default());
         let mut grads = weights.clone();
@@ -67,7 +69,7 @@ impl Work {
     }
 }
 
-/// The rank of `comm`, in layers in which `moving` may move.
+/// Returns the handle of `comm`'s rank to layers with this rule of moving.
 fn part_of(comm: &dyn Communicator, moving: Moving) -> Result<ExpertRanks, CommError> {
     let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
     let exchange = Exchange { algorithm: Algorithm::TwoHop, ..Exchange::plain(Wire::F32) };
@@ -75,10 +77,10 @@ fn part_of(comm: &dyn Communicator, moving: Moving) -> Result<ExpertRanks, CommE
     ExpertRanks::new(part()?, part()?, Placement::sharded(EXPERTS, NODES.len()), options)
 }
 
-/// Operations a second, so many that computation counts for nothing.
+/// Operations a second, so many that computation takes no time.
 const FLOPS: f64 = 1e15;
 
-/// Seconds that the costs say where `fetched` come to all ranks.
+/// Returns the seconds that the costs predict if `fetched` are sent to all ranks.
 fn expected(links: Links, fetched: &[usize]) -> f64 {
     let (nodes, placement) = (Nodes::new(&NODES), Placement::sharded(EXPERTS, NODES.len()));
     let mut rows = vec![0; EXPERTS];
@@ -92,7 +94,8 @@ fn expected(links: Links, fetched: &[usize]) -> f64 {
     pass_seconds(&load, fetched, &costs)
 }
 
-/// Compares what a step of each kind takes by `seconds` with the costs. Tokens, weights, and what is chosen, in this order.
+/// Compares the time of a step of each kind, by `seconds`, with the costs. The order is tokens, weights, and the
+/// cheapest.
 fn compare(links: Links, mut seconds: impl FnMut(Moving) -> Result<f64, CommError>) -> Result<[String; 2], CommError> {
     let chosen = Moving::Cheapest { links, flops: FLOPS };
     let [tokens, weights, chosen] = [seconds(Moving::Tokens)?, seconds(Moving::Weights)?, seconds(chosen)?];
@@ -110,7 +113,7 @@ fn compare(links: Links, mut seconds: impl FnMut(Moving) -> Result<f64, CommErro
 
 #[test]
 fn over_nodes_what_is_chosen_takes_less_time_by_the_factor_that_costs_say() {
-    // 1 ms and what two ranks get of 16 Mbit/s, as between the hosts below.
+    // 1 ms, and the share of two ranks of 16 Mbit/s, as between the hosts below.
     let node = Link { latency_s: 1e-5, bytes_per_s: 1e9 };
     let links = Links { node, cluster: Link { latency_s: 1e-3, bytes_per_s: 1e6 } };
     let results = run_ranks(&RankOptions::new(0).with_nodes(&NODES), |comm| {
@@ -137,9 +140,9 @@ mod hosts {
     use super::*;
     use crate::namespaces::{succeed_on_hosts, topology};
 
-    /// How often each step is timed; the least counts: what else the machine does only adds.
+    /// Repetitions of each step. The minimum counts, because other load on the machine only adds time.
     const REPEATS: usize = 3;
-    /// How long ranks wait for each other on links as slow as these.
+    /// The timeout of ranks on such slow links.
     const PATIENCE: Duration = Duration::from_secs(60);
 
     #[test]
@@ -170,7 +173,7 @@ mod hosts {
             }
             Ok(least)
         };
-        // Opens connections.
+        // The first step opens the connections.
         work.step(&part_of(comm, Moving::Tokens)?)?;
         let said = compare(topology().links(), seconds)?;
         if comm.rank() == 0 {

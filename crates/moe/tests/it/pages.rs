@@ -1,18 +1,18 @@
-//! Pages of the documentation that are made from the code or show it, and the promise that they make.
+//! Documentation pages that are generated from the code or show it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use moeworks_moe::{RouterKind, schemes_page};
 
-/// The line between the introduction, which is written by hand, and the rest.
+/// The line between the hand-written introduction and the generated part.
 const MARK: &str = "<!-- From here on the page is made from the table of schemes: `MOEWORKS_WRITE_PAGES=1 cargo test -p moeworks-moe --test it pages` -->\n";
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// With `MOEWORKS_WRITE_PAGES=1` the page is written anew.
+/// With `MOEWORKS_WRITE_PAGES=1` the page is rewritten.
 #[test]
 fn the_page_of_routing_schemes_is_that_of_the_table() {
     let path = repository().join("docs/routing-schemes.md");
@@ -29,7 +29,7 @@ fn the_page_of_routing_schemes_is_that_of_the_table() {
     );
 }
 
-/// The code that `docs/add-a-routing-scheme.md` shows is that of the scheme's file and of the table.
+/// The code shown in `docs/add-a-routing-scheme.md` equals the scheme's file and line in the table.
 #[test]
 fn the_example_of_a_scheme_is_its_file() {
     let page = fs::read_to_string(repository().join("docs/add-a-routing-scheme.md")).unwrap();
@@ -47,7 +47,7 @@ fn the_example_of_a_scheme_is_its_file() {
     assert!(table.lines().any(|line| line == lines[0]), "{lines:?}");
 }
 
-/// All Rust files under `dir` that are no tests.
+/// Collects all Rust files under `dir` except tests.
 fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
@@ -60,7 +60,7 @@ fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// A scheme is its file and its line in the table: no other source names its kind or its settings.
+/// A scheme is its file and its line in the table; no other source names its kind or its settings.
 #[test]
 fn no_source_outside_the_routers_folder_names_a_scheme() {
     let mut files = Vec::new();

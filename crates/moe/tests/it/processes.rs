@@ -1,4 +1,4 @@
-//! The steps of layers over several ranks among processes, under every MPI launcher that is there: those of one rank, as among threads.
+//! Steps of expert-parallel layers among processes, under every installed MPI launcher, compared with one rank.
 
 use moeworks_comm::mpi::{MpiOptions, run_mpi};
 use moeworks_comm::{CommError, Communicator, Reduce};
@@ -8,12 +8,12 @@ use proptest::test_runner::TestRunner;
 use crate::launcher::{launchers, text};
 use crate::ranks::{Case, Step, assert_close, cases_of, part_of, step};
 
-/// Random cases for each number of ranks, the same on all of them.
+/// Random cases for each number of ranks, equal on all ranks.
 const NUM_CASES: usize = 4;
 
 #[test]
 fn processes_give_what_one_rank_gives() {
-    // Without a library of its own choice: that of the launcher.
+    // Only launchers that use their own library.
     for launcher in launchers("processes::plays_a_rank").into_iter().filter(|launcher| launcher.library.is_none()) {
         for num_ranks in [1, 2, 3, 4, 8] {
             let output = launcher.run(num_ranks, "steps", std::path::Path::new("/dev/null"));
@@ -39,7 +39,7 @@ fn play(comm: &dyn Communicator) -> Result<(), CommError> {
     Ok(())
 }
 
-/// Compares this rank's share of a step with that of one rank which makes all of it.
+/// Compares this rank's part of a step with a single rank's whole step.
 fn check(comm: &dyn Communicator, case: &Case) -> Result<(), CommError> {
     let one = step(case, 0..case.tokens.iter().sum(), None);
     let start: usize = case.tokens[..comm.rank()].iter().sum();
@@ -49,7 +49,7 @@ fn check(comm: &dyn Communicator, case: &Case) -> Result<(), CommError> {
     ranks.failure().map_or(Ok(()), Err)?;
     let rows = |values: &[f32]| values[range.start * case.config.width..range.end * case.config.width].to_vec();
     let scaled = |name: &str, own: &[f32], one: &[f32]| {
-        // Of the largest value of all ranks' rows.
+        // Relative to the largest value of all ranks' rows.
         let (mut own, mut expected) = (own.to_vec(), rows(one));
         let largest = one.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
         own.push(largest);
@@ -59,11 +59,11 @@ fn check(comm: &dyn Communicator, case: &Case) -> Result<(), CommError> {
     scaled("y", &own.y, &one.y);
     scaled("dx", &own.dx, &one.dx);
     assert_eq!(own.stats.kept_per_expert, one.stats.kept_per_expert);
-    compare_grads(comm, case, (own, one))
+    compare_grads(comm, case, own, one)
 }
 
-/// Gradients of experts are sums over those that hold them, of everything else over all.
-fn compare_grads(comm: &dyn Communicator, case: &Case, (own, one): (Step, Step)) -> Result<(), CommError> {
+/// Compares gradients: those of experts are summed over the ranks that hold them, all others over all ranks.
+fn compare_grads(comm: &dyn Communicator, case: &Case, own: Step, one: Step) -> Result<(), CommError> {
     for ((name, own), (_, one)) in own.grads.into_iter().zip(one.grads) {
         let mut sum = vec![0.0; one.len()];
         let is_dense = name == "router" || name.starts_with("shared");

@@ -1,7 +1,7 @@
-//! Random layers, loads and capacities against the reference; the same bits on any number of threads.
+//! Random layers, loads and capacities against the reference, and bit equality for every number of threads.
 //!
-//! Inputs and router weights lie on a coarse grid, so that logits are exact in f32 and the choices, ties included, must be
-//! those of the reference.
+//! Inputs and router weights are multiples of a coarse unit, so that logits are exact in f32 and the choices, ties
+//! included, must equal those of the reference.
 
 use moeworks_moe::{
     BackwardInput, GroupScore, LayerStats, LossGrad, MoeConfig, MoeLayer, MoeWeights, Overflow, RouterConfig,
@@ -24,7 +24,7 @@ enum Load {
     Random,
     AllToOne,
     SomeDead,
-    /// Logits that are small and nearly all different, so that scores in f32 order experts and tokens as those in f64.
+    /// Small logits, nearly all distinct, so that f32 scores order experts and tokens as f64 scores do.
     Scheme,
 }
 
@@ -66,7 +66,8 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// Cases of all settings of a router that scores each expert: sigmoid, bias, groups, scale, who is served, losses.
+/// Returns cases with all settings of a router that scores each expert: sigmoid, bias, groups, scale, overflow,
+/// losses.
 fn schemes() -> impl Strategy<Value = Case> {
     let scores = prop_oneof![Just(ScoreFunction::Softmax), Just(ScoreFunction::Sigmoid)];
     let overflow = prop_oneof![Just(Overflow::Drop), Just(Overflow::Priority), Just(Overflow::Reroute)];
@@ -77,7 +78,7 @@ fn schemes() -> impl Strategy<Value = Case> {
         let (scores, expert_bias, (num_groups, top_groups, group_score), routed_scale, overflow) = settings;
         let e = case.config.num_experts;
         let num_groups = if e.is_multiple_of(num_groups) { num_groups } else { 1 };
-        // As many groups as K needs.
+        // At least as many groups as K needs.
         let top_groups = top_groups.min(num_groups).max(case.config.top_k.div_ceil(e / num_groups));
         case.config.router = RouterConfig {
             scores,
@@ -95,13 +96,13 @@ fn schemes() -> impl Strategy<Value = Case> {
     })
 }
 
-/// Numbers that f32 holds.
+/// Returns normal numbers that are exact in f32.
 fn normals(seed: u64, stream: u64, count: usize) -> Vec<f64> {
     let random = Random::new(seed, Purpose::Test, stream);
     (0..count as u64).map(|i| f64::from(0.5 * random.normal(i))).collect()
 }
 
-/// Multiples of `unit`, from `-half unit` to `half unit`.
+/// Returns multiples of `unit`, from `-half unit` to `half unit`.
 fn grid(seed: u64, stream: u64, count: usize, half: u64, unit: f64) -> Vec<f64> {
     let random = Random::new(seed, Purpose::Test, stream);
     (0..count as u64).map(|i| (random.below(i, 2 * half + 1) as f64 - half as f64) * unit).collect()
@@ -158,7 +159,7 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, dtype: DType) -> Run {
     let balance = if case.has_balance { balance } else { Vec::new() };
     let losses = LossGrad { balance, z: case.z as f32, sequence: case.sequence as f32, ..LossGrad::default() };
     let (dy, mut grads) = (tensor(ctx, &shape, &inputs.dy), MoeWeights::zeros(ctx, config, DType::F32));
-    // Half of the cases find the experts' gradients at once.
+    // Half of the cases compute the experts' weight gradients within backward.
     let is_now = num_tokens.is_multiple_of(2);
     let wgrad = is_now.then_some(WgradTarget::new(Write::Replace, &mut grads));
     let (dx, task) =
@@ -167,15 +168,15 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, dtype: DType) -> Run {
     Run { y, dx, grads, stats: saved.stats() }
 }
 
-/// Whether the reference's answer stays the same, as closely as `tolerance` asks, when its inputs move by four units of
-/// f32's last place (the router's weights by more, as scores round where logits are small). Where it does not, a choice
-/// between experts, a ReLU or a sum that cancels hangs on how f32 rounds, and the case says nothing. Equal values stay equal:
-/// ties remain, and the logits of coarse grids stay exact.
+/// Returns whether the reference's result stays within `tolerance` when its inputs move by four units of f32's last
+/// place (the router's weights by more, because scores of small logits round more coarsely). If it does not, a choice
+/// between experts, a ReLU or a sum that cancels depends on f32 rounding, and the case proves nothing. Equal values
+/// stay equal, so that ties remain and logits of coarse units stay exact.
 fn is_settled(case: &Case, inputs: &Inputs, tolerance: Tolerance) -> bool {
     let reference = Reference { config: &case.config, noise: None };
     let loss =
         RefLoss { dy: &inputs.dy, balance: &inputs.balance, z: case.z, sequence: case.sequence, seq_len: case.seq_len };
-    // Every value moves to its own side, chosen by some of its bits.
+    // Each value moves up or down, depending on some of its bits.
     let results = |bits: u64, by: f64| {
         let nudge = |list: &mut Vec<f64>, by: f64| {
             let side = |v: f64| if (v.to_bits() & bits).count_ones().is_multiple_of(2) { by } else { -by };
@@ -279,7 +280,7 @@ proptest! {
         }
     }
 
-    /// Router, routing and losses are those of f32; products are rounded to bf16's 8 bits.
+    /// Router, routing and losses are computed in f32; GEMMs round to bf16's 8 bits.
     #[test]
     fn a_layer_in_bf16_routes_as_in_f32(case in cases()) {
         let mut inputs = inputs(&case);
@@ -292,7 +293,7 @@ proptest! {
     }
 }
 
-/// Many tokens: several blocks of the router and of the counting sort, in every thread's hands.
+/// Enough tokens for several blocks of the router and of the counting sort on every thread.
 #[test]
 fn many_tokens_are_the_reference_on_any_number_of_threads() {
     let mut config = crate::config(12, 4, 9, 3);

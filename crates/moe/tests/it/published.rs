@@ -1,4 +1,4 @@
-//! Figures that papers and simple mathematics give.
+//! Figures from papers and from simple mathematics.
 
 use moeworks_moe::{
     Dispatch, LayerStats, MoeLayer, MoeWeights, RouterInput, Routing, balance_loss_per_layer, balance_loss_pooled,
@@ -9,7 +9,7 @@ use moeworks_tensor::{DType, Purpose, Random};
 
 use crate::{config, tensor};
 
-/// Drop rates of uniformly random top-1 routing, in percent (the mean of what a binomial load has above the capacity).
+/// Drop rates of uniformly random top-1 routing, in percent: the mean excess of a binomial load over the capacity.
 #[test]
 fn random_top_1_routing_drops_as_the_binomial_says() {
     let published = [
@@ -44,7 +44,7 @@ fn random_top_1_routing_drops_as_the_binomial_says() {
     }
 }
 
-/// The statistics of 6 tokens with the given logits.
+/// Returns the statistics of 6 tokens with the given logits.
 fn stats(num_experts: usize, top_k: usize, logit: impl Fn(usize, usize) -> f64) -> LayerStats {
     let ctx = Context::cpu(1);
     let config = config(6, 1, num_experts, top_k);
@@ -66,7 +66,7 @@ fn the_balance_loss_is_1_when_uniform_and_e_at_collapse() {
     let collapsed = stats(8, 1, |_, e| if e == 3 { 100.0 } else { 0.0 });
     assert!((balance_loss_per_layer(&[&collapsed, &collapsed], 1.0).value - 16.0).abs() < 1e-5);
     assert!((balance_loss_pooled(&[&collapsed, &collapsed], 1.0).value - 8.0).abs() < 1e-5);
-    // Pooled as in transformers: K when balanced.
+    // Pooled as in transformers, a balanced layer gives K.
     let balanced = stats(6, 2, |t, e| if e == t || e == (t + 1) % 6 { 50.0 } else { 0.0 });
     assert_eq!(balanced.tokens_per_expert, [2; 6]);
     assert!((balance_loss_pooled(&[&balanced], 1.0).value - 2.0).abs() < 1e-6);

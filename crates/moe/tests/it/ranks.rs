@@ -1,4 +1,4 @@
-//! A layer whose experts live on several ranks gives what it gives on one: output, losses' statistics and all gradients.
+//! An expert-parallel layer gives the same as on one rank: output, statistics of the losses and all gradients.
 
 use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
 use moeworks_moe::{
@@ -13,7 +13,7 @@ use proptest::prelude::*;
 
 use crate::config;
 
-/// Of the largest value of a tensor.
+/// The tolerance relative to the largest value of a tensor.
 const TOLERANCE: f32 = 1e-5;
 
 const ALGORITHMS: [Algorithm; 3] = [Algorithm::Linear, Algorithm::Hierarchical, Algorithm::TwoHop];
@@ -21,19 +21,19 @@ const ALGORITHMS: [Algorithm; 3] = [Algorithm::Linear, Algorithm::Hierarchical, 
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
     pub(crate) config: MoeConfig,
-    /// Tokens of each rank.
+    /// The number of tokens of each rank.
     pub(crate) tokens: Vec<usize>,
     pub(crate) placement: Placement,
     exchange: Exchange,
     moving: Moving,
-    /// Which node each rank stands on.
+    /// The node of each rank.
     nodes: Vec<usize>,
     has_biases: bool,
     seed: u64,
 }
 
 impl Case {
-    /// Experts spread over ranks of one node, tokens in one piece.
+    /// Creates a case with experts spread over the ranks of one node and a single chunk.
     fn plain(config: MoeConfig, tokens: Vec<usize>, seed: u64) -> Self {
         let (placement, nodes) = (Placement::sharded(config.num_experts, tokens.len()), vec![0; tokens.len()]);
         let (exchange, moving) = (Exchange::plain(Wire::F32), Moving::Tokens);
@@ -41,19 +41,19 @@ impl Case {
     }
 }
 
-/// Of rank `comm`, with tokens in its group and everywhere.
+/// Returns the handle of `comm`'s rank; its group is all ranks.
 pub(crate) fn part_of(case: &Case, comm: &dyn Communicator) -> Result<ExpertRanks, CommError> {
     let part = || comm.split(Some(0), comm.rank()).map(|part| part.expect("a part"));
     let options = EpOptions { moving: case.moving, ..case.exchange.into() };
     ExpertRanks::new(part()?, part()?, case.placement.clone(), options)
 }
 
-/// What a step of a layer gives: over all tokens, in their order.
+/// The results of a layer's step over all tokens, in their order.
 pub(crate) struct Step {
     pub(crate) y: Vec<f32>,
     pub(crate) dx: Vec<f32>,
     pub(crate) stats: LayerStats,
-    /// With the names of the tensors, those of experts whole.
+    /// The gradients with the names of their tensors; those of experts have all experts.
     pub(crate) grads: Vec<(&'static str, Vec<f32>)>,
 }
 
@@ -98,13 +98,13 @@ fn named(grads: &MoeWeights) -> Vec<(&'static str, Vec<f32>)> {
     named
 }
 
-/// What the losses say; `share` of all tokens are those of the pass.
+/// Returns the losses' gradients for a pass that has `share` of all tokens.
 fn losses(stats: &LayerStats, share: f32) -> LossGrad {
     let balance = balance_loss_per_layer(&[stats], 0.3).gradients[0].clone();
     LossGrad { balance, z: 0.2 * share, gshard: 0.4, ..LossGrad::default() }
 }
 
-/// A training step of the tokens `range` of the case.
+/// Runs a training step on the tokens `range` of the case.
 pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&ExpertRanks>) -> Step {
     let ctx = Context::cpu(1);
     let (d, total) = (case.config.width, case.tokens.iter().sum::<usize>());
@@ -117,8 +117,8 @@ pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&Ex
     let (layer, weights) = match ranks {
         None => (MoeLayer::new(case.config.clone()).unwrap(), whole),
         Some(ranks) => {
-            let layer = MoeLayer::over_ranks(case.config.clone(), ranks.layer(0)).unwrap();
-            (layer, whole.of_experts(&ctx, ranks.layer(0).held()))
+            let layer = MoeLayer::expert_parallel(case.config.clone(), ranks.layer(0)).unwrap();
+            (layer, whole.select_experts(&ctx, ranks.layer(0).held()))
         }
     };
     let input = RouterInput { has_gshard_loss: true, ..RouterInput::default() };
@@ -139,7 +139,7 @@ pub(crate) fn step(case: &Case, range: std::ops::Range<usize>, ranks: Option<&Ex
     Step { y: y.f32s().to_vec(), dx: dx.f32s().to_vec(), stats, grads: named(&grads) }
 }
 
-/// The same step on the ranks of the case, put together.
+/// Runs the same step on the ranks of the case and merges the results.
 fn step_on_ranks(case: &Case) -> Result<Step, CommError> {
     let steps = try_run_ranks(&RankOptions::new(0).with_nodes(&case.nodes), |comm: &dyn Communicator| {
         let ranks = part_of(case, comm)?;
@@ -155,7 +155,7 @@ fn step_on_ranks(case: &Case) -> Result<Step, CommError> {
     Ok(Step { y, dx, stats, grads })
 }
 
-/// Gradient `i` over all ranks: those of experts lie by the experts that each rank holds.
+/// Merges gradient `i` of all ranks. Gradients of experts are ordered by the experts that each rank holds.
 fn join_grads(case: &Case, steps: &[Step], i: usize) -> (&'static str, Vec<f32>) {
     let name = steps[0].grads[i].0;
     let is_dense = name == "router" || name.starts_with("shared");
@@ -203,7 +203,7 @@ fn cases() -> impl Strategy<Value = Case> {
     prop::sample::select(vec![1_usize, 2, 3, 4, 8]).prop_flat_map(cases_of)
 }
 
-/// Of so many ranks.
+/// Returns cases for `num_ranks` ranks.
 pub(crate) fn cases_of(num_ranks: usize) -> impl Strategy<Value = Case> {
     let sizes = (2..10_usize, 1..8_usize, 1..9_usize, 0..3_usize, 0..3_usize);
     let tokens = prop::collection::vec(prop_oneof![Just(0_usize), 1..9_usize], num_ranks);
@@ -235,19 +235,20 @@ pub(crate) fn cases_of(num_ranks: usize) -> impl Strategy<Value = Case> {
     )
 }
 
-/// With links of which some experts are worth their way in these small layers, and some not.
+/// Returns rules of moving; with the third one some experts are worth fetching in these small layers, and some are
+/// not.
 fn moving() -> impl Strategy<Value = Moving> {
     prop_oneof![Just(Moving::Tokens), Just(Moving::Weights), (1e5..1e9).prop_map(cheapest)]
 }
 
-/// By links of so many bytes a second in a node and a fifth of it between nodes.
+/// Returns the rule of the cheapest move, for links of `bytes_per_s` in a node and a fifth of it between nodes.
 fn cheapest(bytes_per_s: f64) -> Moving {
     let node = Link { latency_s: 1e-6, bytes_per_s };
     let cluster = Link { latency_s: 1e-5, bytes_per_s: bytes_per_s / 5.0 };
     Moving::Cheapest { links: Links { node, cluster }, flops: 1e9 }
 }
 
-/// Routers whose decisions look at many tokens, with capacities of each sign.
+/// Returns routers whose decisions depend on many tokens, with capacity factors of both signs.
 fn routers() -> impl Strategy<Value = (RouterConfig, f32)> {
     use RouterKind::*;
     let kinds = prop::sample::select(vec![TopK, Gshard, TopP, ExpertChoice, Base, Sinkhorn]);
@@ -267,7 +268,7 @@ proptest! {
     fn ranks_decide_what_one_decides(mut case in cases(), (mut router, capacity) in routers()) {
         match router.kind {
             RouterKind::Base => case.config.top_k = 1,
-            // There is no second one.
+            // GShard needs a second expert.
             RouterKind::Gshard if case.config.num_experts == 1 => router.kind = RouterKind::TopK,
             RouterKind::Gshard => case.config.top_k = 2,
             _ => {}
@@ -315,7 +316,7 @@ fn the_weights_of_experts_come_to_their_tokens() {
     let mut case = Case::plain(config(12, 10, 7, 3), vec![30, 0, 25], 3);
     case.placement.replicate(1, &[2]);
     case.placement.replicate(5, &[0, 1, 2]);
-    // All of them, the popular ones on a link that makes this worth it, and none.
+    // All experts are fetched, then only the popular ones, by a link that makes this worth it, then none.
     for moving in [Moving::Weights, cheapest(1e6), Moving::Tokens] {
         for chunks in [1, 2] {
             let exchange = Exchange { chunks, ..case.exchange };

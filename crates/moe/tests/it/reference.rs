@@ -1,5 +1,6 @@
-//! The MoE layer token by token in f64, with nothing in common with the crate but its configuration: plain loops over
-//! tokens and their choices, forward and backward. The backward is checked against finite differences of the forward.
+//! A reference MoE layer in f64, token by token. It shares nothing with the crate except the configuration: plain
+//! loops over tokens and their choices, forward and backward. Its backward is checked against finite differences of
+//! its forward.
 
 use moeworks_moe::{GroupScore, MoeConfig, Overflow, ScoreFunction, ScoreOrder};
 use moeworks_ops::Activation;
@@ -27,7 +28,7 @@ impl RefWeights {
     }
 }
 
-/// What the scalar loss of the tests is made of: `sum dy y + sum over tokens and experts of balance p + z mean lse^2 +
+/// The coefficients of the tests' scalar loss: `sum dy y + sum over tokens and experts of balance p + z mean lse^2 +
 /// sequence (mean over sequences of sum_i f_i P_i)`.
 #[derive(Clone, Copy)]
 pub(crate) struct RefLoss<'a> {
@@ -36,6 +37,13 @@ pub(crate) struct RefLoss<'a> {
     pub(crate) z: f64,
     pub(crate) sequence: f64,
     pub(crate) seq_len: usize,
+}
+
+/// A token's experts, and whether each is within the capacity.
+#[derive(Clone, Debug)]
+pub(crate) struct RefChoice {
+    pub(crate) ids: Vec<usize>,
+    pub(crate) is_kept: Vec<bool>,
 }
 
 #[derive(Clone, Debug)]
@@ -59,7 +67,7 @@ pub(crate) struct RefBackward {
     pub(crate) grads: RefWeights,
 }
 
-/// The layer of `config`; `noise` holds the factors on the router's input, if any.
+/// A layer of `config`; `noise` holds the factors on the router's input, if any.
 pub(crate) struct Reference<'a> {
     pub(crate) config: &'a MoeConfig,
     pub(crate) noise: Option<&'a [f64]>,
@@ -70,13 +78,13 @@ impl Reference<'_> {
         self.forward_with(weights, x, self.choose(weights, x))
     }
 
-    /// The output for choices that are given: in finite differences they stay as they were.
-    fn forward_with(&self, weights: &RefWeights, x: &[f64], choices: Vec<(Vec<usize>, Vec<bool>)>) -> RefForward {
+    /// Computes the output for given choices, which finite differences keep fixed.
+    fn forward_with(&self, weights: &RefWeights, x: &[f64], choices: Vec<RefChoice>) -> RefForward {
         let (d, f) = (self.config.width, self.config.expert_width);
         let a = self.config.activation.num_inputs();
         let mut forward = RefForward { y: Vec::new(), tokens: Vec::new() };
-        for ((x, router_x), (ids, is_kept)) in x.chunks(d).zip(self.router_input(x).chunks(d)).zip(choices) {
-            let token = self.score(&logits(weights, router_x), ids, is_kept);
+        for ((x, router_x), choice) in x.chunks(d).zip(self.router_input(x).chunks(d)).zip(choices) {
+            let token = self.score(&logits(weights, router_x), choice);
             let mut y = vec![0.0; d];
             for ((&e, &weight), _) in
                 token.ids.iter().zip(&token.weights).zip(&token.is_kept).filter(|choice| *choice.1)
@@ -102,17 +110,17 @@ impl Reference<'_> {
         }
     }
 
-    /// Experts of each token, and whether they had room: all first choices are served before any second one.
-    pub(crate) fn choose(&self, weights: &RefWeights, x: &[f64]) -> Vec<(Vec<usize>, Vec<bool>)> {
+    /// Chooses the experts of each token. All first choices are served before any second one.
+    pub(crate) fn choose(&self, weights: &RefWeights, x: &[f64]) -> Vec<RefChoice> {
         let k = self.config.top_k;
-        let mut choices: Vec<(Vec<usize>, Vec<bool>)> = Vec::new();
+        let mut choices: Vec<RefChoice> = Vec::new();
         let (mut rankings, mut best) = (Vec::new(), Vec::new());
         for x in self.router_input(x).chunks(self.config.width) {
             let ranking = self.ranking(&logits(weights, x), &weights.bias);
             let mut ids = sorted(&ranking);
             ids.truncate(k);
             best.push(self.gates(&logits(weights, x))[ids[0]]);
-            choices.push((ids, vec![true; k]));
+            choices.push(RefChoice { ids, is_kept: vec![true; k] });
             rankings.push(ranking);
         }
         if self.config.capacity_factor != 0.0 {
@@ -130,8 +138,8 @@ impl Reference<'_> {
         choices
     }
 
-    /// Marks who has room within one group of tokens, or moves them.
-    fn serve(&self, choices: &mut [(Vec<usize>, Vec<bool>)], rankings: &[Vec<f64>], best: &[f64], capacity: usize) {
+    /// Marks or reroutes the choices beyond the capacity within one group of tokens.
+    fn serve(&self, choices: &mut [RefChoice], rankings: &[Vec<f64>], best: &[f64], capacity: usize) {
         let mut order: Vec<usize> = (0..choices.len()).collect();
         if self.config.router.overflow == Overflow::Priority {
             order.sort_by(|&a, &b| best[b].total_cmp(&best[a]));
@@ -139,7 +147,7 @@ impl Reference<'_> {
         let mut taken = vec![0; self.config.num_experts];
         for rank in 0..self.config.top_k {
             for &t in &order {
-                let (ids, is_kept) = &mut choices[t];
+                let RefChoice { ids, is_kept } = &mut choices[t];
                 if taken[ids[rank]] >= capacity && self.config.router.overflow == Overflow::Reroute {
                     let free = |e: &usize| taken[*e] < capacity && !ids.contains(e) && rankings[t][*e].is_finite();
                     if let Some(next) = sorted(&rankings[t]).into_iter().find(free) {
@@ -152,7 +160,7 @@ impl Reference<'_> {
         }
     }
 
-    /// What experts are chosen by; negative infinity outside the best groups.
+    /// Returns the values by which experts are chosen; negative infinity outside the best groups.
     fn ranking(&self, logits: &[f64], bias: &[f64]) -> Vec<f64> {
         let router = &self.config.router;
         if bias.is_empty() && router.top_groups == router.num_groups {
@@ -185,7 +193,7 @@ impl Reference<'_> {
         self.config.normalize_weights || self.config.score_order == ScoreOrder::TopKThenSoftmax
     }
 
-    fn score(&self, logits: &[f64], ids: Vec<usize>, is_kept: Vec<bool>) -> RefToken {
+    fn score(&self, logits: &[f64], RefChoice { ids, is_kept }: RefChoice) -> RefToken {
         let gates = self.gates(logits);
         let total: f64 = gates.iter().sum();
         let probs: Vec<f64> = gates.iter().map(|gate| gate / total).collect();
@@ -204,7 +212,7 @@ impl Reference<'_> {
         RefToken { ids, weights, is_kept, logits: logits.to_vec(), gates, probs, lse }
     }
 
-    /// `[sequences, E]`: what the sequence-wise loss multiplies each probability of the sequence by.
+    /// Returns `[sequences, E]`: the factor of each probability of a sequence in the sequence-wise loss.
     fn sequence_factors(&self, tokens: &[RefToken], seq_len: usize) -> Vec<Vec<f64>> {
         if seq_len == 0 {
             return Vec::new();
@@ -255,22 +263,17 @@ impl Reference<'_> {
             let mut dweights = vec![0.0; token.ids.len()];
             for (i, &e) in token.ids.iter().enumerate().filter(|&(i, _)| token.is_kept[i]) {
                 let (up, down) = (e * a * f * d..(e + 1) * a * f * d, e * d * f..(e + 1) * d * f);
-                let w = (&weights.gate_up[up.clone()], &weights.down[down.clone()]);
+                let w = FeedForward { gate_up: &weights.gate_up[up.clone()], down: &weights.down[down.clone()] };
                 let scaled: Vec<f64> = dy.iter().map(|dy| dy * token.weights[i]).collect();
-                feed_forward_backward(
-                    self.config.activation,
-                    w,
-                    x,
-                    &scaled,
-                    dx,
-                    (&mut grads.gate_up[up], &mut grads.down[down]),
-                );
-                let out = feed_forward(self.config.activation, w.0, w.1, x);
+                let into = FeedForwardGrads { gate_up: &mut grads.gate_up[up], down: &mut grads.down[down] };
+                feed_forward_backward(self.config.activation, w, x, &scaled, dx, into);
+                let out = feed_forward(self.config.activation, w.gate_up, w.down, x);
                 dweights[i] = out.iter().zip(dy).map(|(o, dy)| o * dy).sum();
             }
             if let (Some(shared), Some(grads)) = (&weights.shared, &mut grads.shared) {
-                let w = (&shared.gate_up[..], &shared.down[..]);
-                feed_forward_backward(self.config.activation, w, x, dy, dx, (&mut grads.gate_up, &mut grads.down));
+                let w = FeedForward { gate_up: &shared.gate_up, down: &shared.down };
+                let into = FeedForwardGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+                feed_forward_backward(self.config.activation, w, x, dy, dx, into);
             }
             let mut dprobs = loss.balance.to_vec();
             if let Some(factors) = factors.get(t.checked_div(loss.seq_len).unwrap_or(0)) {
@@ -288,7 +291,7 @@ impl Reference<'_> {
         RefBackward { dx, grads }
     }
 
-    /// By the Jacobians, entry by entry.
+    /// Computes the gradient of the logits by the Jacobians, entry by entry.
     fn logit_grads(&self, token: &RefToken, dweights: &[f64], dprobs: &[f64], z: f64) -> Vec<f64> {
         let (n, scale) = (token.probs.len(), f64::from(self.config.router.routed_scale));
         let mut dgates = vec![0.0; n];
@@ -324,14 +327,15 @@ impl Reference<'_> {
     }
 }
 
-/// The indices by value, highest first; the lowest index wins a tie.
+/// Returns the indices by value, highest first; the lower index wins a tie.
 fn sorted(values: &[f64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[b].total_cmp(&values[a]));
     order
 }
 
-/// Sums from plus zero: a sum of nothing but negative zeros, as `sum` leaves it, would be below one of zeros.
+/// Computes the logits. The sum starts from plus zero, because `sum` of negative zeros gives a negative zero, which
+/// sorts below zero.
 fn logits(weights: &RefWeights, x: &[f64]) -> Vec<f64> {
     weights.router.chunks(x.len()).map(|row| row.iter().zip(x).fold(0.0, |sum, (w, x)| sum + w * x)).collect()
 }
@@ -342,7 +346,7 @@ fn softmax(logits: &[f64]) -> Vec<f64> {
     logits.iter().map(|l| (l - top).exp() / total).collect()
 }
 
-/// `down act(gate_up x)`.
+/// Computes `down act(gate_up x)`.
 pub(crate) fn feed_forward(activation: Activation, gate_up: &[f64], down: &[f64], x: &[f64]) -> Vec<f64> {
     let f = down.len() / x.len();
     let h: Vec<f64> = gate_up.chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect();
@@ -350,13 +354,26 @@ pub(crate) fn feed_forward(activation: Activation, gate_up: &[f64], down: &[f64]
     down.chunks(f).map(|row| row.iter().zip(&act).map(|(w, a)| w * a).sum()).collect()
 }
 
+/// The weights of a feed-forward.
+#[derive(Clone, Copy)]
+struct FeedForward<'a> {
+    gate_up: &'a [f64],
+    down: &'a [f64],
+}
+
+/// The gradients of a feed-forward's weights.
+struct FeedForwardGrads<'a> {
+    gate_up: &'a mut [f64],
+    down: &'a mut [f64],
+}
+
 fn feed_forward_backward(
     activation: Activation,
-    (gate_up, down): (&[f64], &[f64]),
+    FeedForward { gate_up, down }: FeedForward<'_>,
     x: &[f64],
     dy: &[f64],
     dx: &mut [f64],
-    (dgate_up, ddown): (&mut [f64], &mut [f64]),
+    FeedForwardGrads { gate_up: dgate_up, down: ddown }: FeedForwardGrads<'_>,
 ) {
     let (d, f) = (x.len(), down.len() / x.len());
     let h: Vec<f64> = gate_up.chunks(d).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect();
@@ -373,7 +390,7 @@ fn feed_forward_backward(
     }
 }
 
-/// The activation of column j, its slope in the first input and in the second.
+/// Returns the activation of column j and its slopes in the first and the second input.
 fn activate(activation: Activation, h: &[f64], j: usize) -> [f64; 3] {
     let x = h[j];
     match activation {
@@ -405,7 +422,8 @@ fn activate(activation: Activation, h: &[f64], j: usize) -> [f64; 3] {
     }
 }
 
-/// `2 / sqrt(pi) e^(-x^2) sum_n 2^n x^(2n+1) / (2n+1)!!`, a series without cancellation.
+/// Computes the error function by `2 / sqrt(pi) e^(-x^2) sum_n 2^n x^(2n+1) / (2n+1)!!`, a series without
+/// cancellation.
 fn erf(x: f64) -> f64 {
     if x.abs() > 6.0 {
         return x.signum();
@@ -434,7 +452,7 @@ mod tests {
         assert!((erf(-2.0) + 0.995_322_265_018_952_7).abs() < 1e-14);
     }
 
-    /// Every gradient of the reference, entry by entry, against central differences of its forward.
+    /// Compares every gradient of the reference, entry by entry, with central differences of its forward.
     #[test]
     fn the_backward_matches_finite_differences() {
         let (t, d, f, e, s) = (7, 3, 2, 4, 3);

@@ -1,4 +1,4 @@
-//! Expert ids handed in to layers on ranks, of any type of weights.
+//! Expert ids passed to layers on one and several ranks, in f32 and bf16.
 
 use moeworks_comm::{Communicator, RankOptions, try_run_ranks};
 use moeworks_moe::{
@@ -15,13 +15,13 @@ use crate::config;
 
 const TOKENS: usize = 24;
 
-/// The bits of a step of a rank, and the experts of its tokens.
+/// The bits of a rank's step, and the experts of its tokens.
 struct Step {
     bits: Vec<Vec<u8>>,
     ids: ExpertIds,
 }
 
-/// A layer, on all its experts or on those of a rank.
+/// A layer with all experts, or with those of a rank.
 struct Layer {
     ctx: Context,
     layer: MoeLayer,
@@ -42,8 +42,8 @@ impl Layer {
         let (layer, weights) = match ranks.map(|ranks| ranks.layer(0)) {
             None => (MoeLayer::new(config.clone()).unwrap(), weights),
             Some(ranks) => {
-                let weights = weights.of_experts(&ctx, ranks.held());
-                (MoeLayer::over_ranks(config.clone(), ranks).unwrap(), weights)
+                let weights = weights.select_experts(&ctx, ranks.held());
+                (MoeLayer::expert_parallel(config.clone(), ranks).unwrap(), weights)
             }
         };
         let random = Random::new(6, Purpose::Test, rank as u64);
@@ -52,7 +52,7 @@ impl Layer {
         Self { ctx, layer, weights, x }
     }
 
-    /// A training step with `input`.
+    /// Runs a training step with `input`.
     fn step(&self, input: &RouterInput<'_>) -> Step {
         let Self { ctx, layer, weights, x } = self;
         let (y, saved) = layer.forward(ctx, weights, x, input);
@@ -111,7 +111,7 @@ fn ids_handed_back_give_the_same_bits_on_one_and_two_ranks() {
 #[test]
 fn tokens_go_to_the_ranks_of_the_experts_handed_in() {
     let config = config(12, 10, 6, 2);
-    // All tokens of both ranks to the experts of the second one.
+    // All tokens of both ranks go to the second rank's experts.
     let ids: Vec<u32> = (0..TOKENS as u32).flat_map(|t| [3 + t % 3, 3 + (t + 1) % 3]).collect();
     let alone: Vec<Tensor> = (0..2)
         .map(|rank| {

@@ -1,5 +1,5 @@
-//! Every scheme against a plain reference in f64, token by token: what is chosen, the weights, the output, and all
-//! gradients against central differences of the reference with its choices held.
+//! Comparison of every scheme with a plain f64 reference, token by token: the choice, the weights, the output, and
+//! all gradients against central differences of the reference with its choices fixed.
 
 mod cases;
 mod dense_to_sparse;
@@ -42,7 +42,7 @@ struct Numbers {
     gate_up: Vec<f64>,
     down: Vec<f64>,
     extras: Vec<(&'static str, Vec<f64>)>,
-    /// The logits of the layer before, where the router looks at them.
+    /// The logits of the previous layer; empty if the router does not use them.
     previous: Vec<f64>,
 }
 
@@ -90,14 +90,14 @@ fn layer_weights(ctx: &Context, config: &MoeConfig, numbers: &Numbers) -> MoeWei
     weights
 }
 
-/// The scheme token by token. What is random is drawn where the crate says: use u of a pass begins at 2^48 u.
+/// The reference of a scheme. It draws random numbers at the crate's positions: use u of a pass begins at 2^48 u.
 struct Scheme<'a> {
     config: &'a MoeConfig,
     input: RouterInput<'a>,
     l1: f64,
 }
 
-/// A token on its way through the router.
+/// A token's values in the router.
 struct Token {
     clean: Vec<f64>,
     noisy: Vec<f64>,
@@ -105,7 +105,7 @@ struct Token {
     logits: Vec<f64>,
     gates: Vec<f64>,
     probs: Vec<f64>,
-    /// In a tree: the experts in clusters that are open, and the squared log-sum-exps below the first level.
+    /// In a tree: the experts in open clusters, and the squared log-sum-exps below the first level.
     open: Vec<bool>,
     lower_z: f64,
 }
@@ -197,7 +197,7 @@ impl Scheme<'_> {
         Token { clean, noisy, deviations, logits, gates, probs, open, lower_z }
     }
 
-    /// The weights of the experts `ids` (the one that is none included, as 0).
+    /// Returns the weights of the experts `ids`, 0 for [`NO_EXPERT`].
     fn weights(&self, token: &Token, ids: &[u32]) -> Vec<f64> {
         let router = &self.config.router;
         let first_null = self.config.num_choosable() - router.null_experts;
@@ -234,7 +234,7 @@ impl Scheme<'_> {
         }
     }
 
-    /// The loss of the test with `held`: the experts whose gates the weights were taken from, and those that were used.
+    /// Computes the loss with the choices fixed to `held`.
     fn loss(&self, numbers: &Numbers, dy: &[f64], held: &Held) -> f64 {
         let e = self.config.num_choosable();
         let (mut loss, mut importance, mut load) = (0.0, vec![0.0; e], vec![0.0; e]);
@@ -247,7 +247,7 @@ impl Scheme<'_> {
             let x = &numbers.x[t * D..(t + 1) * D];
             let mut weights = self.weights(&token, &held.ids[t]);
             if self.config.router.kind == RouterKind::Gumbel {
-                // Straight-through: the value is 1/K, the gradient that of the gate.
+                // Straight-through: the value is 1/K, the gradient is that of the gate.
                 let count = weights.len() as f64;
                 weights.iter_mut().zip(&held.gates[t]).for_each(|(weight, held)| *weight += 1.0 / count - held);
             }
@@ -289,7 +289,8 @@ impl Scheme<'_> {
         if load.iter().any(|&load| load > 0.0) { loss + f64::from(LOAD) * cv(&load) } else { loss }
     }
 
-    /// GShard's loss, group by group: `(1/E) sum_e (c_e / S) m_e`, c the tokens whose first choice is e.
+    /// Computes GShard's loss, group by group: `(1/E) sum_e (c_e / S) m_e`, with c the tokens whose first choice is
+    /// e.
     fn gshard_loss(&self, numbers: &Numbers, ids: &[Vec<u32>]) -> f64 {
         let e = self.config.num_choosable();
         let size = if self.config.router.local_group == 0 { T } else { self.config.router.local_group };
@@ -307,7 +308,7 @@ impl Scheme<'_> {
         groups.iter().map(of_group).sum::<f64>() / groups.len() as f64
     }
 
-    /// Phi by its definition as an integral, Simpson's rule.
+    /// Adds the smooth load, with Phi integrated by Simpson's rule.
     fn add_load(&self, token: &Token, load: &mut [f64]) {
         let router = &self.config.router;
         let is_noisy = router.kind == RouterKind::NoisyTopK || router.noise_std.at(self.input.progress) > 0.0;
@@ -333,12 +334,12 @@ impl Scheme<'_> {
 struct Held {
     ids: Vec<Vec<u32>>,
     used: Vec<Vec<u32>>,
-    /// The weights without straight-through.
+    /// The weights before the straight-through replacement.
     gates: Vec<Vec<f64>>,
     balance: Vec<f64>,
 }
 
-/// The gradient of the logits by a next layer's, in the test's loss.
+/// Returns the gradient of the logits from a next layer in the test's loss.
 fn d_next(e: usize) -> Vec<f64> {
     draw(10, T * e).iter().map(|x| 0.3 * x).collect()
 }
@@ -365,7 +366,7 @@ struct Outcome {
     y: Tensor,
     saved: MoeSaved,
     stats: LayerStats,
-    /// Of x and of all weights.
+    /// The gradients of x and of all weights.
     grads: Vec<Vec<f32>>,
 }
 
@@ -402,7 +403,7 @@ fn run(ctx: &Context, config: &MoeConfig, input: &RouterInput<'_>, numbers: &Num
     Outcome { y, saved, stats, grads: lists.chain(d_previous).collect() }
 }
 
-/// Runs `config`, checks that the experts of each token are those that `choose` gives, and everything else.
+/// Runs `config` and checks that each token has the experts that `choose` returns, and everything else.
 fn check(
     name: &str,
     config: &MoeConfig,
@@ -432,8 +433,8 @@ fn check(
     }
     let mut ids = ids;
     ids.iter_mut().zip(&used).for_each(|(ids, used)| ids.resize(used.len(), NO_EXPERT));
-    check_output(name, &scheme, &numbers, (&tokens, &ids, &used), &outcome);
-    // The loads that the balance loss weighs are counts: without a gradient.
+    check_output(name, &scheme, &numbers, Chosen { tokens: &tokens, ids: &ids, used: &used }, &outcome);
+    // The loads in the balance loss are counts, which have no gradient.
     let gradients = balance_loss_per_layer(&[&outcome.stats], BALANCE).gradients.remove(0);
     let gates = tokens.iter().zip(&ids).map(|(token, ids)| scheme.weights(token, ids)).collect();
     if config.router.kind != RouterKind::Hash {
@@ -441,29 +442,32 @@ fn check(
         assert!((outcome.stats.gshard_loss - expected).abs() < 1e-6, "{name}: {expected}");
     }
     let held = Held { ids, used, gates, balance: gradients.iter().map(|&g| f64::from(g)).collect() };
-    check_gradients(name, &scheme, &numbers, (&dy, &held), &outcome);
+    check_gradients(name, &scheme, &held, &numbers, &dy, &outcome);
     outcome
 }
 
-/// A GPU finds what the processor found.
+/// Asserts that a GPU gives the CPU's results.
 fn assert_alike(name: &str, of_gpu: &Outcome, of_host: &Outcome) {
     assert_eq!(of_gpu.saved.routing().expert_ids(), of_host.saved.routing().expert_ids(), "{name}");
     let lists = |outcome: &Outcome| [vec![outcome.y.f32s().to_vec()], outcome.grads.clone()].concat();
     for (list, (a, b)) in lists(of_gpu).iter().zip(lists(of_host)).enumerate() {
         let scale = b.iter().fold(0.1_f32, |max, &x| max.max(x.abs()));
         for (i, (a, b)) in a.iter().zip(b).enumerate() {
-            assert!((a - b).abs() <= 5e-5 * scale, "{name}: {i} of list {list} is {a}, on the processor {b}");
+            assert!((a - b).abs() <= 5e-5 * scale, "{name}: {i} of list {list} is {a}, on the CPU {b}");
         }
     }
 }
 
-fn check_output(
-    name: &str,
-    scheme: &Scheme<'_>,
-    numbers: &Numbers,
-    (tokens, ids, used): (&[Token], &[Vec<u32>], &[Vec<u32>]),
-    outcome: &Outcome,
-) {
+/// The choices of all tokens: their scores, the chosen experts, and those that are used.
+#[derive(Clone, Copy)]
+struct Chosen<'a> {
+    tokens: &'a [Token],
+    ids: &'a [Vec<u32>],
+    used: &'a [Vec<u32>],
+}
+
+fn check_output(name: &str, scheme: &Scheme<'_>, numbers: &Numbers, chosen: Chosen<'_>, outcome: &Outcome) {
+    let Chosen { tokens, ids, used } = chosen;
     if scheme.config.router.kind == RouterKind::Gumbel {
         return; // its weights are not its gates
     }
@@ -484,7 +488,7 @@ fn check_output(
     }
 }
 
-fn check_gradients(name: &str, scheme: &Scheme<'_>, numbers: &Numbers, (dy, held): (&[f64], &Held), outcome: &Outcome) {
+fn check_gradients(name: &str, scheme: &Scheme<'_>, held: &Held, numbers: &Numbers, dy: &[f64], outcome: &Outcome) {
     let step = 1e-5;
     for (list, gradients) in outcome.grads.iter().enumerate() {
         let scale = gradients.iter().fold(0.1_f64, |max, &g| max.max(f64::from(g.abs())));
@@ -516,7 +520,7 @@ fn quiet<'a>() -> RouterInput<'a> {
     RouterInput { token_ids: &TOKEN_IDS, ..RouterInput::default() }
 }
 
-/// The best `k` by the logits that scores are taken of.
+/// Chooses the best `k` by the logits of the scores.
 fn best(k: usize) -> impl Fn(&[Token]) -> Vec<Vec<u32>> {
     move |tokens| tokens.iter().map(|token| sorted(&token.logits)[..k].to_vec()).collect()
 }

@@ -78,7 +78,7 @@ fn the_rule_says_who_is_served() {
     let ctx = Context::cpu(2);
     let routing = Routing::new(&ctx, 2, 1, &[0, 0, 0, 1, 0, 0], &[1.0; 6]).unwrap();
     let kept = |change: &dyn Fn(&mut DispatchRule<'_>)| {
-        let mut rule = DispatchRule::of(&routing, 0.5);
+        let mut rule = DispatchRule::new(&routing, 0.5);
         change(&mut rule);
         let dispatch = Dispatch::with_rule(&ctx, &routing, &rule);
         assert_eq!(dispatch.tokens_per_expert(), [5, 1]);
@@ -86,9 +86,9 @@ fn the_rule_says_who_is_served() {
         dispatch.row_tokens().to_vec()
     };
     assert_eq!(kept(&|_| ()), [0, 1, 3]);
-    // Groups of three tokens, room for one each.
+    // Groups of three tokens with a capacity of one each.
     assert_eq!(kept(&|rule| rule.group_tokens = 3), [0, 4, 3]);
-    // A fixed number of rows of a group, whatever the factor says; one that cannot overflow drops nothing.
+    // A fixed number of rows per group overrides the factor; one that cannot overflow drops nothing.
     assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(1))), [0, 4, 3]);
     assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(2))), [0, 1, 4, 5, 3]);
     assert_eq!(kept(&|rule| (rule.group_tokens, rule.fixed) = (3, Some(3))), [0, 1, 2, 4, 5, 3]);
@@ -97,7 +97,7 @@ fn the_rule_says_who_is_served() {
     let by_priority = Dispatch::with_rule(
         &ctx,
         &routing,
-        &DispatchRule { priority: Some(&priority), ..DispatchRule::of(&routing, 0.5) },
+        &DispatchRule { priority: Some(&priority), ..DispatchRule::new(&routing, 0.5) },
     );
     assert_eq!(by_priority.row_tokens(), [2, 4, 3]);
 }
@@ -108,15 +108,16 @@ fn an_expert_that_computes_nothing_has_room_and_no_rows() {
     // Experts 0 and 1 compute, 2 does not.
     let routing = Routing::new(&ctx, 3, 1, &[2, 0, 2, 1, 2, 0], &[1.0; 6]).unwrap();
     let rule =
-        |capacity_factor| DispatchRule { num_zero_computation: 1, ..DispatchRule::of(&routing, capacity_factor) };
+        |capacity_factor| DispatchRule { num_zero_computation: 1, ..DispatchRule::new(&routing, capacity_factor) };
     let all = Dispatch::with_rule(&ctx, &routing, &rule(0.0));
     assert_eq!((all.tokens_per_expert(), all.offsets(), all.num_dropped()), (&[2, 1, 3][..], &[0, 2, 3][..], 0));
     let none = NO_EXPERT;
     assert_eq!(all.zero_computation_choices().unwrap(), [0, none, 0, none, 0, none]);
     let tight = Dispatch::with_rule(&ctx, &routing, &rule(0.5));
     assert_eq!((tight.kept_per_expert(), tight.num_dropped()), (vec![1, 1, 1], 3));
-    // MoE++'s shares: with tau 0.5 a computing expert takes half of what a free one does, 6 tau / (2 tau + 1) = 1.5.
-    let shares = Dispatch::with_rule(&ctx, &routing, &DispatchRule { free_ratio: 0.5, ..rule(1.0) });
+    // MoE++'s shares: with tau 0.5 a computing expert takes half of a zero-computation expert's, 6 tau / (2 tau + 1)
+    // = 1.5.
+    let shares = Dispatch::with_rule(&ctx, &routing, &DispatchRule { zero_computation_ratio: 0.5, ..rule(1.0) });
     assert_eq!((shares.capacity(), shares.kept_per_expert()), (2, vec![2, 1, 3]));
 }
 
@@ -149,7 +150,7 @@ fn figures_of_a_load() {
             [cv(none), expert_diversity(none), max_over_mean(none), load_entropy(none), e_max_violation(none)];
         assert_eq!(figures, [0.0, 0.0, 1.0, 0.0, 0.0]);
     }
-    // Sums over a long run may be as large as they can be.
+    // Sums over a long run may reach u64's maximum.
     assert_eq!((cv(&[u64::MAX; 2]), max_over_mean(&[u64::MAX, 0])), (0.0, 2.0));
     assert_eq!((share(1, 4), share(0, 0)), (0.25, 0.0));
 }
@@ -173,7 +174,7 @@ fn merged_statistics_are_those_of_all_tokens() {
         importance: vec![0.5, 0.25],
         smooth_load: vec![1.0, 2.0],
         modalities: Vec::new(),
-        free: ZeroComputationShare::default(),
+        zero_computation: ZeroComputationShare::default(),
     };
     let mut total = LayerStats::empty(2);
     total.merge(&LayerStats::empty(2));

@@ -1,5 +1,5 @@
-//! Checks of settings against each other, each with the one line that says what would be right. The range of each setting by itself
-//! stands in its section's definition.
+//! Checks of settings against each other. Each error says in one line what would be valid. The range of a single
+//! setting is in its section's definition.
 
 use moeworks_model::{TensorSplit, WeightRuleError, WeightTable};
 use moeworks_moe::{RouterKind, Section as _, TableSource};
@@ -9,10 +9,10 @@ use moeworks_infer::data::is_piped;
 use super::parallel::MAX_RANKS;
 use super::{ConfigError, GradientType, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
 
-/// Tokens that are in memory together are counted in 32 bits.
+/// The limit of tokens that are in memory together, because their number is a 32-bit integer.
 const MAX_TOKENS: usize = 1 << 31;
 
-/// Positions of a model that is trained: above it, products of sizes would no longer fit.
+/// The limit of a trained model's positions, above which products of sizes would overflow.
 const MAX_TRAINED_LEN: usize = 1 << 24;
 
 fn wrong(setting: &str, value: impl std::fmt::Display, expected: impl Into<String>) -> ConfigError {
@@ -24,14 +24,14 @@ fn wrong(setting: &str, value: impl std::fmt::Display, expected: impl Into<Strin
     }
 }
 
-/// An error about a setting whose dotted name is whole.
+/// Converts the error of a setting whose dotted name is complete.
 fn out_of_range(error: moeworks_moe::ConfigError) -> ConfigError {
     let moeworks_moe::ConfigError { setting, value, expected } = error;
     wrong(setting, value, expected)
 }
 
 impl RunConfig {
-    /// Checks every setting by itself and with the others. The error is a [`ConfigError::Value`].
+    /// Checks every setting by itself and against the others. The error is a [`ConfigError::Value`].
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         self.check_model()?;
@@ -59,8 +59,8 @@ impl RunConfig {
         Ok(())
     }
 
-    /// The table of the model's weights with the settings `parallel.sharding` and `train.freeze`. Fails where one of these cannot be carried
-    /// out.
+    /// Creates the table of the model's weights with the settings `parallel.sharding` and `train.freeze`. Fails if
+    /// one of them cannot be applied.
     pub fn weight_table(&self) -> Result<WeightTable, ConfigError> {
         let refused = |setting: &'static str| {
             move |error: WeightRuleError| wrong(setting, format!("{:?}", error.rule), error.problem)
@@ -96,7 +96,7 @@ impl RunConfig {
         model.validate().map_err(|error| wrong(&format!("model.{}", error.setting), error.value, error.expected))
     }
 
-    /// Losses of what the router does not have.
+    /// Refuses losses on groups or noise that the router does not have.
     fn check_router_losses(&self) -> Result<(), ConfigError> {
         let router = &self.model.router;
         for (setting, ramp) in
@@ -171,7 +171,7 @@ impl RunConfig {
 }
 
 impl RunConfig {
-    /// Checks that nothing looks at a sequence as a whole where it holds several documents.
+    /// Checks that no part of the model or the losses needs whole sequences if these hold several documents.
     fn check_separate_documents(&self) -> Result<(), ConfigError> {
         let problem = if !self.data.separate_documents {
             return Ok(());
@@ -187,13 +187,13 @@ impl RunConfig {
 }
 
 impl TrainConfig {
-    /// Tokens of a microbatch.
+    /// Returns the number of tokens in a microbatch.
     #[must_use]
     pub fn microbatch_tokens(&self) -> usize {
         self.seq_len.saturating_mul(self.batch_size)
     }
 
-    /// Tokens of an optimizer step.
+    /// Returns the number of tokens in an optimizer step.
     #[must_use]
     pub fn step_tokens(&self) -> usize {
         self.microbatch_tokens().saturating_mul(self.grad_accumulation)

@@ -1,30 +1,30 @@
-//! What can be wrong with a configuration.
+//! Errors of a configuration.
 
 use std::path::PathBuf;
 
-/// A configuration that cannot be used. Every message is one line: where, which setting, its value, what would be right.
+/// An invalid configuration. Every message is one line: where, the setting, its value, and what would be valid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// A setting whose value is of the wrong type or out of range.
     #[error("{origin}{setting} = {value}: {expected}")]
     Value {
-        /// Where the value was set, as `file:line: `; empty for the command line, presets and defaults.
+        /// The place of the value, as `file:line: `; empty for the command line, presets and defaults.
         origin: String,
         /// The setting's dotted name.
         setting: String,
         /// Its value as TOML.
         value: String,
-        /// The values that would be right.
+        /// The valid values.
         expected: String,
     },
     /// A setting that does not exist.
     #[error("{origin}{setting}: there is no such setting; {hint}")]
     Unknown {
-        /// As for [`ConfigError::Value`].
+        /// The place of the name; see [`ConfigError::Value`].
         origin: String,
         /// The name as given.
         setting: String,
-        /// Which names are near, or where to find them all.
+        /// Similar names, or how to list all of them.
         hint: String,
     },
     /// A file that is not TOML.
@@ -34,7 +34,7 @@ pub enum ConfigError {
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// What the parser says.
+        /// The parser's message.
         message: String,
     },
     /// A `--set` that is not `name=value`.
@@ -51,7 +51,7 @@ pub enum ConfigError {
         /// The names that exist.
         known: String,
     },
-    /// A model folder to start from that cannot be used.
+    /// A model folder to start from is invalid.
     #[error(transparent)]
     Model(#[from] moeworks_model::LoadError),
     /// A file that cannot be read.
@@ -59,7 +59,7 @@ pub enum ConfigError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
 }

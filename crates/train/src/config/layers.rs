@@ -1,4 +1,4 @@
-//! From layers of settings to one resolved configuration.
+//! Resolves layers of settings to one configuration.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,15 +15,16 @@ use moeworks_model::hf::ModelFolder;
 use super::table::{SettingRow, setting_rows};
 use super::{ConfigError, RunConfig, TokenizerChoice, presets, schemes};
 
-/// The setting that brings others with it.
+/// The setting that sets others along with it.
 const SCHEME: &str = "model.router.kind";
 
-/// What a user asks for, from the weakest layer to the strongest: defaults, preset, file, single settings.
+/// The layers of settings that a user gives, from the weakest to the strongest: preset, model folder, file, single
+/// settings. Defaults are below all of them.
 #[derive(Clone, Debug, Default)]
 pub struct ConfigLayers {
     /// One of [`super::PRESETS`].
     pub preset: Option<String>,
-    /// A model folder, whose configuration and tokenizer take the place of the preset's.
+    /// A model folder, whose configuration and tokenizer replace the preset's.
     pub from: Option<PathBuf>,
     /// A TOML file with any of the settings.
     pub file: Option<PathBuf>,
@@ -31,7 +32,7 @@ pub struct ConfigLayers {
     pub overrides: Vec<Override>,
 }
 
-/// One setting given by itself.
+/// A single setting from the command line or a program.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Override {
     setting: String,
@@ -41,18 +42,18 @@ pub struct Override {
 }
 
 impl Override {
-    /// `setting`, such as `data.paths`, with a value that a program made.
+    /// Creates the override of `setting`, such as `data.paths`, by a value that a program made.
     pub fn new(setting: &str, value: impl Into<Value>) -> Self {
         Self { setting: setting.into(), value: value.into(), text: None }
     }
 
-    /// The setting's dotted name.
+    /// Returns the setting's dotted name.
     #[must_use]
     pub fn setting(&self) -> &str {
         &self.setting
     }
 
-    /// `SETTING=VALUE` as typed: the value is TOML, or a bare word for text.
+    /// Parses `SETTING=VALUE`. The value is TOML, or a bare word for text.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let malformed = || ConfigError::Override { text: text.into() };
         let (setting, typed) = text.split_once('=').ok_or_else(malformed)?;
@@ -65,24 +66,24 @@ impl Override {
     }
 }
 
-/// The model's part of a file.
+/// The model section of a file.
 #[derive(Deserialize)]
 struct FileModel {
     model: Option<ModelConfig>,
 }
 
-/// A value on its way into the configuration.
+/// A setting to apply, and its origin.
 struct Given<'a> {
     setting: &'a str,
     value: Value,
-    /// As typed on the command line.
+    /// The value's text on the command line.
     text: Option<&'a str>,
     /// `file:line: `, or nothing.
     origin: String,
 }
 
 impl ConfigLayers {
-    /// Lays the layers over each other and checks every setting of the result.
+    /// Applies the layers in order and checks every setting of the result.
     pub fn resolve(&self) -> Result<RunConfig, ConfigError> {
         let mut base = presets::preset(self.preset.as_deref())?;
         if let Some(dir) = &self.from {
@@ -93,7 +94,7 @@ impl ConfigLayers {
         self.resolve_over(base)
     }
 
-    /// Lays file and single settings over `base`, such as the configuration of a run that is resumed.
+    /// Applies the file and the single settings to `base`, such as the configuration of a resumed run.
     pub fn resolve_over(&self, base: RunConfig) -> Result<RunConfig, ConfigError> {
         let text = |path: &PathBuf| {
             fs::read_to_string(path).map_err(|source| ConfigError::Unreadable { path: path.clone(), source })
@@ -101,14 +102,14 @@ impl ConfigLayers {
         let file = self.file.as_ref().map(|path| Ok::<_, ConfigError>((path, text(path)?))).transpose()?;
         let model = file.as_ref().and_then(|(_, text)| toml::from_str::<FileModel>(text).ok()?.model);
         let mut settings = Settings::new(match model {
-            // What a published family does differently has no place among the settings of other models.
+            // A model with a published family's variant replaces the base; its variant cannot be merged as settings.
             Some(model) if !model.variant.is_plain() => RunConfig { model, ..base },
             _ => base,
         });
         if let Some((path, text)) = file {
             settings.put_file(path, &text)?;
         }
-        // The scheme comes first: what else it sets gives way to what is given.
+        // The scheme goes first, so that given settings override those that it sets.
         let is_scheme = |given: &&Override| given.setting == SCHEME;
         let (schemes, others): (Vec<_>, Vec<_>) = self.overrides.iter().partition(is_scheme);
         for given in schemes.into_iter().chain(others) {
@@ -123,12 +124,12 @@ impl ConfigLayers {
     }
 }
 
-/// The settings laid so far. Each one is put in only if the whole still reads as a configuration, so that an error names
-/// the very setting that caused it.
+/// The settings applied so far. Each is applied only if the result is still a valid configuration, so that an error
+/// names the setting that caused it.
 struct Settings {
     config: RunConfig,
     table: Table,
-    /// Where each setting was given, for messages about values that only clash with others.
+    /// The origin of each setting, for messages about values that conflict with others.
     origins: BTreeMap<String, String>,
     /// The table of settings.
     rows: Rc<[SettingRow]>,
@@ -180,7 +181,7 @@ impl Settings {
             expected,
         };
         *current = match value {
-            // What a setting was before it got another name.
+            // A renamed setting may have been a boolean before.
             Value::Boolean(_) if is_old => value,
             value => fit(value, current, text, is_ramp).map_err(|expected| wrong(expected.into()))?,
         };
@@ -222,15 +223,15 @@ impl RunConfig {
     }
 }
 
-/// A setting of a file: its dotted name, its value and where it stands.
+/// A setting of a file: its dotted name, its value and its position.
 struct Leaf<'t, 'i> {
     setting: String,
     value: &'t Spanned<DeValue<'i>>,
     offset: usize,
 }
 
-/// The settings of a parsed file, in the file's order. What is no section is taken for a setting, so that a misspelt
-/// section is found even when it is empty.
+/// Returns the settings of a parsed file, in the file's order. Whatever is not a known section counts as a setting,
+/// so that a misspelt section is found even when it is empty.
 fn leaves<'t, 'i>(file: &'t DeTable<'i>, known: &Table) -> Vec<Leaf<'t, 'i>> {
     let mut leaves = Vec::new();
     add_leaves(file, known, "", &mut leaves);
@@ -250,8 +251,8 @@ fn add_leaves<'t, 'i>(section: &'t DeTable<'i>, known: &Table, prefix: &str, lea
     }
 }
 
-/// `value` as the type of the setting that it replaces, or what would have been right. `typed` is the text of the command
-/// line: text settings take it as it is, also where it happens to read as a number.
+/// Converts `value` to the type of the setting that it replaces, or returns what would be valid. `typed` is the text
+/// on the command line: text settings take it unchanged, even if it reads as a number.
 fn fit(value: Value, current: &Value, typed: Option<&str>, is_ramp: bool) -> Result<Value, &'static str> {
     match (current, value) {
         (current, value) if *current == value => Ok(value),
@@ -261,7 +262,7 @@ fn fit(value: Value, current: &Value, typed: Option<&str>, is_ramp: bool) -> Res
         (Value::Float(_), Value::Float(number)) if !number.is_finite() => Err("must be a finite number"),
         (Value::Float(_), value @ Value::Float(_)) => Ok(value),
         (Value::Float(_), _) => Err("must be a number"),
-        // TOML's whole numbers are signed, but no setting of ours is.
+        // TOML's whole numbers are signed, but all settings are unsigned.
         (Value::Integer(_), value @ Value::Integer(0..)) => Ok(value),
         (Value::Integer(_), _) => Err("must be a whole number of at least 0"),
         (Value::Boolean(_), value @ Value::Boolean(_)) => Ok(value),
@@ -276,7 +277,7 @@ fn fit(value: Value, current: &Value, typed: Option<&str>, is_ramp: bool) -> Res
     }
 }
 
-/// The setting of a dotted name; none for a section.
+/// Finds the setting of a dotted name; none for a section.
 fn find<'t>(table: &'t mut Table, setting: &str) -> Option<&'t mut Value> {
     match setting.split_once('.') {
         Some((section, rest)) => find(table.get_mut(section)?.as_table_mut()?, rest),
@@ -284,7 +285,7 @@ fn find<'t>(table: &'t mut Table, setting: &str) -> Option<&'t mut Value> {
     }
 }
 
-/// The three settings and sections whose names are nearest, if any is near.
+/// Returns up to three settings and sections with the most similar names.
 fn near_names(table: &Table, setting: &str) -> Vec<String> {
     let last = setting.rsplit('.').next().unwrap_or(setting);
     let mut near = Vec::new();
@@ -297,7 +298,7 @@ fn near_names(table: &Table, setting: &str) -> Vec<String> {
     near.into_iter().take_while(|(distance, _)| *distance <= limit).take(3).map(|(_, name)| name).collect()
 }
 
-/// Levenshtein's distance in bytes.
+/// Computes Levenshtein's distance in bytes.
 fn edit_distance(a: &str, b: &str) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (i, x) in a.bytes().enumerate() {

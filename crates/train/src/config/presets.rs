@@ -1,11 +1,11 @@
-//! Named starting points: model shapes that the literature has shown to work, with training settings that suit them.
+//! Named starting points: model shapes that work according to the literature, with suitable training settings.
 
 use moeworks_model::{ActivationKind, ModelConfig, QkNorm};
 use moeworks_moe::{Ramp, ScoreOrder};
 
 use super::{ConfigError, RunConfig, TokenizerChoice, TrainConfig};
 
-/// The names of the presets and what each is for.
+/// The names of the presets with a description of each.
 pub const PRESETS: [(&str, &str); 5] = [
     ("tiny", "the default: 14 M parameters, bytes, minutes on two cores"),
     ("small", "53 M parameters, BPE, hours on a laptop"),
@@ -14,7 +14,7 @@ pub const PRESETS: [(&str, &str); 5] = [
     ("deepseek-like", "DeepSeek-MoE's shape made small: 64 narrow experts, six a token, and shared ones"),
 ];
 
-/// The configuration of a preset; of `tiny` where none is named.
+/// Returns the configuration of a preset; `tiny` without a name.
 pub(super) fn preset(name: Option<&str>) -> Result<RunConfig, ConfigError> {
     let (model, train, bpe) = match name {
         None | Some("tiny") => return Ok(RunConfig::default()),
@@ -35,7 +35,7 @@ pub(super) fn preset(name: Option<&str>) -> Result<RunConfig, ConfigError> {
     Ok(config)
 }
 
-/// Settings of runs that last hours rather than minutes.
+/// Returns training settings for runs of hours rather than minutes.
 fn long_run() -> TrainConfig {
     TrainConfig {
         steps: 4000,
@@ -69,8 +69,8 @@ fn small() -> (ModelConfig, TrainConfig, usize) {
     (model, long_run(), 8192)
 }
 
-/// Muennighoff et al., "OLMoE", 2409.02060: softmax before the choice, weights not normalised, norms over the whole query
-/// and key projections, balance 0.01 and z-loss 0.001.
+/// Muennighoff et al., "OLMoE", 2409.02060: softmax before the choice, weights not normalised, norms over the whole
+/// query and key projections, balance 0.01 and z-loss 0.001.
 fn olmoe_like() -> (ModelConfig, TrainConfig, usize) {
     let model = ModelConfig {
         width: 512,
@@ -92,8 +92,8 @@ fn olmoe_like() -> (ModelConfig, TrainConfig, usize) {
     (model, train, 8192)
 }
 
-/// Fedus, Zoph & Shazeer, "Switch Transformers", 2101.03961: the probability itself is the weight, jitter 1e-2, balance
-/// 0.01 and no z-loss.
+/// Fedus, Zoph & Shazeer, "Switch Transformers", 2101.03961: the probability itself is the weight, jitter 1e-2,
+/// balance 0.01 and no z-loss.
 fn switch_like() -> (ModelConfig, TrainConfig, usize) {
     let model = ModelConfig {
         width: 384,

@@ -1,4 +1,5 @@
-//! The full effective configuration as TOML with a comment for each setting: it can be saved and used as it is.
+//! Prints the full effective configuration as TOML with a comment for each setting; the output is a valid
+//! configuration file.
 
 use toml::Table;
 
@@ -8,7 +9,7 @@ use super::table::setting_rows;
 /// Prints `config` as TOML, each setting under its comment. Reading it back gives the same value.
 ///
 /// # Panics
-/// If a seed is above `i64::MAX`, which no TOML can say and [`RunConfig::validate`] refuses.
+/// If a seed is above `i64::MAX`, which TOML cannot express and [`RunConfig::validate`] refuses.
 #[must_use]
 pub fn print_config(config: &RunConfig) -> String {
     let rows = setting_rows();
@@ -35,13 +36,13 @@ pub fn print_config(config: &RunConfig) -> String {
     text
 }
 
-/// The configuration as a table. Through text, because text has the shortest form of an f32: as f64 a value of 0.02 would
-/// show as 0.019999999552965164.
+/// Converts the configuration to a table. This goes through text, which has the shortest form of an f32; as f64 a
+/// value of 0.02 would be 0.019999999552965164.
 pub(super) fn to_table(config: &RunConfig) -> Table {
     plain(config).parse().expect("what is written as TOML is TOML")
 }
 
-/// The dotted names of all sections and settings of `table`.
+/// Returns the dotted names of all sections and settings of `table`.
 pub(super) fn names(table: &Table) -> Vec<String> {
     let mut names = Vec::new();
     for (name, value) in table {
@@ -51,7 +52,7 @@ pub(super) fn names(table: &Table) -> Vec<String> {
     names
 }
 
-/// One line for each setting: strings are written on one line with escapes, whatever they hold.
+/// Prints one line per setting; strings are on one line with escapes, whatever they contain.
 fn plain(config: &RunConfig) -> String {
     toml::to_string(config).expect("every setting has a form in TOML")
 }

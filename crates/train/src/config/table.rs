@@ -1,4 +1,4 @@
-//! The table of all settings, put together from the sections that define them.
+//! The table of all settings, assembled from the sections that define them.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use super::{DataConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig, pr
 /// The setting whose comment names all routing schemes.
 const SCHEME: &str = "model.router.kind";
 
-/// Letters of a line of a comment that is put together.
+/// Width, in letters, at which an assembled comment is wrapped.
 const COMMENT_WIDTH: usize = 110;
 
 /// A setting, or a section of settings.
@@ -21,15 +21,15 @@ pub struct SettingRow {
     pub name: String,
     /// The comment in a configuration file.
     pub comment: String,
-    /// The values of a number.
+    /// The valid values of a number.
     pub range: Range,
-    /// The values in words, where the range does not say them all.
+    /// The valid values in words, if the range does not describe them fully.
     pub values: String,
-    /// Whether it is a number or the text of a ramp.
+    /// True if the setting may also be the text of a ramp.
     pub is_ramp: bool,
-    /// The dotted name that it had before, which is still read.
+    /// The former dotted name, which is still read.
     pub old_name: Option<String>,
-    /// Whether it is a section.
+    /// True for a section.
     pub is_section: bool,
 }
 
@@ -56,7 +56,7 @@ pub fn setting_rows() -> Vec<SettingRow> {
     rows
 }
 
-/// The rows of a section, whose settings have names that `prefix` completes.
+/// Returns the rows of a section; `prefix` completes the names of its settings.
 fn section<S: Section>(name: &str, prefix: &str) -> Vec<SettingRow> {
     let header = SettingRow {
         name: name.into(),
@@ -82,7 +82,7 @@ fn section<S: Section>(name: &str, prefix: &str) -> Vec<SettingRow> {
     std::iter::once(header).chain(S::SETTINGS.iter().map(row)).collect()
 }
 
-/// The comment of the setting that names the scheme, with all names in lines of a width that can be read.
+/// Returns the comment of the setting of the scheme: all names, wrapped to a readable width.
 fn scheme_comment() -> String {
     let names: Vec<&str> = RouterKind::ALL.iter().map(|kind| kind.name()).collect();
     let mut comment = "The routing scheme:".to_owned();
@@ -101,7 +101,7 @@ fn scheme_comment() -> String {
     comment + "\nChoosing one also sets the settings it was published with, unless they are given."
 }
 
-/// Returns the part of `docs/settings.md` that is made from the table.
+/// Returns the generated part of `docs/settings.md`.
 #[must_use]
 pub fn settings_page() -> String {
     let defaults = print::to_table(&RunConfig::default());
@@ -127,7 +127,7 @@ pub fn settings_page() -> String {
     page
 }
 
-/// The default of a setting, by its dotted name.
+/// Finds the default of a setting by its dotted name.
 fn default_of<'t>(table: &'t Table, name: &str) -> Option<&'t Value> {
     match name.split_once('.') {
         Some((section, rest)) => default_of(table.get(section)?.as_table()?, rest),

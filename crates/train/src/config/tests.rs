@@ -5,7 +5,7 @@ use moeworks_plan::RankOrder;
 
 use super::*;
 
-/// The number that a value of the table is, where it is one.
+/// Returns the number of a table's value, if it is one.
 fn number(value: &toml::Value) -> Option<f64> {
     value.as_float().or_else(|| value.as_integer().map(|whole| whole as f64))
 }
@@ -28,7 +28,7 @@ fn every_setting_has_one_row_with_a_comment_and_a_range_where_it_is_a_number() {
     }
 }
 
-/// Values at each bound of a range and beside it, as TOML, and whether the range has them.
+/// Returns values at each bound of a range and next to it, as TOML, and whether the range contains them.
 fn tries(range: Range) -> Vec<(String, bool)> {
     let mut tries = Vec::new();
     match range {
@@ -43,7 +43,7 @@ fn tries(range: Range) -> Vec<(String, bool)> {
         Range::Number { low, high } => {
             for (bound, inside) in [(low, 1.0), (high, -1.0)] {
                 let (Bound::Included(at) | Bound::Excluded(at)) = bound else { continue };
-                // Small enough to be near, large enough to be seen in an f32.
+                // Small enough to be near, but large enough to differ in an f32.
                 let step = inside * 1e-6 * at.abs().max(1.0);
                 let is_included = bound == Bound::Included(at);
                 let beside = if is_included { at - step } else { at + step };
@@ -64,7 +64,7 @@ fn every_bound_of_every_setting_is_held_from_both_sides() {
             let layers = ConfigLayers { overrides: vec![Override::parse(&given).unwrap()], ..ConfigLayers::default() };
             let expected = format!("must be {}", row.range);
             match layers.resolve() {
-                // Others may not go with a value that is in its range.
+                // A value in its range may still conflict with other settings.
                 Ok(_) => assert!(is_in, "{given} is accepted, but it {expected}"),
                 Err(ConfigError::Value { setting, value: shown, expected: said, .. })
                     if setting == row.name && said == expected =>

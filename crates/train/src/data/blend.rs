@@ -1,16 +1,16 @@
-//! Sources in turn by their weights: at any position each has had its share, to within a few.
+//! A weighted interleaving of sources: at any position each source has had its share, within a few items.
 //!
-//! Item `m` of a source with the share `w` is due at the time `(m + 1/2) / w`, and items come in the order of these times (stride
-//! scheduling, Waldspurger & Weihl 1995). So after `n` items a source has had `n w` of them, but for 1/2 and `w` times half the
-//! number of sources at most. Which item stands at a position follows from arithmetic alone, so that a resumed run goes on at once
-//! and exactly.
+//! Item `m` of a source with the share `w` is due at the time `(m + 1/2) / w`, and items come in the order of these
+//! times (stride scheduling, Waldspurger & Weihl 1995). After `n` items a source has had `n w` of them, with an error
+//! of at most 1/2 plus `w` times half the number of sources. The item at a position follows from arithmetic alone, so
+//! that a resumed run continues exactly, at no cost.
 
 use std::cmp::Ordering;
 
-/// Weights are rounded to this part of their sum, so that times are compared as whole numbers.
+/// The resolution of weights: they are rounded to this fraction of their sum, so that times are compared as integers.
 const UNITS: f64 = (1u64 << 32) as f64;
 
-/// Sources by their weights.
+/// Weighted sources.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Blend {
     weights: Vec<u64>,
@@ -18,10 +18,10 @@ pub struct Blend {
 }
 
 impl Blend {
-    /// A blend by `weights`, finite numbers above 0, of which there is at least one.
+    /// Creates a blend by `weights`: at least one, all finite and above 0.
     #[must_use]
     pub fn new(weights: &[f64]) -> Self {
-        // Divided by the greatest first, whose sum cannot be too large for a number.
+        // Dividing by the greatest weight first keeps the sum finite.
         let greatest = weights.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
         let sum: f64 = weights.iter().map(|weight| weight / greatest).sum();
         let units = |weight: &f64| ((weight / greatest / sum * UNITS).round() as u64).max(1);
@@ -29,16 +29,16 @@ impl Blend {
         Self { total: weights.iter().sum(), weights }
     }
 
-    /// The share of a source, 0 to 1.
+    /// Returns the share of a source, 0 to 1.
     #[must_use]
     pub fn share(&self, source: usize) -> f64 {
         self.weights[source] as f64 / self.total as f64
     }
 
-    /// The items from `position` on.
+    /// Returns a cursor at `position`.
     #[must_use]
     pub fn at(&self, position: u64) -> BlendCursor<'_> {
-        // Before the time that is as many items early as there are sources, fewer items than `position` are due.
+        // At the time `position - number of sources`, fewer than `position` items are due.
         let time = position.saturating_sub(self.weights.len() as u64);
         let total = u128::from(self.total);
         let due = |weight: &u64| {
@@ -54,7 +54,7 @@ impl Blend {
     }
 }
 
-/// A place in a blend.
+/// A position in a blend.
 #[derive(Clone, Debug)]
 pub struct BlendCursor<'b> {
     blend: &'b Blend,
@@ -62,19 +62,19 @@ pub struct BlendCursor<'b> {
 }
 
 impl BlendCursor<'_> {
-    /// How many items each source has had.
+    /// Returns the number of items that each source has had.
     #[must_use]
     pub fn counts(&self) -> &[u64] {
         &self.counts
     }
 
-    /// The source of the next item, and the item's number in it.
+    /// Returns the source of the next item, and the item's index in it.
     pub fn advance(&mut self) -> (usize, u64) {
         let next = (0..self.counts.len()).min_by(|&a, &b| self.compare(a, b)).unwrap_or_default();
         self.take(next)
     }
 
-    /// As [`Self::advance`], of sources that have only so many items; none when all are through.
+    /// Advances among sources with limited numbers of items; none when all are exhausted.
     pub fn advance_within(&mut self, lens: &[u64]) -> Option<(usize, u64)> {
         let goes_on = |source: &usize| self.counts[*source] < lens[*source];
         let next = (0..self.counts.len()).filter(goes_on).min_by(|&a, &b| self.compare(a, b))?;
@@ -87,7 +87,7 @@ impl BlendCursor<'_> {
         (source, item)
     }
 
-    /// Compares when the next items of two sources are due; the first source comes first where both are due at once.
+    /// Compares the times of the next items of two sources; at a tie the first source comes first.
     fn compare(&self, a: usize, b: usize) -> Ordering {
         let [twice_a, twice_b] = [a, b].map(|source| 2 * u128::from(self.counts[source]) + 1);
         let weight = |source: usize| u128::from(self.blend.weights[source]);

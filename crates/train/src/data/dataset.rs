@@ -10,13 +10,13 @@ use super::windows::Split;
 use super::{Blend, DatasetError, Mix, Permutation, Windows};
 use crate::config::RunConfig;
 
-/// The stream of random numbers that orders the held-out windows; epochs never get this far.
+/// The random stream of the order of held-out windows, beyond the streams of epochs.
 const VALIDATION_STREAM: u64 = (1 << 56) - 2;
 
-/// Tokens that are counted of several sources together.
+/// The total to which counts of several sources are scaled.
 const COUNTED: f64 = 1e9;
 
-/// What decides the batches, besides the tokens.
+/// The options that determine the batches, besides the tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DatasetOptions {
     /// S: tokens of a sequence, at least 1.
@@ -27,14 +27,14 @@ pub struct DatasetOptions {
     pub grad_accumulation: usize,
     /// Share of the tokens held out, 0 to 0.5.
     pub validation_fraction: f64,
-    /// Decides what is held out, and the order in which it is looked at.
+    /// The seed of the split into training and validation, and of the order of validation.
     pub validation_seed: u64,
-    /// Decides the order of training.
+    /// The seed of the order of training.
     pub seed: u64,
 }
 
 impl DatasetOptions {
-    /// The options of a configuration.
+    /// Reads the options from a configuration.
     #[must_use]
     pub fn of(config: &RunConfig) -> Self {
         Self {
@@ -48,7 +48,7 @@ impl DatasetOptions {
     }
 }
 
-/// A source of a data set: its tokens, and which of them are trained on and held out.
+/// A source of a data set: its tokens, and their split into training and validation.
 #[derive(Clone, Debug)]
 pub struct Part {
     name: String,
@@ -57,25 +57,25 @@ pub struct Part {
 }
 
 impl Part {
-    /// The source's paths, as given.
+    /// Returns the source's paths, as given.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its tokens.
+    /// Returns the source's tokens.
     #[must_use]
     pub fn tokens(&self) -> &TokenStore {
         &self.tokens
     }
 
-    /// The training windows; one epoch passes each once.
+    /// Returns the training windows; an epoch has each once.
     #[must_use]
     pub fn train(&self) -> &Windows {
         &self.split.train
     }
 
-    /// The held-out windows.
+    /// Returns the held-out windows.
     #[must_use]
     pub fn validation(&self) -> &Windows {
         &self.split.validation
@@ -86,18 +86,18 @@ impl Part {
 #[derive(Clone, Debug)]
 pub struct Dataset {
     parts: Vec<Part>,
-    /// Which source a sequence is from.
+    /// The interleaving of the sources.
     blend: Blend,
     options: DatasetOptions,
     spans: Option<SpanRule>,
-    /// The token that ends a document, where the documents of a sequence are separate.
+    /// The token that ends a document, if the documents of a sequence are separate.
     separator: Option<u32>,
     num_files: usize,
 }
 
 impl Dataset {
-    /// Reads the sources of `mix` through the token cache and splits each as `config` says. Warns in one line of rows that are
-    /// passed over.
+    /// Reads the sources of `mix` through the token cache and splits each according to `config`. Warns in one line of
+    /// skipped rows.
     pub fn open(config: &RunConfig, mix: &Mix, tokenizer: &dyn Encode) -> Result<Self, DatasetError> {
         let separator = separator(config, tokenizer)?;
         let options = DatasetOptions::of(config);
@@ -114,12 +114,12 @@ impl Dataset {
         Ok(Self { parts, blend: Blend::new(mix.weights()), options, spans: None, separator, num_files })
     }
 
-    /// Batches of `tokens`. `place` names the data where it is too short for one sequence.
+    /// Creates a data set of `tokens`. `place` names the data in errors.
     pub fn new(tokens: Arc<TokenStore>, options: DatasetOptions, place: &str) -> Result<Self, DatasetError> {
         Self::blended(vec![(tokens, place.into())], &[1.0], options)
     }
 
-    /// Batches of sources, tokens with a name, each of which has a weight.
+    /// Creates a data set of several named sources, each with a weight.
     pub fn blended(
         sources: Vec<(Arc<TokenStore>, String)>,
         weights: &[f64],
@@ -130,43 +130,43 @@ impl Dataset {
         Ok(Self { parts, blend: Blend::new(weights), options, spans: None, separator: None, num_files })
     }
 
-    /// The sources.
+    /// Returns the sources.
     #[must_use]
     pub fn parts(&self) -> &[Part] {
         &self.parts
     }
 
-    /// The share of the training sequences that are from source `part`.
+    /// Returns the share of the training sequences that are from source `part`.
     #[must_use]
     pub fn share(&self, part: usize) -> f64 {
         self.blend.share(part)
     }
 
-    /// How many of the first `num_sequences` training sequences are from each source.
+    /// Returns how many of the first `num_sequences` training sequences are from each source.
     #[must_use]
     pub fn sequences_of_parts(&self, num_sequences: u64) -> Vec<u64> {
         self.blend.at(num_sequences).counts().to_vec()
     }
 
-    /// Training sequences of the first `num_steps` steps.
+    /// Returns the number of training sequences in the first `num_steps` steps.
     #[must_use]
     pub fn num_sequences(&self, num_steps: u64) -> u64 {
         num_steps * (self.options.grad_accumulation * self.options.batch_size) as u64
     }
 
-    /// Training windows of all sources.
+    /// Returns the number of training windows of all sources.
     #[must_use]
     pub fn num_train(&self) -> u64 {
         self.parts.iter().map(|part| part.split.train.len()).sum()
     }
 
-    /// Held-out windows of all sources.
+    /// Returns the number of held-out windows of all sources.
     #[must_use]
     pub fn num_validation(&self) -> u64 {
         self.parts.iter().map(|part| part.split.validation.len()).sum()
     }
 
-    /// Figures of what was read.
+    /// Returns figures of the data that was read.
     #[must_use]
     pub fn summary(&self) -> ReadSummary {
         let mut summary = ReadSummary { num_files: self.num_files, ..ReadSummary::default() };
@@ -179,31 +179,31 @@ impl Dataset {
         summary
     }
 
-    /// The same texts with spans left out by `rule`, for models with an encoder: of a sequence in other places each time.
+    /// Sets the rule that masks spans of a text, for models with an encoder. A sequence gets other spans each time.
     #[must_use]
     pub fn with_spans(self, rule: Option<SpanRule>) -> Self {
         Self { spans: rule, ..self }
     }
 
-    /// Makes a batch of the same texts with documents that do not see each other, each ended by `separator`.
+    /// Separates the documents of a sequence, each ended by `separator`.
     #[must_use]
     pub fn with_separate_documents(self, separator: u32) -> Self {
         Self { separator: Some(separator), ..self }
     }
 
-    /// What a sequence becomes where spans are left out.
+    /// Returns the lengths of a sequence with masked spans; none without a rule for spans.
     #[must_use]
     pub fn span_lengths(&self) -> Option<SpanLengths> {
         self.spans.as_ref().map(|rule| rule.lengths(self.options.seq_len))
     }
 
-    /// Tokens of a sequence that have a loss.
+    /// Returns the number of a sequence's tokens that have a loss.
     #[must_use]
     pub fn targets_per_sequence(&self) -> usize {
         self.span_lengths().map_or(self.options.seq_len, |lengths| lengths.answer)
     }
 
-    /// Tokens of step `step`, on all ranks, that have a loss.
+    /// Returns the number of tokens in step `step`, on all ranks, that have a loss.
     #[must_use]
     pub fn targets_of_step(&self, step: u64) -> usize {
         let num_micro = self.options.grad_accumulation;
@@ -218,14 +218,14 @@ impl Dataset {
         (0..num_micro).map(count).sum::<usize>().max(1)
     }
 
-    /// Makes the documents of a filled batch separate where they are to be.
+    /// Separates the documents of a filled batch if the options say so.
     fn separate(&self, batch: &mut Batch) {
         if let Some(separator) = self.separator {
             batch.separate_documents(separator);
         }
     }
 
-    /// Adds the window of `tokens` that begins at token `start`; `random` says what is left out.
+    /// Appends the window of `tokens` that begins at token `start`; `random` selects masked spans.
     fn push(&self, tokens: &TokenStore, start: u64, random: &Random, batch: &mut Batch) {
         let Some(rule) = &self.spans else { return batch.push(tokens, start) };
         let mut window = Vec::new();
@@ -233,8 +233,8 @@ impl Dataset {
         batch.push_spans(&window, rule, random);
     }
 
-    /// How often each id below `vocab_size` stands in the training windows, or in 65,536 of them spread evenly; of several sources
-    /// in proportion to their shares.
+    /// Counts each id below `vocab_size` in the training windows, or in 65,536 evenly spaced ones; several sources
+    /// count in proportion to their shares.
     #[must_use]
     pub fn token_counts(&self, vocab_size: usize) -> Vec<u64> {
         if let [part] = &self.parts[..] {
@@ -250,7 +250,7 @@ impl Dataset {
         sum
     }
 
-    /// Microbatch `micro` of optimizer step `step`, both from 0.
+    /// Returns microbatch `micro` of optimizer step `step`, both from 0.
     #[must_use]
     pub fn train_batch(&self, step: u64, micro: usize) -> Batch {
         let mut batch = Batch::default();
@@ -258,15 +258,16 @@ impl Dataset {
         batch
     }
 
-    /// As [`Self::train_batch`], into a batch whose memory is used again.
+    /// Fills `batch`, whose memory is reused, with microbatch `micro` of step `step`; see [`Self::train_batch`].
     pub fn fill_train_batch(&self, step: u64, micro: usize, batch: &mut Batch) {
         let num_sequences = self.options.batch_size;
         let first = (step * self.options.grad_accumulation as u64 + micro as u64) * num_sequences as u64;
         self.fill_sequences(first, num_sequences, batch);
     }
 
-    /// Training sequences `first..first + num_sequences` of the endless sequence of epochs. Their order depends on nothing
-    /// but the seed, the tokens and the weights, so a run may go on with batches of another size.
+    /// Fills `batch` with the training sequences `first..first + num_sequences` of the endless sequence of epochs.
+    /// Their order depends only on the seed, the tokens and the weights, so that a run may continue with another
+    /// batch size.
     pub fn fill_sequences(&self, first: u64, num_sequences: usize, batch: &mut Batch) {
         batch.clear(self.options.seq_len);
         let mut cursor = self.blend.at(first);
@@ -286,9 +287,9 @@ impl Dataset {
         self.separate(batch);
     }
 
-    /// The first `max_batches` batches of the held-out windows, all of them for 0. They come in a fixed mixed order, so
-    /// that a few are like the whole, sources in turn by their weights until they are through; the last may have fewer sequences;
-    /// none come if nothing is held out.
+    /// Returns the first `max_batches` batches of held-out windows; all of them for 0, none if nothing is held out.
+    /// They come in a fixed random order, so that a few are representative, interleaved by the sources' weights until
+    /// these are exhausted. The last batch may have fewer sequences.
     pub fn validation_batches(&self, max_batches: usize) -> impl Iterator<Item = Batch> + '_ {
         let lens: Vec<u64> = self.parts.iter().map(|part| part.split.validation.len()).collect();
         let seed = self.options.validation_seed;
@@ -313,12 +314,12 @@ impl Dataset {
     }
 }
 
-/// The seed by which a source is mixed. The first one has that of a run of one source.
+/// Returns the seed of a source's order. The first source has the seed of a run with a single one.
 fn seed_of(seed: u64, source: usize) -> u64 {
     seed.wrapping_add((source as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// The token that ends a document, where `config` asks for separate ones.
+/// Returns the token that ends a document, if `config` asks for separate documents.
 fn separator(config: &RunConfig, tokenizer: &dyn Encode) -> Result<Option<u32>, DatasetError> {
     if !config.data.separate_documents {
         return Ok(None);
@@ -326,7 +327,7 @@ fn separator(config: &RunConfig, tokenizer: &dyn Encode) -> Result<Option<u32>, 
     tokenizer.eos().map(Some).ok_or(DatasetError::NoSeparator)
 }
 
-/// A source of `tokens`, split as the options say.
+/// Creates a source of `tokens`, split according to the options.
 fn part(tokens: Arc<TokenStore>, options: DatasetOptions, name: String) -> Result<Part, DatasetError> {
     let DatasetOptions { seq_len, validation_fraction, validation_seed, .. } = options;
     if tokens.is_empty() {
@@ -343,7 +344,7 @@ fn part(tokens: Arc<TokenStore>, options: DatasetOptions, name: String) -> Resul
 }
 
 impl Part {
-    /// How often each id below `vocab_size` stands in the training windows, or in 65,536 of them spread evenly.
+    /// Counts each id below `vocab_size` in the training windows, or in 65,536 evenly spaced ones.
     fn token_counts(&self, vocab_size: usize) -> Vec<u64> {
         const MAX_WINDOWS: u64 = 1 << 16;
         let train = &self.split.train;
@@ -352,7 +353,7 @@ impl Part {
         for window in (0..train.len()).step_by(stride as usize) {
             ids.clear();
             let Range { start, end } = train.tokens(window);
-            // The last token is a target alone, and the first of the next window.
+            // The last token of a window is only a target; it is also the first of the next window.
             self.tokens.read(start..end - 1, &mut ids);
             for &id in &ids {
                 if let Some(count) = counts.get_mut(id as usize) {

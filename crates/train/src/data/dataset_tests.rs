@@ -11,7 +11,7 @@ const OPTIONS: DatasetOptions = DatasetOptions {
     seed: 4,
 };
 
-/// The tokens 0, 1, 2, ...: a sequence is told by its first token.
+/// Returns a data set of the tokens 0, 1, 2, ..., so that a sequence is identified by its first token.
 fn dataset(num_tokens: u32, options: DatasetOptions) -> Dataset {
     let tokens: Vec<u32> = (0..num_tokens).collect();
     Dataset::new(Arc::new(TokenStore::from(tokens)), options, "here").unwrap()
@@ -121,7 +121,7 @@ fn data_shorter_than_a_sequence_says_what_there_is_and_what_is_needed() {
 /// The token that ends documents.
 const EOS: u32 = 5;
 
-/// Documents of random lengths, each ended by [`EOS`].
+/// Returns documents of the given lengths, each ended by [`EOS`].
 fn documents(lens: &[u64]) -> Dataset {
     let mut tokens = Vec::new();
     for (i, &len) in lens.iter().enumerate() {
@@ -147,7 +147,7 @@ proptest! {
         prop_assert_eq!(data.targets_of_step(step), batches[..2].iter().map(Batch::num_targets).sum::<usize>());
     }
 
-    /// A resumed run asks for the batch of a step, whatever its size; a rank keeps its share of the sequences.
+    /// A resumed run reads the batch of a step at any size; a rank takes its share of the sequences.
     #[test]
     fn resumed_runs_and_ranks_take_the_same_pieces(lens in prop::collection::vec(1_u64..30, 10..60), num_ranks in 1_usize..4) {
         let data = documents(&lens);

@@ -2,13 +2,13 @@
 
 use moeworks_infer::data::DataError;
 
-/// Data that cannot be trained on. Every message is one line: which data, what is wrong, what would be right.
+/// An error of data that cannot be trained on. Every message is one line: the data, the problem, what would be valid.
 #[derive(Debug, thiserror::Error)]
 pub enum DatasetError {
-    /// Data that cannot be read.
+    /// The data cannot be read.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// Fewer tokens than a sequence has.
+    /// The data has fewer tokens than a sequence.
     #[error(
         "{place}: {tokens} tokens, but a sequence needs {needed} (train.seq_len + 1); \
              give more data or lower train.seq_len"
@@ -16,12 +16,12 @@ pub enum DatasetError {
     TooShort {
         /// The data.
         place: String,
-        /// Tokens that there are.
+        /// The actual number of tokens.
         tokens: u64,
-        /// Tokens that are needed.
+        /// The required number of tokens.
         needed: u64,
     },
-    /// Separate documents and a tokenizer that does not mark where they end.
+    /// Separate documents are asked for, but the tokenizer does not mark where they end.
     #[error(
         "data.separate_documents = true: the tokenizer has no token that ends a document; must be false, or another tokenizer's"
     )]

@@ -3,11 +3,11 @@
 use moeworks_infer::data::{DataError, Notes, Sources, TextOptions, Watch, WeightedPath};
 use xxhash_rust::xxh3::Xxh3;
 
-/// One source of text, or several that training draws from by weight.
+/// One source of text, or several with weights.
 #[derive(Clone, Debug)]
 pub struct Mix {
     sources: Vec<Sources>,
-    /// One for each source.
+    /// A weight for each source.
     weights: Vec<f64>,
 }
 
@@ -18,9 +18,9 @@ impl From<Sources> for Mix {
 }
 
 impl Mix {
-    /// Finds the files that `texts.paths` names: all of them as one source, or each path with a weight behind it, such as
-    /// `books=0.3`, as one. A path that exists as it is has no weight. Either all paths have weights or none, as in Megatron-LM.
-    /// Warns in one line of what is passed over.
+    /// Finds the files that `texts.paths` names. They are a single source, or one source per path if the paths have
+    /// weights, such as `books=0.3`. A path that exists literally has no weight. Either all paths have weights or
+    /// none, as in Megatron-LM. Warns in one line of skipped files.
     pub fn find(texts: &TextOptions, watch: &Watch) -> Result<Self, DataError> {
         let given: Vec<WeightedPath<'_>> =
             texts.paths.iter().map(|path| WeightedPath::parse(path)).collect::<Result<_, _>>()?;
@@ -36,26 +36,26 @@ impl Mix {
         Ok(Self { sources, weights: given.iter().filter_map(|path| path.weight).collect() })
     }
 
-    /// Warns in one line of rows that are passed over.
+    /// Warns in one line of skipped rows.
     pub(super) fn warn(&self, notes: &Notes) {
         if let Some(source) = self.sources.first() {
             source.watch().warn(notes);
         }
     }
 
-    /// The sources.
+    /// Returns the sources.
     #[must_use]
     pub fn sources(&self) -> &[Sources] {
         &self.sources
     }
 
-    /// The weight of each source.
+    /// Returns the weight of each source.
     #[must_use]
     pub fn weights(&self) -> &[f64] {
         &self.weights
     }
 
-    /// A hash of all documents and of the weights.
+    /// Returns a hash of all documents and of the weights.
     #[must_use]
     pub fn hash(&self) -> u128 {
         if let [source] = &self.sources[..] {
@@ -69,7 +69,7 @@ impl Mix {
         hasher.digest128()
     }
 
-    /// Text to train a tokenizer on: about `max_bytes`, from each source by its weight.
+    /// Samples text to train a tokenizer on: about `max_bytes`, from each source by its weight.
     pub fn sample_texts(&self, max_bytes: u64) -> Result<Vec<String>, DataError> {
         let sum: f64 = self.weights.iter().sum();
         let mut texts = Vec::new();

@@ -1,12 +1,12 @@
-//! A pseudo-random order that can be asked for any position at once.
+//! A pseudo-random permutation with random access.
 //!
-//! A Feistel network permutes the numbers of `2 h` bits; walking along its cycle until a number below `n` comes makes a
-//! permutation of `0..n` of it (Black & Rogaway, "Ciphers with arbitrary finite domains", 2002). Nothing is stored, so the
-//! order of a billion windows costs no memory and a resumed run no time.
+//! A Feistel network permutes the numbers of `2 h` bits. Following its cycle until a number below `n` appears gives a
+//! permutation of `0..n` (Black & Rogaway, "Ciphers with arbitrary finite domains", 2002). Nothing is stored, so that
+//! the order of a billion windows needs no memory, and a resumed run no time.
 
 use moeworks_tensor::{Purpose, Random};
 
-/// Four would do for large sizes (Luby & Rackoff); small ones mix better with more.
+/// The rounds of the network. Four suffice for large sizes (Luby & Rackoff); small ones mix better with more.
 const ROUNDS: u64 = 8;
 
 /// A permutation of `0..size`, given by (seed, stream).
@@ -18,14 +18,14 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The permutation of `0..size` that belongs to `seed` and `stream`, such as an epoch, below 2^56.
+    /// Creates the permutation of `0..size` for `seed` and `stream`, such as an epoch; the stream must be below 2^56.
     #[must_use]
     pub fn new(size: u64, seed: u64, stream: u64) -> Self {
         let bits = u64::BITS - size.saturating_sub(1).leading_zeros();
         Self { size, half_bits: bits.div_ceil(2).max(1), random: Random::new(seed, Purpose::DataOrder, stream) }
     }
 
-    /// Where `position`, below the size, goes.
+    /// Returns the value at `position`.
     ///
     /// # Panics
     /// If `position` is not below the size.

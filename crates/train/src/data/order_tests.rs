@@ -27,7 +27,8 @@ fn epochs_and_seeds_differ() {
     assert_ne!(order(1, 0), order(2, 0));
 }
 
-/// With a good permutation each value is first about equally often: 6,000 draws over 6 values, 5 standard deviations.
+/// In a good permutation each value is first about equally often: 6,000 draws of 6 values, within 5 standard
+/// deviations.
 #[test]
 fn small_sizes_are_mixed() {
     let mut counts = [0u32; 6];

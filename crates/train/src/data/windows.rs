@@ -1,32 +1,32 @@
-//! Which tokens are trained on, which are held out, and the windows that they are cut into.
+//! The split of tokens into training and validation, and into windows.
 //!
-//! Held-out tokens are stretches of two thousand tokens or more spread evenly over the data, one at a random place in each
-//! equal part of it. Stretches rather than documents, because data is often a single file; spread, because the end of
-//! sorted files is not like their beginning; short, so that little data still gives several. No token of a held-out
-//! stretch is in a training window, not even as the last target.
+//! Held-out tokens are stretches of about two thousand tokens or more, one at a random place in each of equal parts
+//! of the data. They are stretches rather than documents, because data is often a single file. They are spread,
+//! because sorted files change along their length, and short, so that little data still gives several. No token of a
+//! held-out stretch is in a training window, not even as the last target.
 
 use std::ops::Range;
 
 use moeworks_tensor::{Purpose, Random};
 
-/// Least tokens and least windows of a held-out stretch, where the data allows.
+/// The least tokens and the least windows of a held-out stretch, if the data suffices.
 const STRETCH_TOKENS: u64 = 2048;
 const STRETCH_WINDOWS: u64 = 8;
 
-/// The stream of random numbers that places held-out stretches; epochs never get this far.
+/// The random stream that places held-out stretches, beyond the streams of epochs.
 const SPLIT_STREAM: u64 = (1 << 56) - 1;
 
-/// Windows of `seq_len + 1` tokens, each overlapping the next by one token, over some stretches of the data.
+/// Windows of `seq_len + 1` tokens over stretches of the data; each overlaps the next by one token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Windows {
     seq_len: u64,
-    /// First token and number of the first window of each stretch, ascending in both.
+    /// The first token and the index of the first window of each stretch, both ascending.
     stretches: Vec<(u64, u64)>,
     len: u64,
 }
 
 impl Windows {
-    /// All windows within the given ranges of tokens. What is left over at the end of a range is not used.
+    /// Creates all windows within the given ranges of tokens. A remainder at the end of a range is unused.
     pub(super) fn new(seq_len: u64, ranges: impl IntoIterator<Item = Range<u64>>) -> Self {
         let mut windows = Self { seq_len, stretches: Vec::new(), len: 0 };
         for range in ranges {
@@ -39,19 +39,19 @@ impl Windows {
         windows
     }
 
-    /// Number of windows.
+    /// Returns the number of windows.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there is no window.
+    /// Returns whether there are no windows.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The tokens of window `i`, below [`Self::len`]: `seq_len + 1` of them.
+    /// Returns the `seq_len + 1` tokens of window `i`, which must be below [`Self::len`].
     #[must_use]
     pub fn tokens(&self, i: u64) -> Range<u64> {
         debug_assert!(i < self.len);
@@ -64,15 +64,15 @@ impl Windows {
 /// Training and held-out windows of the same data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
-    /// Windows to train on.
+    /// The windows to train on.
     pub train: Windows,
-    /// Windows that are held out.
+    /// The held-out windows.
     pub validation: Windows,
 }
 
 impl Split {
-    /// Holds out about `fraction` (0 to 0.5) of `num_tokens`, at least one window if two fit and the fraction is not 0.
-    /// Which ones they are is decided by `seed`.
+    /// Holds out about `fraction` (0 to 0.5) of `num_tokens`, and at least one window if two fit and the fraction is
+    /// not 0. `seed` selects them.
     #[must_use]
     pub fn new(num_tokens: u64, seq_len: u64, fraction: f64, seed: u64) -> Self {
         let window = seq_len + 1;
@@ -83,7 +83,7 @@ impl Split {
         let wanted = ((num_tokens as f64 * fraction) as u64).max(window);
         let whole = STRETCH_TOKENS.next_multiple_of(seq_len).max(STRETCH_WINDOWS * seq_len);
         let stretch = whole.min((wanted - 1) / seq_len * seq_len) + 1;
-        // Room for two windows beside each stretch on average means that somewhere one fits.
+        // With room for two windows per stretch on average, a window fits somewhere.
         let count = (wanted / stretch).clamp(1, (num_tokens / (stretch + 2 * window)).max(1));
         let random = Random::new(seed, Purpose::DataOrder, SPLIT_STREAM);
         let part = |i: u64| (u128::from(num_tokens) * u128::from(i) / u128::from(count)) as u64;
@@ -101,8 +101,8 @@ impl Split {
     }
 }
 
-/// Where in its part stretch `i` begins, with `room` tokens to spare. The only stretch of small data goes to one end if it
-/// would otherwise leave no whole window on either side.
+/// Returns the start of stretch `i` in its part, which has `room` spare tokens. The only stretch of small data moves
+/// to one end if it would otherwise leave no whole window on either side.
 fn place(random: &Random, i: u64, room: u64, only: bool, window: u64) -> u64 {
     let start = random.below(i, room + 1);
     if only && start < window && room - start < window { if start.is_multiple_of(2) { room } else { 0 } } else { start }

@@ -24,7 +24,7 @@ proptest! {
             }
         }
         prop_assert!(!used.contains(&3));
-        // Whatever fits must be usable: training first, validation if there is room for both.
+        // Whatever fits must be used: training first, validation if there is room for both.
         prop_assert_eq!(split.train.is_empty(), num_tokens < seq_len + 1);
         prop_assert_eq!(split.validation.is_empty(), fraction == 0.0 || num_tokens < 2 * (seq_len + 1));
     }

@@ -1,4 +1,4 @@
-//! Text and tokenizer together: from what a configuration names to tokens.
+//! A run's text and tokenizer, from a configuration to tokens.
 
 use moeworks_infer::data::{SpanRule, Watch};
 use moeworks_model::Tokenizer;
@@ -7,20 +7,20 @@ use crate::config::{RunConfig, TokenizerChoice};
 use crate::data::{Dataset, Mix};
 use crate::error::TrainError;
 
-/// A BPE tokenizer learns from at most this much text: more changes few merges and takes long.
+/// The most text that a BPE tokenizer is trained on; more changes few merges and takes long.
 const BPE_TRAINING_BYTES: u64 = 16 << 20;
 
-/// The data of a run, ready for batches.
+/// The data of a run with its tokenizer.
 pub(crate) struct Corpus {
     pub(crate) dataset: Dataset,
     pub(crate) tokenizer: Tokenizer,
-    /// A hash of all documents, as hexadecimal digits.
+    /// A hash of all documents, in hexadecimal digits.
     pub(crate) hash: String,
 }
 
 impl Corpus {
-    /// Finds the texts of `config` and tokenises them, told to `watch`: with `tokenizer` if the run has one already, else with the one that the
-    /// configuration names or asks to be trained.
+    /// Finds the texts of `config` and tokenises them, reporting to `watch`. `tokenizer` is that of a run that has
+    /// one already; otherwise the configuration names one or asks for training one.
     pub(crate) fn open(config: &RunConfig, tokenizer: Option<Tokenizer>, watch: &Watch) -> Result<Self, TrainError> {
         let mix = Mix::find(&config.data.texts(), watch)?;
         let tokenizer = match tokenizer {

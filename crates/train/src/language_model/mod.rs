@@ -1,5 +1,5 @@
-//! The language model as a task of the trainer: text and its tokens, windows of them as batches, texts that the model writes, and the
-//! choices of its routers.
+//! The language model as a task of the trainer: tokenised text as batches, sampled texts, and the choices of its
+//! routers.
 
 mod corpus;
 mod on_ranks;
@@ -45,28 +45,28 @@ pub use start::{LanguageModelResume, LanguageModelStart};
 /// A trainer of a language model.
 pub type LanguageModelTrainer = Trainer<LanguageModel>;
 
-/// A decoder with its tokenizer and its texts.
+/// A decoder with its tokenizer and its training text.
 pub struct LanguageModel {
     config: RunConfig,
     decoder: Decoder,
     tokenizer: Tokenizer,
     dataset: Dataset,
     data_hash: String,
-    /// The model folder whose weights a new run begins with.
+    /// The model folder whose weights a new run starts from.
     from: Option<PathBuf>,
-    /// The choices of the newest planned checkpoint's routers. Checkpoints that somebody asked for do not count, so that a run
-    /// that was stopped has the records of one that was not.
+    /// The routers' choices at the newest planned checkpoint. Requested checkpoints do not count, so that an
+    /// interrupted run has the same records as an uninterrupted one.
     routing: Option<RoutingSample>,
 }
 
 impl LanguageModel {
-    /// The effective configuration.
+    /// Returns the effective configuration.
     #[must_use]
     pub fn config(&self) -> &RunConfig {
         &self.config
     }
 
-    /// The data.
+    /// Returns the data.
     #[must_use]
     pub fn dataset(&self) -> &Dataset {
         &self.dataset
@@ -208,7 +208,8 @@ impl Task for LanguageModel {
     }
 }
 
-/// The sequences of `batch` that this rank passes, and the position of their first token among all.
+/// Reduces `batch` to this rank's share of its sequences, and sets `first_token` to the index of the share's first
+/// token in the whole batch.
 fn own_share(ranks: Option<&Ranks>, mut batch: Batch, first_token: &mut usize) -> Batch {
     if let Some(ranks) = ranks {
         let share = ranks.share(batch.num_sequences);

@@ -1,4 +1,4 @@
-//! A decoder whose weights lie on several ranks.
+//! Decoders whose weights are spread over several ranks.
 
 use std::sync::Arc;
 
@@ -9,8 +9,8 @@ use crate::config::ConfigError;
 use crate::error::TrainError;
 use crate::parallel::Ranks;
 
-/// The decoder of `config`, whose vocabulary is set, with the weights of `table`, of which this rank has its part, or slices of it. All
-/// ranks call this, once.
+/// Creates the decoder of `config`, whose vocabulary is set, with the weights of `table`. This rank holds its part of
+/// them, or slices of it. All ranks call this, once.
 pub(crate) fn decoder_on_ranks(
     ranks: &Arc<Ranks>,
     config: ModelConfig,

@@ -1,4 +1,4 @@
-//! The settings of a pass, and those of the trainer, from the configuration of a run.
+//! The options of a pass and of the trainer, from the configuration of a run.
 
 use moeworks_model::{BalanceKind, PassOptions, PassOrder, RouterNoise};
 use moeworks_moe::{EntropyRule, Ramp};
@@ -11,7 +11,7 @@ use crate::optimizer::AdamWConfig;
 use crate::task::Microbatch;
 use crate::trainer::TrainerSettings;
 
-/// The settings of a training pass.
+/// Returns the options of a training pass.
 pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microbatch) -> PassOptions {
     let train = &config.train;
     let num_micro = batch.num;
@@ -41,7 +41,7 @@ pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microba
     }
 }
 
-/// The settings of the trainer.
+/// Returns the settings of the trainer.
 pub(super) fn trainer_settings(config: &RunConfig) -> TrainerSettings {
     let train = &config.train;
     TrainerSettings {

@@ -1,4 +1,4 @@
-//! The files of a run besides its checkpoints, and the settings that a run goes on with.
+//! The files of a run other than its checkpoints, and the settings of a resumed run.
 
 use std::fs;
 use std::io;
@@ -12,17 +12,17 @@ use serde::{Deserialize, Serialize};
 use crate::config::{ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
 
-/// The file of a run's folder that names the model it began with.
+/// The file in a run's folder that names the model it started from.
 pub(crate) const ORIGIN_FILE: &str = "origin.json";
 
 /// The content of [`ORIGIN_FILE`].
 #[derive(Serialize, Deserialize)]
 struct Origin {
-    /// The model folder whose weights the run began with.
+    /// The model folder whose weights the run started from.
     from: String,
 }
 
-/// Notes in a run's folder which model it begins with, so that it can be begun again.
+/// Records in a run's folder the model that it starts from, so that it can be restarted.
 pub(super) fn write_origin(run_dir: &Path, from: Option<&Path>) -> Result<(), TrainError> {
     let Some(from) = from else { return Ok(()) };
     let path = run_dir.join(ORIGIN_FILE);
@@ -31,7 +31,7 @@ pub(super) fn write_origin(run_dir: &Path, from: Option<&Path>) -> Result<(), Tr
     write_whole(&path, text.as_bytes()).map_err(TrainError::io(&path))
 }
 
-/// The model folder that the run in `run_dir` began with, if it did.
+/// Reads the model folder that the run in `run_dir` started from, if any.
 pub(super) fn read_origin(run_dir: &Path) -> Result<Option<PathBuf>, TrainError> {
     let path = run_dir.join(ORIGIN_FILE);
     let bytes = match fs::read(&path) {
@@ -63,7 +63,7 @@ pub(crate) fn make_absolute(config: &mut RunConfig) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Reads the configuration that a run was started with.
+/// Reads the configuration with which a run was started.
 pub(crate) fn read_config(run_dir: &Path) -> Result<RunConfig, TrainError> {
     let path = run_dir.join(CONFIG_FILE);
     if !path.is_file() {
@@ -74,14 +74,14 @@ pub(crate) fn read_config(run_dir: &Path) -> Result<RunConfig, TrainError> {
     let text = fs::read_to_string(&path).map_err(TrainError::io(&path))?;
     let table: toml::Table = text.parse().unwrap_or_default();
     if table.get("data").and_then(|data| data.get("validation_seed")).is_none() {
-        // A run from before that setting held out what its own seed said: going on with other tokens would train on them.
+        // Older runs held out tokens by train.seed; another split would train on held-out tokens.
         config.data.validation_seed = config.train.seed;
     }
     Ok(config)
 }
 
-/// The configuration that the run in `run_dir` goes on with: its own, changed by `change`, which may change settings but not
-/// those that would make the model or its data others.
+/// Returns the configuration with which the run in `run_dir` continues: its own, modified by `change`. Settings that
+/// would change the model or its data are refused.
 pub fn resumed_config(
     run_dir: &Path,
     change: impl FnOnce(RunConfig) -> Result<RunConfig, ConfigError>,
@@ -93,7 +93,7 @@ pub fn resumed_config(
     Ok(config)
 }
 
-/// Every setting below `name` with its value.
+/// Collects every setting below `name` with its value.
 fn flatten(name: &str, value: serde_json::Value, settings: &mut Vec<(String, String)>) {
     match value {
         serde_json::Value::Object(section) => {
@@ -103,8 +103,8 @@ fn flatten(name: &str, value: serde_json::Value, settings: &mut Vec<(String, Str
     }
 }
 
-/// Refuses settings that would make the resumed steps those of another run (the model, the tokens and the seed), and those that are used
-/// only when a run begins.
+/// Refuses changed settings that would make the resumed steps those of another run (the model, the tokens and the
+/// seed), and settings that only a new run uses.
 fn check_resumable(run_dir: &Path, stored: &RunConfig, given: &RunConfig) -> Result<(), TrainError> {
     let fixed = |config: &RunConfig| -> Result<Vec<(String, String)>, serde_json::Error> {
         let mut settings = Vec::new();

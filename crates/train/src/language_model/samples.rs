@@ -1,4 +1,4 @@
-//! Texts that the model writes while it is trained. On several ranks all of them write, each with its part of the model.
+//! Texts sampled during training. On several ranks all of them take part, each with its part of the model.
 
 use std::ops::ControlFlow;
 
@@ -14,12 +14,12 @@ use crate::metrics::Sample;
 use crate::task::ModelView;
 
 impl LanguageModel {
-    /// The model with its weights as products take them.
+    /// Returns the model with its weights in the precision that GEMMs read.
     pub(super) fn model<'a>(&'a self, view: &ModelView<'a, DecoderWeights>) -> ModelRef<'a> {
         ModelRef { ctx: view.ctx, decoder: &self.decoder, weights: view.params }
     }
 
-    /// A text, on the root.
+    /// Samples a text; only the root returns it.
     pub(super) fn write_text(
         &self,
         view: &ModelView<'_, DecoderWeights>,
@@ -45,7 +45,7 @@ impl LanguageModel {
         Ok(Some(sample))
     }
 
-    /// A text of which `write` finds the ids.
+    /// Decodes the text whose ids `write` generates.
     fn sampled(
         &self,
         step: u64,

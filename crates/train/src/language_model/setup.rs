@@ -1,4 +1,4 @@
-//! The setup of a run as functions of its configuration: its context, and whether its memory suffices.
+//! The setup of a run from its configuration: its context, its vocabulary, and a check of its memory.
 
 use moeworks_gpu::{Gpu, GpuError};
 use moeworks_infer::system::System;
@@ -11,7 +11,7 @@ use crate::config::{ConfigError, Precision, RunConfig, TrainConfig};
 use crate::error::TrainError;
 use crate::parallel::Ranks;
 
-/// The model's vocabulary: the tokenizer's, unless a larger one is set.
+/// Returns the model's vocabulary size: the tokenizer's, unless a larger one is set.
 pub(super) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<usize, ConfigError> {
     let (given, needed) = (config.model.vocab_size, tokenizer.vocab_size());
     if given == 0 {
@@ -28,8 +28,8 @@ pub(super) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
     Ok(given)
 }
 
-/// Refuses a model whose training state cannot fit, before the system or the driver ends the program for it. Activations are not counted:
-/// they are an estimate, and checkpointing bounds them.
+/// Refuses a model whose training state cannot fit, before the system or the driver kills the program. Activations
+/// are not counted, because they are an estimate and checkpointing bounds them.
 pub(super) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
     let of_rank = state_of_rank(config);
     let needed_bytes = (of_rank.state() * ranks.map_or(1, Ranks::num_neighbours) as f64) as u64;
@@ -43,7 +43,7 @@ pub(super) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ran
     }
 }
 
-/// The memory that the rank with the most keeps from step to step.
+/// Returns the memory that persists between steps on the fullest rank.
 fn state_of_rank(config: &RunConfig) -> RankMemory {
     let TrainConfig { precision, checkpoint_layers, expert_gradients, seq_len, .. } = config.train;
     let workload = Workload {
@@ -52,13 +52,13 @@ fn state_of_rank(config: &RunConfig) -> RankMemory {
         zero: config.parallel.zero,
         expert_gradient_bytes: expert_gradients.bytes(),
     };
-    // Settings that give no table are refused where a run begins.
+    // Settings without a valid table are refused when a run starts.
     let table = config.weight_table().unwrap_or_else(|_| WeightTable::new(&config.model));
     let shape = shape(&config.model, &table, seq_len, Kept { precision, checkpoint_layers });
     rank_memory(&shape, &workload, &config.parallel.layout())
 }
 
-/// The part of that on a GPU: without the optimizer these are gradients, and the weights that products read.
+/// Returns the part of that on a GPU: without the optimizer these are the gradients and the weights that GEMMs read.
 fn bytes_on_gpu(config: &RunConfig, of_rank: &RankMemory) -> f64 {
     if !config.train.offload_optimizer {
         return of_rank.state();
@@ -68,24 +68,24 @@ fn bytes_on_gpu(config: &RunConfig, of_rank: &RankMemory) -> f64 {
     of_rank.weights * read + of_rank.gradients
 }
 
-/// The memory that this process may use, that of the machine or of its container, where the system says so.
+/// Returns the memory that this process may use, of the machine or of its container, if the system reports it.
 #[must_use]
 pub fn machine_bytes() -> Option<u64> {
     System::default().usable_memory_bytes()
 }
 
-/// Returns a context with the device and the threads that the configuration asks for. With `train.threads = 0` a rank takes its share
-/// of the cores of its node.
+/// Returns a context with the configuration's device and threads. With `train.threads = 0` a rank uses its share of
+/// its node's cores.
 ///
 /// # Errors
-/// [`GpuError`] where the device is not there.
+/// [`GpuError`] if the device is not available.
 pub fn context(config: &RunConfig, ranks: Option<&Ranks>, machine: &MachineOptions) -> Result<Context, GpuError> {
     let ctx = match (config.train.threads, ranks) {
         (0, None) => Context::cpu_all_cores(),
         (0, Some(ranks)) => Context::cpu((ranks.num_cores() as usize).max(1)),
         (threads, _) => Context::cpu(threads),
     };
-    // The ranks of a node share its GPUs out.
+    // The ranks of a node take its GPUs in turn.
     let device = config.train.device;
     let device = ranks.map_or(device, |ranks| device.later(ranks.place_on_node(), &machine.gpu));
     let (ctx, missing) = ctx.on_device(device, machine)?;

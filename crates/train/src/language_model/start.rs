@@ -1,4 +1,4 @@
-//! The beginning of a language model's training: a new run, or one that goes on, on one rank or on several.
+//! The start of a language model's training: a new run or a resumed one, on one or several ranks.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,46 +23,47 @@ use crate::parallel::Ranks;
 use crate::task::KeepPart;
 use crate::trainer::{ResumeOptions, ResumePoint, RunFolder, StartOptions, Trainer, is_root, root_first};
 
-/// A new run of a language model.
+/// The options of a new run of a language model.
 pub struct LanguageModelStart<'a> {
     /// The settings.
     pub config: RunConfig,
-    /// The folder of the run, which must be empty or not there unless it says otherwise.
+    /// The folder of the run. It must be empty or missing unless this says otherwise.
     pub folder: RunFolder,
-    /// The model folder whose weights the run begins with, in place of random ones. The configuration's model must be its model, up to
-    /// settings of training.
+    /// The model folder whose weights the run starts from; none for random weights. The configuration's model must
+    /// equal its model, except for settings of training.
     pub from: Option<PathBuf>,
-    /// This rank's place, if there are several; all of them start the run.
+    /// This rank's handle; none for a single rank. All ranks start the run.
     pub ranks: Option<Ranks>,
     /// The options of the machine.
     pub machine: MachineOptions,
-    /// Goes along while data is read.
+    /// A listener for warnings and progress while data is read.
     pub watch: &'a Watch,
 }
 
 impl<'a> LanguageModelStart<'a> {
-    /// A run on one rank with random weights.
+    /// Creates the options of a run on one rank with random weights.
     #[must_use]
     pub fn new(config: RunConfig, folder: impl Into<RunFolder>, watch: &'a Watch) -> Self {
         Self { config, folder: folder.into(), from: None, ranks: None, machine: MachineOptions::default(), watch }
     }
 }
 
-/// A run of a language model that goes on.
+/// The options of a resumed run of a language model.
 pub struct LanguageModelResume<'a> {
     /// The folder of the run.
     pub run_dir: PathBuf,
-    /// The settings, as [`resumed_config`](super::resumed_config) gives them.
+    /// The settings, from [`resumed_config`](super::resumed_config).
     pub config: RunConfig,
-    /// This rank's place, if there are several; all of them resume the run, whose checkpoint may be one of any number of ranks.
+    /// This rank's handle; none for a single rank. All ranks resume the run, whose checkpoint may be from any number
+    /// of ranks.
     pub ranks: Option<Ranks>,
     /// The options of the machine.
     pub machine: MachineOptions,
-    /// Goes along while data is read.
+    /// A listener for warnings and progress while data is read.
     pub watch: &'a Watch,
 }
 
-/// A run that is about to begin or to go on: its settings, and where it computes.
+/// A run before its first step: its settings, its ranks and its listener.
 struct Run {
     config: RunConfig,
     ranks: Option<Arc<Ranks>>,
@@ -71,10 +72,10 @@ struct Run {
 }
 
 impl LanguageModel {
-    /// Starts a new run. Nothing is written before the whole configuration and the data have proved usable.
+    /// Starts a new run. Nothing is written before the whole configuration and the data have been validated.
     ///
     /// # Errors
-    /// Where the folder is taken, or the configuration or the data cannot be used.
+    /// If the folder is taken, or the configuration or the data is invalid.
     pub fn start(start: LanguageModelStart<'_>) -> Result<LanguageModelTrainer, TrainError> {
         let LanguageModelStart { config, folder, from, ranks, machine, watch } = start;
         if is_root(ranks.as_ref()) {
@@ -85,10 +86,10 @@ impl LanguageModel {
         Trainer::start(task, StartOptions { folder, settings: trainer_settings(&run.config), ctx, ranks: run.ranks })
     }
 
-    /// Goes on from the newest whole checkpoint of a run, or begins it again if it has none yet.
+    /// Resumes a run from its newest complete checkpoint, or starts it again if it has none.
     ///
     /// # Errors
-    /// Where the checkpoint is damaged, or the data cannot be used.
+    /// If the checkpoint is damaged or the data is invalid.
     pub fn resume(resume: LanguageModelResume<'_>) -> Result<LanguageModelTrainer, TrainError> {
         let LanguageModelResume { run_dir, config, ranks, machine, watch } = resume;
         let mut run = Run::new(config, ranks, machine, watch);
@@ -102,8 +103,8 @@ impl LanguageModel {
         Trainer::resume_from(task, point, ResumeOptions { run_dir, settings, ctx, ranks: run.ranks })
     }
 
-    /// f32 weights, in memory of their own, of the model folder `dir`, which must hold this model: the result of `keep` for
-    /// each.
+    /// Loads the weights of the model folder `dir` as f32, in memory of their own, each reduced by `keep`. The folder
+    /// must hold this model.
     pub(super) fn weights_from(
         &self,
         ctx: &Context,
@@ -119,8 +120,8 @@ impl LanguageModel {
         Ok(weights.kept(ctx, self.decoder.weight_table(), keep))
     }
 
-    /// Random weights: the result of `keep` for each. Routers that send ids to experts by a table have that of the training tokens or of a
-    /// model's embeddings.
+    /// Draws random weights, each reduced by `keep`. Routers with a table of token ids get it from the training
+    /// tokens or from a model's embeddings.
     pub(super) fn random_weights(
         &self,
         ctx: &Context,
@@ -137,8 +138,8 @@ impl LanguageModel {
             }
             Some(TableSource::Embeddings) => {
                 let embedding = embedding_of(ctx, &self.config.data.hash_embeddings, model.vocab_size)?;
-                let points = (embedding.f32s(), embedding.cols());
-                weights.set_hash_tables(&clustered_hash(ctx, points, num_experts, top_k, seed));
+                let (points, width) = (embedding.f32s(), embedding.cols());
+                weights.set_hash_tables(&clustered_hash(ctx, points, width, num_experts, top_k, seed));
             }
             None => {}
         }
@@ -148,12 +149,12 @@ impl LanguageModel {
 
 impl Run {
     fn new(config: RunConfig, ranks: Option<Ranks>, machine: MachineOptions, watch: &Watch) -> Self {
-        // The root alone tells how far it is with reading.
+        // Only the root reports the progress of reading.
         let watch = if is_root(ranks.as_ref()) { watch.clone() } else { watch.silent() };
         Self { config, ranks: ranks.map(Arc::new), machine, watch }
     }
 
-    /// Refuses ranks that were given other settings, or another number of ranks than the settings say.
+    /// Refuses ranks with other settings, or a number of ranks that does not match the settings.
     fn check_ranks(&self) -> Result<(), TrainError> {
         let (asked, num_ranks) = (self.config.parallel.num_ranks(), self.ranks.as_ref().map_or(1, |r| r.num_ranks()));
         if asked != num_ranks {
@@ -163,7 +164,7 @@ impl Run {
         self.ranks.as_ref().map_or(Ok(()), check)
     }
 
-    /// The model and the data of a run that begins.
+    /// Prepares the model and the data of a new run.
     fn prepare(&mut self, from: Option<PathBuf>) -> Result<(LanguageModel, Context), TrainError> {
         run_files::make_absolute(&mut self.config)?;
         self.check_ranks()?;
@@ -176,7 +177,7 @@ impl Run {
         Ok((self.task(corpus, decoder, from), ctx))
     }
 
-    /// The model and the data of a run that goes on from the checkpoint in `dir`.
+    /// Prepares the model and the data of a run that is resumed from the checkpoint in `dir`.
     fn prepare_to_go_on(&self, dir: &Path) -> Result<(LanguageModel, Context), TrainError> {
         let open = || Corpus::open(&self.config, Some(Tokenizer::from_dir(dir)?), &self.watch);
         let corpus = root_first(self.ranks.as_deref(), open)?;
@@ -202,7 +203,7 @@ impl Run {
     }
 }
 
-/// The embeddings, in f32, of the run or model at `path`, which must have `vocab_size` tokens.
+/// Loads the embeddings of the run or model at `path` as f32. It must have `vocab_size` tokens.
 fn embedding_of(ctx: &Context, path: &Path, vocab_size: usize) -> Result<Tensor, TrainError> {
     let (stored, weights) = load_model(ctx, &resolve_run(path, Pick::Latest)?.model_dir)?;
     if stored.vocab_size != vocab_size {

@@ -1,5 +1,5 @@
-//! Passes of inference that all ranks make together, over tokens of the root: a text that the model writes, and what its routers choose
-//! for some tokens. Nowhere is more of the model than there always is.
+//! Inference passes of all ranks together over the root's tokens: sampling a text, and routing some tokens. No rank
+//! holds more of the model than in training.
 
 use moeworks_infer::generation::ModelRef;
 use moeworks_model::KvCache;
@@ -9,14 +9,14 @@ use crate::error::TrainError;
 use crate::parallel::Ranks;
 
 impl Ranks {
-    /// Whether this rank passes the root's tokens: the root, and those that hold what is no expert with it. The others serve rows of
-    /// theirs.
+    /// Returns whether this rank passes the root's tokens: the root, and the tensor-parallel ranks of its place.
+    /// Other ranks only serve their experts to it.
     pub(crate) fn passes_with_root(&self) -> bool {
         let (dp, ep, _) = self.layout().place(self.rank());
         (dp, ep) == (0, 0)
     }
 
-    /// The root's: tells the others which ids come next in the text, and finds the logits after them.
+    /// On the root: broadcasts the next ids of the text and computes the logits after them.
     pub(crate) fn extend_together(
         &self,
         ModelRef { ctx, decoder, weights }: ModelRef<'_>,
@@ -29,7 +29,7 @@ impl Ranks {
         Ok(logits)
     }
 
-    /// The others': takes part in the text until the root [ends](Self::end_text) it.
+    /// On the other ranks: takes part in the text until the root [ends](Self::end_text) it.
     pub(crate) fn follow_text(&self, ModelRef { ctx, decoder, weights }: ModelRef<'_>) -> Result<(), TrainError> {
         let mut cache = KvCache::new(decoder.config());
         loop {
@@ -46,7 +46,7 @@ impl Ranks {
         }
     }
 
-    /// The root's: no more ids come.
+    /// On the root: announces the end of the text.
     pub(crate) fn end_text(&self) -> Result<(), TrainError> {
         self.tell(&[])
     }

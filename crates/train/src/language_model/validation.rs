@@ -1,4 +1,4 @@
-//! The validation loss, and what the routers do with validation tokens.
+//! The validation loss, and the routing of validation tokens.
 
 use std::collections::BTreeMap;
 
@@ -12,13 +12,14 @@ use crate::parallel::Ranks;
 use crate::routing::{RoutingSample, specialization};
 use crate::task::ModelView;
 
-/// Tokens that specialisation is measured on at most, in each layer.
+/// The most tokens of each layer on which specialisation is measured.
 const SPECIALIZATION_TOKENS: usize = 1 << 16;
-/// Tokens whose experts are kept from checkpoint to checkpoint, at most, unless a single sequence is longer.
+/// The most tokens whose experts are compared between checkpoints; a single longer sequence is kept whole.
 const SAMPLE_TOKENS: usize = 1 << 12;
 
 impl LanguageModel {
-    /// Mean loss on the validation windows, `None` where there are none. The specialisation of each layer goes to `layers`.
+    /// Computes the mean loss on the validation windows; `None` without any. Writes the specialisation of each layer
+    /// to `layers`.
     pub(super) fn validate(
         &self,
         model: &ModelView<'_, DecoderWeights>,
@@ -54,8 +55,8 @@ impl LanguageModel {
         Ok((targets > 0).then(|| loss / targets as f64))
     }
 
-    /// Routes the sample of validation tokens, records in `record` how much of it the planned checkpoint before shares, and
-    /// keeps it for the next one.
+    /// Routes the sample of validation tokens, records in `record` its agreement with the previous planned
+    /// checkpoint, and keeps it for the next one.
     pub(super) fn compare_routing(
         &mut self,
         model: &ModelView<'_, DecoderWeights>,
@@ -71,8 +72,8 @@ impl LanguageModel {
         Ok(())
     }
 
-    /// The choices of the routers for the first validation sequences, on all ranks. `None` for a dense model, one with an encoder, and
-    /// without validation data.
+    /// Collects the routers' choices for the first validation sequences, on all ranks. `None` for a dense model, a
+    /// model with an encoder, and without validation data.
     fn sample_routing(&self, view: &ModelView<'_, DecoderWeights>) -> Result<Option<RoutingSample>, TrainError> {
         if self.config.model.variant.encoder.is_some() {
             return Ok(None);
@@ -98,7 +99,7 @@ impl LanguageModel {
     }
 }
 
-/// The pairs of all ranks.
+/// Gathers the pairs of all ranks.
 fn all_pairs(ranks: Option<&Ranks>, pairs: Vec<(u32, u32)>) -> Result<Vec<(u32, u32)>, TrainError> {
     let Some(ranks) = ranks else { return Ok(pairs) };
     let flat: Vec<u32> = pairs.into_iter().flat_map(|(token, expert)| [token, expert]).collect();

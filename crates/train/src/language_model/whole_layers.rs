@@ -1,5 +1,6 @@
-//! Weights shared out among the ranks that hold the same (ZeRO-3, Rajbhandari et al., 1910.02054, section 5.3): a layer is whole
-//! while a pass is in it, and the next one on its way meanwhile. What belongs to no layer is whole during a pass.
+//! Weights sharded over the ranks that hold the same ones (ZeRO-3, Rajbhandari et al., 1910.02054, section 5.3). A
+//! layer is gathered for a pass while the previous one computes. Weights outside the layers are gathered for the
+//! whole pass.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -10,14 +11,14 @@ use moeworks_tensor::Tensor;
 
 use crate::parallel::{PendingWhole, Ranks};
 
-/// Puts the slices of all ranks together where a pass needs them.
+/// Gathers the slices of all ranks where a pass needs them.
 pub(super) struct WholeLayers {
     ranks: Arc<Ranks>,
-    /// The layer that is on its way.
+    /// The layer that is being gathered.
     next: Mutex<Option<OnItsWay>>,
 }
 
-/// A layer whose tensors come, but for those that cannot.
+/// A layer that is being gathered; tensors whose communication failed are none.
 struct OnItsWay {
     index: usize,
     tensors: Vec<Option<PendingWhole>>,
@@ -33,7 +34,7 @@ impl WholeLayers {
         self.ranks.experts().attempt(None, start)
     }
 
-    /// Waits for a whole tensor; zeros if none can come.
+    /// Waits for a whole tensor. It is zeros if the communication failed.
     fn finish(&self, ctx: &Context, place: usize, slice: &Tensor, pending: Option<PendingWhole>) -> Tensor {
         let experts = self.ranks.experts();
         let whole =

@@ -1,4 +1,4 @@
-//! Records as lines of text: to JSON and CSV, and back from JSON.
+//! Conversion of records to JSON and CSV lines, and back from JSON.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -12,15 +12,15 @@ use moeworks_model::RouterLosses;
 use super::{Columns, LayerRecord, NamedFigure, OCCASIONAL, RUN_FIGURES, RanksRecord, Record, router_loss_name};
 use crate::routing::Specialization;
 
-/// A file of records that cannot be written or read.
+/// The error of a file of records that cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} {}: {source}", path.display())]
 pub struct MetricsError {
-    /// What was tried: "write", "read".
+    /// The failed action: "write", "read".
     pub action: &'static str,
     /// The file.
     pub path: PathBuf,
-    /// What the system said.
+    /// The system's error.
     #[source]
     pub source: io::Error,
 }
@@ -32,13 +32,13 @@ impl MetricsError {
     }
 }
 
-/// A number as JSON and CSV write it: the shortest text that reads back as the same bits.
+/// Formats a number for JSON and CSV: the shortest text that reads back as the same bits.
 pub(super) fn number(value: f64) -> String {
     let text = format!("{value:?}");
     text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
 }
 
-/// Whether the record is of a step without this figure, which is something else than a figure that is no number.
+/// Returns whether the record is of a step without this figure, as opposed to a figure that is NaN.
 fn is_absent(record: &Record, name: &str, value: f64) -> bool {
     let in_layer = name.strip_prefix("moe/layer_").and_then(|rest| rest.split('/').nth(1));
     let is_router_loss = name.starts_with("moe/") && name.ends_with("_loss") && in_layer.is_none();
@@ -49,7 +49,7 @@ fn is_absent(record: &Record, name: &str, value: f64) -> bool {
         || (value.is_nan() && in_layer.is_some_and(|name| OCCASIONAL.contains(&name)))
 }
 
-/// One line of `metrics.jsonl`, with its line end.
+/// Formats a line of `metrics.jsonl`, with its line end.
 pub(super) fn json_line(record: &Record) -> String {
     let mut line = format!("{{\"step\":{},\"tokens\":{}", record.step, record.tokens);
     for (name, value) in record.scalars() {
@@ -74,7 +74,7 @@ pub(super) fn json_line(record: &Record) -> String {
     line
 }
 
-/// The header of `metrics.csv` with these columns, with its line end.
+/// Formats the header of `metrics.csv` with these columns, with its line end.
 pub(super) fn csv_header(columns: &Columns) -> String {
     let layers = columns.moe_layers.iter().map(|&layer| LayerRecord { layer, ..LayerRecord::default() }).collect();
     let metrics = columns.metrics_of(&Record::default());
@@ -83,7 +83,7 @@ pub(super) fn csv_header(columns: &Columns) -> String {
     names.join(",") + "\n"
 }
 
-/// One line of `metrics.csv` with these columns, with its line end.
+/// Formats a line of `metrics.csv` with these columns, with its line end.
 pub(super) fn csv_line(record: &Record, columns: &Columns) -> String {
     let mut line = format!("{},{}", record.step, record.tokens);
     let record = Record { metrics: columns.metrics_of(record), ..record.clone() };
@@ -97,17 +97,17 @@ pub(super) fn csv_line(record: &Record, columns: &Columns) -> String {
     line
 }
 
-/// The step that a line of `metrics.jsonl` or `samples.jsonl` is of, or `None` if the line is damaged.
+/// Returns the step of a line of `metrics.jsonl` or `samples.jsonl`; `None` if the line is damaged.
 pub(super) fn json_step(line: &[u8]) -> Option<u64> {
     serde_json::from_slice::<Value>(line).ok()?.get("step")?.as_u64()
 }
 
-/// The step that a line of `metrics.csv` is of, or `None` for a line without one.
+/// Returns the step of a line of `metrics.csv`; `None` for a line without one.
 pub(super) fn csv_step(line: &[u8]) -> Option<u64> {
     std::str::from_utf8(line).ok()?.split(',').next()?.parse().ok()
 }
 
-/// Reads a line back. Names that are not known are passed over; numbers that are missing or `null` become NaN.
+/// Parses a line of `metrics.jsonl`. Unknown names are skipped; numbers that are missing or `null` become NaN.
 pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
     let Value::Object(fields) = serde_json::from_slice(line).ok()? else { return None };
     let number = |name: &str| fields.get(name).and_then(Value::as_f64).unwrap_or(f64::NAN);
@@ -143,7 +143,7 @@ pub(super) fn parse_record(line: &[u8]) -> Option<Record> {
     })
 }
 
-/// The metrics of a task: all figures of training and validation that are not those of every run.
+/// Returns the task's metrics: all figures of training and validation that not every run has.
 fn parse_metrics(fields: &serde_json::Map<String, Value>) -> Vec<NamedFigure> {
     let is_metric =
         |name: &str| (name.starts_with("train/") || name.starts_with("val/")) && !RUN_FIGURES.contains(&name);
@@ -151,7 +151,7 @@ fn parse_metrics(fields: &serde_json::Map<String, Value>) -> Vec<NamedFigure> {
     metrics.map(|(name, value)| NamedFigure { name: name.clone(), value: value.as_f64().unwrap_or(f64::NAN) }).collect()
 }
 
-/// What a line says of a layer, but for the counts of its experts.
+/// Parses the figures of a layer, except for the counts of its experts.
 fn parse_layer(fields: &serde_json::Map<String, Value>, layer: usize) -> LayerRecord {
     let field = |name: &str| fields.get(&format!("moe/layer_{layer}/{name}"));
     let number = |name: &str| field(name).and_then(Value::as_f64).unwrap_or(f64::NAN);
@@ -171,16 +171,16 @@ fn parse_layer(fields: &serde_json::Map<String, Value>, layer: usize) -> LayerRe
     }
 }
 
-/// The records of a `metrics.jsonl`, one after another. Damaged lines (a cut last one after a kill) are passed over.
+/// An iterator over the records of a `metrics.jsonl`. Damaged lines (a cut last one after a kill) are skipped.
 pub struct ReadRecords {
     lines: BufReader<File>,
     path: PathBuf,
     line: Vec<u8>,
-    /// Lines that were passed over so far.
+    /// The number of skipped lines so far.
     pub num_damaged: usize,
 }
 
-/// Opens a `metrics.jsonl`. Records come one at a time, so that a long run need not fit in memory.
+/// Opens a `metrics.jsonl`. Records are read one at a time, so that a long run need not fit in memory.
 pub fn read_records(path: &Path) -> Result<ReadRecords, MetricsError> {
     let file = File::open(path).map_err(MetricsError::new("read", path))?;
     Ok(ReadRecords { lines: BufReader::new(file), path: path.to_owned(), line: Vec::new(), num_damaged: 0 })

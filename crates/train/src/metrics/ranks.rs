@@ -1,15 +1,15 @@
-//! What the ranks of a run spent a step on.
+//! The time and traffic of the ranks of a run in each step.
 
 use serde_json::{Map, Value};
 
-/// One rank in one step.
+/// The record of one rank in one step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankRecord {
-    /// Milliseconds of forward and backward, without what it stood in communications.
+    /// Milliseconds of forward and backward, without time spent in communication.
     pub work_ms: f64,
-    /// Milliseconds that it stood in communications, in all phases, waiting for others included.
+    /// Milliseconds blocked in communication, in all phases, including waiting for other ranks.
     pub standing_ms: f64,
-    /// Milliseconds of summing gradients up.
+    /// Milliseconds of summing gradients.
     pub gradients_ms: f64,
     /// Milliseconds of the update.
     pub update_ms: f64,
@@ -17,28 +17,28 @@ pub struct RankRecord {
     pub node_bytes: u64,
     /// Bytes sent to ranks of other nodes.
     pub cluster_bytes: u64,
-    /// Milliseconds, of `standing_ms`, of sums and gathers among ranks that hold matrices between them.
+    /// The part of `standing_ms` in tensor-parallel sums and gathers.
     pub tensor_ms: f64,
-    /// Bytes sent in these.
+    /// Bytes sent in tensor-parallel communication.
     pub tensor_bytes: u64,
 }
 
-/// All ranks in one step, in their order.
+/// The records of all ranks in one step, in their order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RanksRecord {
-    /// Of each.
+    /// The record of each rank.
     pub ranks: Vec<RankRecord>,
 }
 
-/// The figures of a rank, as their names in JSON go on after `ranks/`.
+/// The names of a rank's figures in JSON, after `ranks/`.
 const FIGURES: [&str; NUM_FIGURES] =
     ["work_ms", "standing_ms", "gradients_ms", "update_ms", "node_bytes", "cluster_bytes", "tensor_ms", "tensor_bytes"];
 
-/// How many they are.
+/// The number of a rank's figures.
 pub(crate) const NUM_FIGURES: usize = 8;
 
 impl RankRecord {
-    /// The figures in a fixed order; bytes are exact up to 2^53.
+    /// Returns the figures in a fixed order; bytes are exact up to 2^53.
     #[must_use]
     pub fn to_numbers(&self) -> [f64; NUM_FIGURES] {
         let Self { work_ms, standing_ms, gradients_ms, update_ms, tensor_ms, .. } = *self;
@@ -47,7 +47,7 @@ impl RankRecord {
         [work_ms, standing_ms, gradients_ms, update_ms, node, cluster, tensor_ms, tensor]
     }
 
-    /// What [`to_numbers`](Self::to_numbers) made numbers of.
+    /// Rebuilds a record from the numbers of [`to_numbers`](Self::to_numbers).
     #[must_use]
     pub fn from_numbers(numbers: [f64; NUM_FIGURES]) -> Self {
         let [work_ms, standing_ms, gradients_ms, update_ms, node, cluster, tensor_ms, tensor] = numbers;
@@ -57,18 +57,18 @@ impl RankRecord {
 }
 
 impl RanksRecord {
-    /// Names of [`scalars`](Self::scalars), after `ranks/`.
+    /// The names of [`scalars`](Self::scalars), after `ranks/`.
     pub(super) const SCALARS: [&str; 7] =
         ["imbalance", "waiting_ms", "standing_ms_mean", "node_mb", "cluster_mb", "tensor_ms_mean", "tensor_mb"];
 
-    /// How far the busiest rank is above the mean: its work over the mean work, 1 when even.
+    /// Returns the busiest rank's work over the mean work; 1 when even.
     #[must_use]
     pub fn imbalance(&self) -> f64 {
         let mean = self.mean(|rank| rank.work_ms);
         if mean > 0.0 { self.most_work() / mean } else { 1.0 }
     }
 
-    /// Milliseconds that a rank waits for the one with the most work, in the mean.
+    /// Returns the mean milliseconds that a rank waits for the one with the most work.
     #[must_use]
     pub fn waiting_ms(&self) -> f64 {
         self.mean(|rank| self.most_work() - rank.work_ms)
@@ -82,7 +82,7 @@ impl RanksRecord {
         self.ranks.iter().map(figure).sum::<f64>() / self.ranks.len().max(1) as f64
     }
 
-    /// The figures of all ranks together; bytes are sums, in millions.
+    /// Returns the figures of all ranks together; bytes are sums, in millions.
     pub(super) fn scalars(&self) -> [f64; 7] {
         let megabytes = |bytes: fn(&RankRecord) -> u64| self.ranks.iter().map(bytes).sum::<u64>() as f64 / 1e6;
         [
@@ -96,13 +96,13 @@ impl RanksRecord {
         ]
     }
 
-    /// One of the figures of all ranks together, by its name after `ranks/`; NaN where there is none of this name.
+    /// Returns one of the figures of all ranks together, by its name after `ranks/`; NaN for an unknown name.
     pub(crate) fn scalar(&self, name: &str) -> f64 {
         let found = Self::SCALARS.iter().zip(self.scalars()).find(|(known, _)| **known == name);
         found.map_or(f64::NAN, |(_, value)| value)
     }
 
-    /// The figures of each rank, for a JSON line: `"ranks/work_ms":[1,2]`.
+    /// Formats the figures of each rank for a JSON line: `"ranks/work_ms":[1,2]`.
     pub(super) fn json(&self) -> String {
         let list = |(index, name): (usize, &&str)| {
             let numbers = self.ranks.iter().map(|rank| super::lines::number(rank.to_numbers()[index]));
@@ -111,7 +111,7 @@ impl RanksRecord {
         FIGURES.iter().enumerate().map(list).collect()
     }
 
-    /// Of the fields of a JSON line; `None` if it has none of ranks. A figure that an older run did not write is 0.
+    /// Parses the fields of a JSON line; `None` if it has no ranks. A figure missing from an older run is 0.
     pub(super) fn parse(fields: &Map<String, Value>) -> Option<Self> {
         let list = |name: &str| fields.get(&format!("ranks/{name}"))?.as_array();
         let num_ranks = list(FIGURES[0])?.len();

@@ -1,8 +1,8 @@
-//! Writes the records of a run, and continues them after a kill as if there had been none.
+//! The writer of a run's records, which continues them after a kill as if there had been none.
 //!
-//! A record goes to each file in one `write` call, straight to the system: killing the process loses nothing that was
-//! written and cuts at most the last line. [`MetricsWriter::resume`] looks only at the end of the files, so that it
-//! takes the same time however long the run is.
+//! A record goes to each file by one unbuffered `write` call: killing the process loses nothing that was written and
+//! truncates at most the last line. [`MetricsWriter::resume`] reads only the end of the files, so that its time does
+//! not depend on the length of the run.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -14,17 +14,17 @@ use super::lines::{MetricsError, csv_header, csv_line, csv_step, json_line, json
 use super::{Columns, METRICS_CSV, METRICS_JSONL, Record, SAMPLES_JSONL};
 use crate::events::EventFile;
 
-/// Histograms of the expert load go to TensorBoard every this many steps: it shows no more, and they are large.
+/// Steps between histograms of the expert load in TensorBoard, which samples them anyway; they are large.
 const HISTOGRAM_INTERVAL: u64 = 10;
 
-/// A text that the model wrote while it was trained.
+/// A text sampled from the model during training.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sample {
     /// Optimizer steps done.
     pub step: u64,
-    /// What the model was given.
+    /// The prompt.
     pub prompt: String,
-    /// What it wrote, without the prompt.
+    /// The generated text, without the prompt.
     pub text: String,
 }
 
@@ -40,8 +40,8 @@ pub struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Starts the records of a new run in `run_dir`, which is made where it is missing. Records that are there are
-    /// replaced. `columns` are those of the CSV file.
+    /// Starts the records of a new run in `run_dir`, which is created if it is missing. Old records are replaced.
+    /// `columns` are those of the CSV file.
     pub fn create(run_dir: &Path, columns: &Columns) -> Result<Self, MetricsError> {
         fs::create_dir_all(run_dir).map_err(MetricsError::new("make", run_dir))?;
         for name in [METRICS_JSONL, METRICS_CSV, SAMPLES_JSONL] {
@@ -52,9 +52,9 @@ impl MetricsWriter {
         Self::open(run_dir, columns, None)
     }
 
-    /// Goes on after step `step`. Records of later steps, which a killed run left, and half a line at the end are cut
-    /// off, so that the files become those of a run that was never stopped. A new event file tells TensorBoard to
-    /// forget the later steps.
+    /// Continues after step `step`. Records of later steps, left by a killed run, and an incomplete last line are
+    /// removed, so that the files equal those of an uninterrupted run. A new event file tells TensorBoard to discard
+    /// the later steps.
     pub fn resume(run_dir: &Path, columns: &Columns, step: u64) -> Result<Self, MetricsError> {
         fs::create_dir_all(run_dir).map_err(MetricsError::new("make", run_dir))?;
         for (name, step_of) in
@@ -83,10 +83,10 @@ impl MetricsWriter {
         })
     }
 
-    /// Appends one step to every file.
+    /// Appends the record of one step to every file.
     ///
     /// # Errors
-    /// If a file cannot be written, or the record's layers are not those that the files were opened for.
+    /// If a file cannot be written, or if the record has other layers than the files.
     pub fn write(&mut self, record: &Record) -> Result<(), MetricsError> {
         if !record.layers.iter().map(|layer| layer.layer).eq(self.columns.moe_layers.iter().copied()) {
             let problem = format!("a record of step {} has other MoE layers than the table", record.step);
@@ -99,7 +99,7 @@ impl MetricsWriter {
         write(&mut self.jsonl, METRICS_JSONL, &json_line(record))?;
         write(&mut self.csv, METRICS_CSV, &csv_line(record, &self.columns))?;
         let mut scalars = record.scalars();
-        // A loss or gradient that is not finite is news; a figure that is not known is none.
+        // A non-finite loss or gradient is shown; an unknown figure is omitted.
         scalars.retain(|(name, value)| value.is_finite() || name.starts_with("train/"));
         let result = self.events.scalars(record.step, &scalars).and_then(|()| {
             if !record.step.is_multiple_of(HISTOGRAM_INTERVAL) && record.step != 1 {
@@ -119,13 +119,13 @@ impl MetricsWriter {
         let line = format!("{}\n", json!({ "step": step, "prompt": prompt, "text": text }));
         let path = self.run_dir.join(SAMPLES_JSONL);
         append_line(&mut self.samples, &line).map_err(MetricsError::new("write", &path))?;
-        // TensorBoard takes text for Markdown, where indented lines are shown as they are.
+        // TensorBoard renders text as Markdown, in which indented lines are verbatim.
         let shown: String = format!("{prompt}{text}").lines().map(|line| format!("    {line}\n")).collect();
         self.events.text(*step, "sample", &shown).map_err(MetricsError::new("write", self.events.path()))
     }
 
-    /// Waits until everything written is on the disk. Call it before a checkpoint is saved, so that the records up to
-    /// a checkpoint are there whenever the checkpoint is.
+    /// Flushes everything written to the disk. It must be called before a checkpoint is saved, so that the records up
+    /// to a checkpoint exist whenever the checkpoint does.
     pub fn sync(&mut self) -> Result<(), MetricsError> {
         for (file, name) in [(&self.jsonl, METRICS_JSONL), (&self.csv, METRICS_CSV), (&self.samples, SAMPLES_JSONL)] {
             file.sync_data().map_err(MetricsError::new("write", &self.run_dir.join(name)))?;
@@ -134,7 +134,7 @@ impl MetricsWriter {
     }
 }
 
-/// The sampled texts of a run, oldest first; none where the file is missing. Damaged lines are passed over.
+/// Reads the sampled texts of a run, oldest first; none if the file is missing. Damaged lines are skipped.
 pub fn read_samples(run_dir: &Path) -> Result<Vec<Sample>, MetricsError> {
     let path = run_dir.join(SAMPLES_JSONL);
     let bytes = match fs::read(&path) {
@@ -149,7 +149,7 @@ pub fn read_samples(run_dir: &Path) -> Result<Vec<Sample>, MetricsError> {
     Ok(bytes.split(|&byte| byte == b'\n').filter_map(sample).collect())
 }
 
-/// The last whole record of a run, `None` if there is none. Reads only the end of the file.
+/// Reads the last complete record of a run; `None` if there is none. It reads only the end of the file.
 pub fn read_last_record(run_dir: &Path) -> Result<Option<Record>, MetricsError> {
     let path = run_dir.join(METRICS_JSONL);
     let mut file = match File::open(&path) {
@@ -166,7 +166,7 @@ pub fn read_last_record(run_dir: &Path) -> Result<Option<Record>, MetricsError> 
     Ok(last)
 }
 
-/// Appends a line, or nothing: a part that a full disk let through is taken back.
+/// Appends a line atomically: a partial line, left by a full disk, is removed.
 fn append_line(file: &mut File, line: &str) -> io::Result<()> {
     let len = file.metadata()?.len();
     file.write_all(line.as_bytes()).inspect_err(|_| _ = file.set_len(len))
@@ -185,7 +185,7 @@ fn first_line(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&line).into_owned())
 }
 
-/// Makes the CSV file anew from the JSON lines: it was lost, or its columns are those of another version.
+/// Rebuilds the CSV file from the JSON lines, because it is missing or has other columns.
 fn rewrite_csv(run_dir: &Path, columns: &Columns) -> Result<(), MetricsError> {
     let path = run_dir.join(METRICS_CSV);
     let beside = run_dir.join(format!(".{METRICS_CSV}.new"));
@@ -204,8 +204,8 @@ fn rewrite_csv(run_dir: &Path, columns: &Columns) -> Result<(), MetricsError> {
 
 type StepOf = fn(&[u8]) -> Option<u64>;
 
-/// Cuts off the lines after the last whole one whose step is at most `step`, reading the file from its end. A first line
-/// without a step (the header of a table) stays.
+/// Removes the lines after the last complete one whose step is at most `step`, reading the file from its end. A first
+/// line without a step (a table's header) stays.
 fn cut_after(path: &Path, step: u64, step_of: StepOf) -> io::Result<()> {
     let mut file = match OpenOptions::new().read(true).write(true).open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -224,14 +224,15 @@ fn cut_after(path: &Path, step: u64, step_of: StepOf) -> io::Result<()> {
     Ok(())
 }
 
-/// Where the last whole line that `is_kept` ends, `None` if there is no such line.
+/// Returns the end of the last complete line for which `is_kept` is true; `None` without one.
 fn end_of_last_line(file: &mut File, len: u64, mut is_kept: impl FnMut(&[u8]) -> bool) -> io::Result<Option<u64>> {
-    // `tail` holds the bytes from `start` to `end`, the end of the last line that is not yet judged.
+    // `tail` holds the bytes from `start` to `end`, the end of the last line that has not been tested.
     let (mut start, mut end) = (len, len);
     let mut tail: Vec<u8> = Vec::new();
     let mut chunk_len = 1 << 16;
     loop {
-        // Lines in `tail` whose beginning is known: those after a line end, and the first when the file begins here.
+        // Tests the lines of `tail` whose start is known: those after a line end, and the first one at the start of
+        // the file.
         while let Some(line_start) = match tail[..tail.len().saturating_sub(1)].iter().rposition(|&b| b == b'\n') {
             Some(before) => Some(before + 1),
             None => (start == 0 && !tail.is_empty()).then_some(0),
@@ -246,7 +247,7 @@ fn end_of_last_line(file: &mut File, len: u64, mut is_kept: impl FnMut(&[u8]) ->
         if start == 0 {
             return Ok(None);
         }
-        // A line longer than what is held: read further back, twice as far each time so that it stays linear.
+        // The line is longer than `tail`: read further back, twice as far each time, so that the total is linear.
         let size = chunk_len.min(start);
         start -= size;
         chunk_len *= 2;
@@ -258,7 +259,7 @@ fn end_of_last_line(file: &mut File, len: u64, mut is_kept: impl FnMut(&[u8]) ->
     }
 }
 
-/// Length of a first line that is whole and is not of a step.
+/// Returns the length of a first line that is complete and has no step.
 fn header_len(file: &mut File, step_of: StepOf) -> io::Result<u64> {
     let mut line = Vec::new();
     file.seek(SeekFrom::Start(0))?;

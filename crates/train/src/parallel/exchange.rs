@@ -1,4 +1,4 @@
-//! How tokens go, from settings and what is known of the links.
+//! The exchange of tokens, from the settings and the measured links.
 
 use std::fs;
 use std::path::Path;
@@ -10,10 +10,11 @@ use moeworks_plan::{Algorithm, Exchange, Group, Link, Links, Moving, Topology};
 use crate::config::{MovingChoice, PathChoice, RunConfig};
 use crate::error::TrainError;
 
-/// Paths by number, for the root to tell the others.
+/// The algorithms by index, for the root's broadcast.
 const PATHS: [Algorithm; 3] = [Algorithm::Linear, Algorithm::Hierarchical, Algorithm::TwoHop];
 
-/// What `config` says, the path chosen by the root where it is left to costs. All ranks call this.
+/// Creates the exchange of `config`. With `auto` the root chooses the algorithm of the least cost. All ranks call
+/// this.
 pub(super) fn of_config(comm: &dyn Communicator, config: &RunConfig) -> Result<Exchange, TrainError> {
     let parallel = &config.parallel;
     let algorithm = match parallel.all_to_all {
@@ -33,7 +34,7 @@ pub(super) fn of_config(comm: &dyn Communicator, config: &RunConfig) -> Result<E
     Ok(Exchange { algorithm, chunks: parallel.chunks, wire: parallel.wire.wire() })
 }
 
-/// What may move, by the costs that the root knows. All ranks call this.
+/// Returns the rule of moving tokens or experts, with the link costs that the root knows. All ranks call this.
 pub(super) fn moving(comm: &dyn Communicator, config: &RunConfig) -> Result<Moving, TrainError> {
     match config.parallel.moving {
         MovingChoice::Tokens => return Ok(Moving::Tokens),
@@ -66,12 +67,12 @@ fn by_cost(comm: &dyn Communicator, config: &RunConfig) -> Result<Algorithm, Tra
     Ok(fastest_path(&topology(config)?, group, &rows))
 }
 
-/// What costs are taken from: the topology in the file, or else a described one.
+/// Returns the topology for costs: that of the file, or else an example cluster.
 fn topology(config: &RunConfig) -> Result<Topology, TrainError> {
     Ok(measured(&config.parallel.topology)?.unwrap_or_else(|| Topology::example_cluster(1)))
 }
 
-/// The topology in the file, if there is one.
+/// Reads the topology of the file; none if there is no file.
 fn measured(path: &Path) -> Result<Option<Topology>, TrainError> {
     let text = match fs::read_to_string(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),

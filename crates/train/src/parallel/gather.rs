@@ -1,4 +1,4 @@
-//! The whole model put together on the root, and the part of it that a rank keeps.
+//! Gathering the whole model on the root, and the part of it that a rank holds.
 
 use std::io;
 
@@ -14,20 +14,20 @@ use moeworks_tensor::{DType, Tensor};
 use super::Ranks;
 use crate::error::TrainError;
 
-/// The tag of tensors on their way to the root.
+/// The tag of messages with tensors for the root.
 const TAG: u32 = 1;
 
-/// The weights or the moments of a rank's part of a model.
+/// The weights, or the moments, of a rank's part of a model.
 #[derive(Clone, Copy)]
 pub(crate) struct Held<'a> {
     pub(super) tensors: &'a dyn ParamSet,
-    /// Whether each tensor is a slice of the rank's part.
+    /// True if each tensor is a slice of the rank's part.
     pub(super) are_slices: bool,
-    /// Whether frozen weights have none, as they have no moments.
+    /// True if frozen weights have no tensor, as with moments.
     pub(super) only_trainable: bool,
 }
 
-/// A tensor of these: its entry in the table, and the rank's part or a slice of that.
+/// A tensor of [`Held`]: its entry in the table, and the rank's part or a slice of it.
 struct HeldTensor<'a> {
     spec: &'a WeightSpec,
     tensor: &'a Tensor,
@@ -35,7 +35,7 @@ struct HeldTensor<'a> {
 }
 
 impl Ranks {
-    /// The part of a tensor of a whole model (weights or moments) that this rank keeps, or keeps slices of.
+    /// Returns this rank's part of a whole tensor (weights or moments).
     pub(crate) fn part(&self, ctx: &Context, spec: &WeightSpec, whole: &Tensor) -> Tensor {
         if spec.role.is_of_experts() {
             return select_experts(ctx, whole, self.layer_of(spec).held());
@@ -43,7 +43,7 @@ impl Ranks {
         self.tensor_ranks().map_or_else(|| whole.clone(), |ranks| ranks.split().part(ctx, spec, whole))
     }
 
-    /// The shape of [`part`](Self::part).
+    /// Returns the shape of [`part`](Self::part).
     pub(super) fn part_shape(&self, spec: &WeightSpec) -> Vec<usize> {
         if spec.role.is_of_experts() {
             let mut shape = spec.shape.clone();
@@ -53,7 +53,8 @@ impl Ranks {
         self.tensor_ranks().map_or_else(|| spec.shape.clone(), |ranks| ranks.split().part_shape(spec))
     }
 
-    /// Returns what gives, in f32, the part that this rank keeps of each tensor of a whole model, or a slice of that where `are_shared`.
+    /// Returns a function that reduces each whole tensor to this rank's part, in f32, or to a slice of the part if
+    /// `are_shared`.
     pub(crate) fn keeper(&self, ctx: &Context, are_shared: bool) -> impl FnMut(&WeightSpec, &Tensor) -> Tensor {
         move |spec, whole| {
             let is_packed = whole.dtype().is_quantized();
@@ -63,17 +64,17 @@ impl Ranks {
         }
     }
 
-    /// The weights as this rank has them.
+    /// Describes the weights that this rank holds.
     pub(crate) fn held_weights<'a>(&self, weights: &'a dyn ParamSet) -> Held<'a> {
         Held { tensors: weights, are_slices: self.shards_weights(), only_trainable: false }
     }
 
-    /// The moments as this rank has them.
+    /// Describes the moments that this rank holds.
     pub(crate) fn held_moments<'a>(&self, moments: &'a dyn ParamSet) -> Held<'a> {
         Held { tensors: moments, are_slices: self.shards_optimizer(), only_trainable: true }
     }
 
-    /// One tensor of `held` after another.
+    /// Iterates over the tensors of `held`.
     fn held_tensors<'a>(&'a self, held: Held<'a>) -> impl Iterator<Item = HeldTensor<'a>> + 'a {
         let Held { tensors, are_slices, only_trainable } = held;
         let tensors = self.table().specs().iter().zip(tensors.params());
@@ -81,13 +82,13 @@ impl Ranks {
         tensors.map(move |(spec, tensor)| HeldTensor { spec, tensor, is_slice: are_slices })
     }
 
-    /// Whether this rank is of the root's group, which has all experts.
+    /// Returns whether this rank is in the root's group, which has all experts.
     fn is_near_root(&self) -> bool {
         self.layout.place(self.world.rank()).0 == 0
     }
 
-    /// The whole of a tensor into `whole`, which the root gives. All ranks call this: those whose group has slices put these together
-    /// first.
+    /// Gathers a whole tensor into `whole`, which only the root passes. All ranks call this; groups with slices first
+    /// gather them.
     fn whole_tensor(&self, ctx: &Context, held: &HeldTensor<'_>, whole: Option<&mut Tensor>) -> Result<(), TrainError> {
         let &HeldTensor { spec, tensor, is_slice } = held;
         let joined = is_slice.then(|| self.start_joining(ctx, spec.index, tensor)?.finish()).transpose()?;
@@ -99,7 +100,7 @@ impl Ranks {
         }
     }
 
-    /// Gives the root this rank's part of a tensor.
+    /// Sends this rank's part of a tensor to the root.
     fn give_tensor(&self, spec: &WeightSpec, part: &Tensor) -> Result<(), CommError> {
         match spec.role.is_of_experts() {
             true => self.experts.group().send(part.f32s(), 0, TAG),
@@ -107,7 +108,7 @@ impl Ranks {
         }
     }
 
-    /// A tensor of which others have parts into `whole`; the root's part is `own`.
+    /// Gathers a tensor's parts into `whole`; the root's part is `own`.
     fn collect_tensor(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), TrainError> {
         if spec.role.is_of_experts() {
             return Ok(self.collect(spec, own, whole)?);
@@ -115,7 +116,7 @@ impl Ranks {
         self.collect_parts(spec, own, whole)
     }
 
-    /// Gives the root this rank's part of a tensor, if it is of those that the root takes one of.
+    /// Sends this rank's part of a non-expert tensor to the root, if the root needs this rank's copy.
     fn give_part(&self, spec: &WeightSpec, part: &Tensor) -> Result<(), CommError> {
         let Some(ranks) = self.tensor_ranks().filter(|_| self.layout.place(self.world.rank()).1 == 0) else {
             return Ok(());
@@ -127,7 +128,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// A tensor of no expert into `whole`; the root's part is `own`.
+    /// Gathers a non-expert tensor into `whole`; the root's part is `own`.
     fn collect_parts(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), TrainError> {
         let ranks = self.tensor_ranks().map(|ranks| (ranks, ranks.split().share(spec)));
         let Some((ranks, TensorShare { cut: Some(cut), .. })) = ranks else {
@@ -146,7 +147,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// The experts of all ranks of the group into `whole` `[E, ..]`; the root's are `own`.
+    /// Gathers the experts of all ranks of the group into `whole [E, ..]`; the root's are `own`.
     fn collect(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), CommError> {
         let layer = self.layer_of(spec);
         let placement = layer.placement();
@@ -165,8 +166,8 @@ impl Ranks {
         Ok(())
     }
 
-    /// The tensors of all ranks, on the root, one after another in memory: each is put together when it is asked for, while the other
-    /// ranks [give](Self::give_tensors) theirs.
+    /// Gathers the tensors of all ranks on the root, one at a time in memory: each when it is asked for, while the
+    /// other ranks [send](Self::give_tensors) theirs.
     pub(crate) fn whole_one_by_one<'a>(
         &'a self,
         ctx: &'a Context,
@@ -175,14 +176,15 @@ impl Ranks {
         self.held_tensors(held).map(move |held| self.made_whole(ctx, &held))
     }
 
-    /// The whole of a tensor on the root.
+    /// Gathers a whole tensor on the root.
     fn made_whole(&self, ctx: &Context, held: &HeldTensor<'_>) -> io::Result<Tensor> {
         let mut whole = ctx.zeros(&held.spec.shape, DType::F32);
         self.whole_tensor(ctx, held, Some(&mut whole)).map_err(io::Error::other)?;
         Ok(whole)
     }
 
-    /// [The same](Self::whole_one_by_one) as a file has it. Names begin with `prefix`.
+    /// Returns the tensors of [`whole_one_by_one`](Self::whole_one_by_one) as entries of a file. Names begin with
+    /// `prefix`.
     pub(crate) fn whole_tensors<'a>(&'a self, ctx: &'a Context, held: Held<'a>, prefix: &str) -> Vec<TensorBytes<'a>> {
         let in_file = |held: HeldTensor<'a>| {
             let (name, shape) = (format!("{prefix}{}", held.spec.name), held.spec.shape.clone());
@@ -193,7 +195,7 @@ impl Ranks {
         self.held_tensors(held).map(in_file).collect()
     }
 
-    /// Gives the root this rank's part of all tensors, one after another.
+    /// Sends this rank's part of all tensors to the root, one after another.
     pub(crate) fn give_tensors(&self, ctx: &Context, held: Held<'_>) -> Result<(), TrainError> {
         self.held_tensors(held).try_for_each(|held| self.whole_tensor(ctx, &held, None))
     }

@@ -1,4 +1,4 @@
-//! Gradients over all ranks: sums, and their norm.
+//! Sums of gradients over all ranks, and their norm.
 
 use std::collections::HashMap;
 
@@ -14,24 +14,24 @@ use super::zero::GradSlices;
 use super::{Ranks, fingerprint};
 use crate::error::TrainError;
 
-/// Sums of gradients that were started, by the numbers of the tensors, and why one could not be.
+/// Sums of gradients in flight, by the index of the tensor, and the first error of starting one.
 #[derive(Default)]
 pub(crate) struct SumsUnderWay {
     pending: Vec<(usize, Pending<Tensor>)>,
     failure: Option<CommError>,
-    /// The slices that gradients are summed into, where ranks share them out.
+    /// The slices into which gradients are reduce-scattered, if they are sharded.
     pub(crate) slices: Option<GradSlices>,
 }
 
 impl Ranks {
-    /// The sums of a step's gradients, of which none is under way.
+    /// Begins the sums of a step's gradients; none is in flight yet.
     pub(crate) fn begin_sums(&self, ctx: &Context) -> SumsUnderWay {
         let slices = self.shards_gradients().then(|| GradSlices::new(self, ctx));
         SumsUnderWay { slices, ..SumsUnderWay::default() }
     }
 
-    /// Starts to sum the gradients of a layer up, which [`sum_gradients`](Self::sum_gradients) finishes: until then they are not in
-    /// `grads`. All ranks start those of the same layers in the same order.
+    /// Starts summing the gradients of a layer, which [`sum_gradients`](Self::sum_gradients) finishes; until then
+    /// they are not in `grads`. All ranks start the same layers in the same order.
     pub(crate) fn start_sums(
         &self,
         ctx: &Context,
@@ -59,7 +59,7 @@ impl Ranks {
         }
     }
 
-    /// Puts the sums that were started in their places.
+    /// Waits for the started sums and puts them back in `grads`. Returns the indices of their tensors.
     fn finish_sums(&self, grads: &mut dyn ParamSet, under_way: SumsUnderWay) -> Result<Vec<usize>, TrainError> {
         under_way.failure.map_or(Ok(()), Err)?;
         let finished = under_way.pending.into_iter().map(|(index, pending)| Ok((index, pending.finish()?)));
@@ -74,8 +74,8 @@ impl Ranks {
         Ok(done)
     }
 
-    /// Sums the gradients of trainable weights over the ranks that hold them, so that they are those of all tokens. All ranks then have
-    /// the same bits of what they share. Sums `under_way` are finished.
+    /// Sums the gradients of trainable weights over the ranks that hold them, so that they are those of all tokens,
+    /// and finishes the sums `under_way`. Ranks then have equal bits of the weights they share.
     pub(crate) fn sum_gradients(&self, grads: &mut dyn ParamSet, under_way: SumsUnderWay) -> Result<(), TrainError> {
         let done = self.finish_sums(grads, under_way)?;
         for (spec, tensor) in self.table().specs().iter().zip(grads.params_mut()) {
@@ -92,8 +92,8 @@ impl Ranks {
         Ok(())
     }
 
-    /// Refuses ranks whose `weights` have drifted apart: those that hold the same have the same bits, as sums that a library took may
-    /// only be if it keeps to the standard. All ranks call this.
+    /// Refuses ranks whose `weights` have drifted apart. Ranks that hold the same weights have the same bits,
+    /// provided that the MPI library's sums give all ranks equal results. All ranks call this.
     pub(crate) fn check_copies(&self, weights: &dyn ParamSet) -> Result<(), TrainError> {
         if self.shards_weights() {
             return Ok(());
@@ -107,7 +107,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// Sums the gradients `[held, ..]` of experts of a layer that several ranks of a group hold.
+    /// Sums the gradients `[held, ..]` of a layer's experts that several ranks of a group hold.
     fn sum_replicas(&self, layer: &LayerRanks, tensor: &mut Tensor) -> Result<(), CommError> {
         let placement = layer.placement();
         let replicated: Vec<usize> =
@@ -132,7 +132,8 @@ impl Ranks {
         Ok(())
     }
 
-    /// The norm of the summed gradients of all trainable weights as one vector, each expert counted once: the same bits on all ranks.
+    /// Computes the norm of the summed gradients of all trainable weights as one vector, each expert counted once;
+    /// all ranks get the same bits.
     pub(crate) fn global_norm(&self, ctx: &Context, grads: &dyn ParamSet) -> Result<f64, TrainError> {
         let mut dense = [0.0];
         let mut experts = [0.0];
@@ -151,7 +152,7 @@ impl Ranks {
         Ok((dense[0] + experts[0]).sqrt())
     }
 
-    /// The sum of squares of a layer's `[held, ..]` for those experts whose first rank this is.
+    /// Sums the squares of a layer's `[held, ..]` over the experts whose first rank this is.
     fn squares_of_own(&self, ctx: &Context, layer: &LayerRanks, tensor: &Tensor) -> f64 {
         let (placement, rank) = (layer.placement(), layer.group().rank());
         if !placement.has_replicas() {

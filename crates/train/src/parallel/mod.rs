@@ -1,7 +1,8 @@
-//! One rank's place in a run: its groups, its share of the sequences, and what the ranks sum or put together.
+//! One rank's handle to a run: its groups, its share of the sequences, and the collectives of training.
 //!
-//! Rank 0 is the root: it alone reads what only one may (a fresh token cache), writes (checkpoints, records, the report) and
-//! shows. A checkpoint is that of one rank: the root puts the experts together, so that any layout goes on from it.
+//! Rank 0 is the root. Only the root reads what a single rank may read (a new token cache), writes checkpoints,
+//! records and the report, and prints. A checkpoint does not depend on the layout: the root gathers the whole model,
+//! so that any layout can resume from it.
 
 mod exchange;
 mod gather;
@@ -32,39 +33,39 @@ use table::PartTable;
 use tensor::{TensorGroups, TensorPart};
 pub(crate) use zero_shards::PendingWhole;
 
-/// How long ranks wait for one that reads data or writes a checkpoint.
+/// The timeout of ranks that wait for one that reads data or writes a checkpoint.
 const PATIENCE: Duration = Duration::from_secs(24 * 3600);
-/// How long they wait for one within a step, unless told.
+/// The default timeout within a step.
 const STEP_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// One rank's place in a run.
+/// One rank's handle to a run on several ranks.
 pub struct Ranks {
     layout: Layout,
     /// All ranks.
     world: Box<dyn Communicator>,
-    /// Those that hold the same experts.
+    /// The ranks that hold the same experts.
     copies: Box<dyn Communicator>,
     experts: ExpertRanks,
-    /// Where several ranks hold what is no expert between them.
+    /// The tensor-parallel groups; none without tensor parallelism.
     tensor: Option<TensorGroups>,
-    /// And what they hold, once the model is known.
+    /// This rank's tensor-parallel parts, once the model is known.
     tensor_part: OnceLock<TensorPart>,
-    /// What goes through all of these.
+    /// The meter of all communication.
     meter: Arc<Meter>,
-    /// How many cores of its node are this rank's; less than one where it shares them.
+    /// The number of cores that this rank may use; below one if ranks share a core.
     cores: f64,
-    /// How long ranks wait for one within a step before they take it for hung.
+    /// The time within a step after which a rank counts as hung.
     step_timeout: Duration,
-    /// What ranks that hold the same weights share out: from 1 on their optimizer state, from 2 on gradients, from 3 on the weights
-    /// themselves (ZeRO's stages).
+    /// The stage of ZeRO over ranks that hold the same weights: 1 shards the optimizer state, 2 gradients as well, 3
+    /// weights as well.
     zero: u8,
     /// The tensors of this rank's part of the model, once it is known.
     table: OnceLock<PartTable>,
 }
 
 impl Ranks {
-    /// The place of the rank of `comm`, whose ranks lie as `layout` says; `placements` say which rank of a group holds which
-    /// expert of each layer, `options` how tokens meet them. All ranks call this.
+    /// Creates the handle of `comm`'s rank in `layout`. `placements` has the experts of each rank of a group, for
+    /// each layer; `options` are those of expert parallelism. All ranks call this.
     pub fn new(
         comm: &dyn Communicator,
         layout: Layout,
@@ -95,8 +96,8 @@ impl Ranks {
         })
     }
 
-    /// As [`new`](Self::new), with an account of what goes through the communicators; a trace of it can be written where it keeps
-    /// spans.
+    /// Creates the handle like [`new`](Self::new), with a meter of all communication. With `keeps_spans` a trace can
+    /// be written.
     fn metered(
         comm: &dyn Communicator,
         layout: Layout,
@@ -105,7 +106,7 @@ impl Ranks {
         keeps_spans: bool,
     ) -> Result<Self, CommError> {
         let all = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
-        // Clocks of different machines begin together.
+        // The barrier aligns the start times of different machines.
         comm.barrier()?;
         let meter = Arc::new(Meter::new(keeps_spans));
         let metered = Metered::new(all, Arc::clone(&meter));
@@ -114,8 +115,8 @@ impl Ranks {
         Ok(Self { meter, ..ranks })
     }
 
-    /// The place of the rank of `comm` that `config` gives it; `is_traced` says whether a trace will be written. All ranks call
-    /// this.
+    /// Creates the handle of `comm`'s rank according to `config`; `is_traced` is true if a trace will be written. All
+    /// ranks call this.
     pub fn of_config(comm: &dyn Communicator, config: &RunConfig, is_traced: bool) -> Result<Self, TrainError> {
         let parallel = &config.parallel;
         if parallel.num_ranks() != comm.size() {
@@ -129,22 +130,22 @@ impl Ranks {
         Ok(ranks.with_zero(parallel.zero))
     }
 
-    /// Refuses processes that run another program than that of rank 0. All ranks call this.
+    /// Refuses processes that run another program than rank 0. All ranks call this.
     pub fn check_program(comm: &dyn Communicator) -> Result<(), TrainError> {
         let program = std::env::current_exe().and_then(|path| fs::read(&path));
         let program = program.map_err(|error| comm.abort(&format!("its program cannot be read: {error}")))?;
         Ok(comm.check_same("program", &fingerprint(&program))?)
     }
 
-    /// Sets how long ranks wait for one within a step before they take it for hung.
+    /// Sets the time within a step after which a rank counts as hung.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.step_timeout = timeout;
         self
     }
 
-    /// Sets what ranks that hold the same weights share out: 0 nothing, 1 their optimizer state, 2 gradients, too, 3 and the weights
-    /// (the stages of ZeRO). Panics where a group holds an expert more than once.
+    /// Sets the stage of ZeRO: 0 shards nothing, 1 the optimizer state, 2 gradients as well, 3 weights as well.
+    /// Panics if a group holds an expert more than once.
     #[must_use]
     pub fn with_zero(mut self, zero: u8) -> Self {
         assert!(zero == 0 || !self.experts.placements().has_replicas(), "replicas have whole optimizer states");
@@ -152,98 +153,99 @@ impl Ranks {
         self
     }
 
-    /// Whether ranks that hold the same weights share their optimizer state out.
+    /// Returns whether the optimizer state is sharded.
     pub(crate) fn shards_optimizer(&self) -> bool {
         self.zero >= 1
     }
 
-    /// Whether they share gradients out, too.
+    /// Returns whether gradients are sharded.
     pub(crate) fn shards_gradients(&self) -> bool {
         self.zero >= 2
     }
 
-    /// Whether they share the weights themselves out.
+    /// Returns whether weights are sharded.
     pub(crate) fn shards_weights(&self) -> bool {
         self.zero >= 3
     }
 
-    /// The tensors of this rank's part of the model, known when it [holds](Self::hold) them.
+    /// Returns the table of this rank's part of the model. Panics before [`hold`](Self::hold).
     pub(crate) fn table(&self) -> &PartTable {
         self.table.get().expect("the table is known before its tensors are shared out")
     }
 
-    /// Lets this rank hold its part of the weights of `table`. [`cut_tensors`](Self::cut_tensors) comes first where tensors are cut.
+    /// Sets the table of this rank's part of the weights. With tensor parallelism [`cut_tensors`](Self::cut_tensors)
+    /// must come first.
     pub(crate) fn hold(&self, table: &Arc<WeightTable>) {
         self.table.get_or_init(|| PartTable::new(table, |spec| self.part_shape(spec)));
     }
 
-    /// All ranks.
+    /// Returns the communicator of all ranks.
     pub(crate) fn world(&self) -> &dyn Communicator {
         &*self.world
     }
 
-    /// The layout of the ranks.
+    /// Returns the layout of the ranks.
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// This rank's number.
+    /// Returns this rank's number.
     #[must_use]
     pub fn rank(&self) -> usize {
         self.world.rank()
     }
 
-    /// The ranks that hold tensor `place` as this one does.
+    /// Returns the communicator of the ranks that hold the same part of tensor `place`.
     fn holders_of(&self, place: usize) -> &dyn Communicator {
         self.holders(self.table().spec(place))
     }
 
-    /// Whether this is the rank that writes and shows.
+    /// Returns whether this is the rank that writes and prints.
     #[must_use]
     pub fn is_root(&self) -> bool {
         self.world.rank() == 0
     }
 
-    /// How many ranks there are.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         self.world.size()
     }
 
-    /// How many of them run on this rank's node.
+    /// Returns the number of ranks on this rank's node.
     pub(crate) fn num_neighbours(&self) -> usize {
         self.neighbours_among(self.num_ranks())
     }
 
-    /// Which of those on its node this rank is.
+    /// Returns this rank's index on its node.
     pub(crate) fn place_on_node(&self) -> usize {
         self.neighbours_among(self.world.rank())
     }
 
-    /// How many of the first ranks run on this rank's node.
+    /// Returns how many of the first `first` ranks are on this rank's node.
     fn neighbours_among(&self, first: usize) -> usize {
         let nodes = self.world.nodes();
         nodes[..first].iter().filter(|&&node| node == nodes[self.world.rank()]).count()
     }
 
-    /// How many cores of its node are this rank's; less than one where it shares them.
+    /// Returns the number of cores that this rank may use; below one if ranks share a core.
     pub(crate) fn num_cores(&self) -> f64 {
         self.cores
     }
 
-    /// This rank's part in layers with experts.
+    /// Returns this rank's handle to expert-parallel layers.
     #[must_use]
     pub fn experts(&self) -> &ExpertRanks {
         &self.experts
     }
 
-    /// The part in the layer that the tensor of `spec`, which is of experts, belongs to; of experts outside the layers in layer 0.
+    /// Returns the handle to the layer of `spec`, a tensor of experts; layer 0 for experts outside the layers.
     fn layer_of(&self, spec: &WeightSpec) -> LayerRanks {
         self.experts.layer(spec.place.layer().unwrap_or(0))
     }
 
-    /// This rank's sequences of `num`: neighbouring ones, the first ranks have one more where they do not divide. Those that hold what
-    /// is no expert between them have the same.
+    /// Returns this rank's share of `num` sequences: consecutive ones; the first ranks have one more if they do not
+    /// divide evenly. Tensor-parallel ranks of one group have the same share.
     #[must_use]
     pub fn share(&self, num: usize) -> Range<usize> {
         let tp = self.layout.tp;
@@ -252,12 +254,12 @@ impl Ranks {
         start(rank)..start(rank + 1)
     }
 
-    /// Fails if a communication of the layers failed.
+    /// Returns the first communication error of the layers, if any.
     pub(crate) fn check(&self) -> Result<(), TrainError> {
         self.experts.failure().map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Lets the root do `work` first, the others when it is done.
+    /// Runs `work` on the root first, then on the other ranks.
     pub(crate) fn root_first<R>(&self, work: impl FnOnce() -> Result<R, TrainError>) -> Result<R, TrainError> {
         if self.is_root() {
             let result = work()?;
@@ -268,19 +270,19 @@ impl Ranks {
         work()
     }
 
-    /// Refuses ranks that were started with other settings: `text` is what all must have alike.
+    /// Refuses ranks that were started with another `text`, such as that of the settings.
     pub(crate) fn check_same(&self, what: &str, text: &str) -> Result<(), TrainError> {
         Ok(self.world.check_same(what, &fingerprint(text.as_bytes()))?)
     }
 
-    /// Waits for all ranks, as long as it takes, and from then on no longer than a step may take.
+    /// Waits for all ranks without a limit, then sets the timeout of steps.
     pub(crate) fn begin_steps(&self) -> Result<(), TrainError> {
         self.world.barrier()?;
         self.world.set_timeout(self.step_timeout);
         Ok(())
     }
 
-    /// Lets everybody wait for `work`, of which the root has more than others.
+    /// Runs `work` without the timeout of steps, because it takes longer on the root.
     pub(crate) fn patiently<R>(&self, work: impl FnOnce() -> Result<R, TrainError>) -> Result<R, TrainError> {
         self.world.set_timeout(PATIENCE);
         let result = work()?;
@@ -288,19 +290,19 @@ impl Ranks {
         Ok(result)
     }
 
-    /// Whether any rank says so, for each of `flags`.
+    /// Returns for each of `flags` whether it is true on any rank.
     pub(crate) fn any<const N: usize>(&self, flags: [bool; N]) -> Result<[bool; N], TrainError> {
         let mut numbers = flags.map(u32::from);
         self.world.all_reduce(&mut numbers, Reduce::Max)?;
         Ok(numbers.map(|number| number > 0))
     }
 
-    /// This rank's account.
+    /// Returns this rank's meter.
     pub(crate) fn meter(&self) -> &Meter {
         &self.meter
     }
 
-    /// Everybody's `values`, in the order of ranks.
+    /// Gathers the `values` of every rank, in the order of ranks.
     pub(crate) fn all_values<T: Pod>(&self, values: &[T]) -> Result<Vec<T>, TrainError> {
         let mut lens = vec![0_u64; self.world.size()];
         self.world.all_gather(&[values.len() as u64], &mut lens)?;
@@ -311,13 +313,13 @@ impl Ranks {
     }
 }
 
-/// The ranks of `comm` that give the same `color`, in the order of `key`.
+/// Splits off the ranks of `comm` with the same `color`, in the order of `key`.
 fn part(comm: &dyn Communicator, color: usize, key: usize) -> Result<Box<dyn Communicator>, CommError> {
     let part = comm.split(Some(color as u32), key)?;
     Ok(part.expect("a rank with a color is in a group"))
 }
 
-/// What stands for `bytes` when ranks compare them.
+/// Returns a hash of `bytes` by which ranks compare them.
 fn fingerprint(bytes: &[u8]) -> [u8; 32] {
     let mut fingerprint = [0; 32];
     fingerprint[..16].copy_from_slice(&xxhash_rust::xxh3::xxh3_128(bytes).to_le_bytes());

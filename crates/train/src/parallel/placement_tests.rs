@@ -1,9 +1,9 @@
-//! Layers whose experts are placed differently.
+//! Checks of layers whose experts are placed differently.
 
 use super::*;
 
-/// The step of `model` on dp x ep x tp ranks, in each layer of which other ranks hold the experts: runs of neighbours, in turns, and in
-/// turns backwards.
+/// Returns a case of `model` on dp x ep x tp ranks in which each layer has another placement: consecutive experts,
+/// round robin, and round robin backwards.
 pub(super) fn placed(layout: (usize, usize, usize), model: ModelConfig) -> Case {
     let case = sliced(layout, model);
     let num_ranks = case.layout.num_expert_ranks();
@@ -23,7 +23,7 @@ pub(super) fn placed(layout: (usize, usize, usize), model: ModelConfig) -> Case 
     Case { placements, ..case }
 }
 
-/// The case where expert 4 of its second layer and experts 0 and 3 of its last one are on all ranks.
+/// Replicates expert 4 of the second layer and experts 0 and 3 of the last one on all ranks.
 fn replicated(case: Case) -> Case {
     let mut layers: Vec<_> = case
         .placements
@@ -44,7 +44,7 @@ fn layers_placed_differently_give_the_step_of_one_rank() {
         check(&placed(layout, model()));
         check(&replicated(placed(layout, model())));
     }
-    // Dense layers between them.
+    // A model with dense layers in between.
     let model = ModelConfig { num_layers: 5, moe_every: 2, dense_width: 21, ..model() };
     check(&replicated(placed((1, 3, 1), model)));
 }

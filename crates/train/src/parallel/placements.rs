@@ -1,4 +1,4 @@
-//! The placements of experts that a run asks for.
+//! The placements of experts for a run.
 
 use std::fs;
 use std::path::Path;
@@ -8,11 +8,11 @@ use moeworks_plan::{Placement, PlacementError, Placements};
 use crate::config::{PlacementChoice, RunConfig};
 use crate::error::TrainError;
 
-/// The placement of the experts of each layer that `config` asks for.
+/// Returns the placement of each layer's experts according to `config`.
 ///
 /// # Errors
-/// [`TrainError::State`]: the file is no placement, or one of other experts, ranks or layers than the run's; [`TrainError::Io`]:
-/// it cannot be read.
+/// [`TrainError::State`] if the file is not a placement, or does not match the run's experts, ranks or layers;
+/// [`TrainError::Io`] if it cannot be read.
 pub fn placements(config: &RunConfig) -> Result<Placements, TrainError> {
     let (num_experts, num_ranks) = (config.model.num_experts, config.parallel.layout().num_expert_ranks());
     let path = match &config.parallel.placement {
@@ -27,7 +27,7 @@ pub fn placements(config: &RunConfig) -> Result<Placements, TrainError> {
     Ok(placements)
 }
 
-/// Checks that `placements` are of the experts, ranks and layers of the run.
+/// Checks that `placements` match the experts, ranks and layers of the run.
 fn check(placements: &Placements, config: &RunConfig) -> Result<(), String> {
     let (num_experts, num_ranks) = (config.model.num_experts, config.parallel.layout().num_expert_ranks());
     let sizes = (placements.num_experts(), placements.num_ranks());

@@ -1,4 +1,4 @@
-//! The records of all ranks, brought together.
+//! Gathering of the records of all ranks.
 
 use std::path::Path;
 
@@ -7,18 +7,18 @@ use crate::error::TrainError;
 use crate::metrics::{NUM_FIGURES, RankRecord};
 use crate::trace;
 
-/// The tag of traces on their way to the root.
+/// The tag of messages with traces for the root.
 const TAG: u32 = 2;
 
 impl Ranks {
-    /// Everybody's record of a step, in the order of ranks.
+    /// Gathers every rank's record of a step, in the order of ranks.
     pub(crate) fn all_records(&self, own: &RankRecord) -> Result<Vec<RankRecord>, TrainError> {
         let all = self.all_values(&own.to_numbers())?;
         let record = |numbers: &[f64; NUM_FIGURES]| RankRecord::from_numbers(*numbers);
         Ok(all.as_chunks::<NUM_FIGURES>().0.iter().map(record).collect())
     }
 
-    /// Brings the events of all ranks to the root, which writes them.
+    /// Gathers the events of all ranks on the root, which writes them.
     pub(crate) fn write_trace(&self, path: &Path) -> Result<(), TrainError> {
         let num_left_out = self.meter.num_left_out();
         let own = trace::events(self.world.rank(), &self.meter.take_spans(), num_left_out);

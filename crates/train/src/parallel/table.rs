@@ -1,4 +1,4 @@
-//! The tensors of a rank's part of a model, known by their numbers: where a rank has slices of them alone, it says what they are of.
+//! The tensors of a rank's part of a model, by their indices in the table of weights.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,14 +6,14 @@ use std::sync::Arc;
 use moeworks_model::{ParamSet, WeightSpec, WeightTable};
 use moeworks_tensor::Tensor;
 
-/// The table of a model's weights, and the shapes of this rank's parts of them.
+/// The table of a model's weights, with the shapes of this rank's parts.
 pub(crate) struct PartTable {
     weights: Arc<WeightTable>,
     shapes: Vec<Vec<usize>>,
 }
 
 impl PartTable {
-    /// The parts of `weights`, whose shapes `part_shape` gives.
+    /// Creates the table of the parts of `weights`; `part_shape` returns their shapes.
     pub(super) fn new(weights: &Arc<WeightTable>, part_shape: impl Fn(&WeightSpec) -> Vec<usize>) -> Self {
         let shapes = weights.specs().iter().map(part_shape).collect();
         Self { weights: Arc::clone(weights), shapes }
@@ -39,7 +39,7 @@ impl PartTable {
         &self.shapes[place]
     }
 
-    /// The shape of the part's gradient while a pass computes it: none at all where the pass leaves it out.
+    /// Returns the shape of the part's gradient while a pass computes it; `[0]` if the pass leaves it out.
     pub(super) fn grad_shape(&self, place: usize) -> &[usize] {
         if self.weights.skips_gradient(self.spec(place)) { &[0] } else { self.shape(place) }
     }
@@ -48,7 +48,7 @@ impl PartTable {
         self.weights.num_layers()
     }
 
-    /// The tensors of `params` that belong to a layer, for writing, with their numbers.
+    /// Returns the tensors of `params` that belong to a layer, for writing, with their indices.
     pub(super) fn in_layer<'a>(
         &self,
         layer: usize,
@@ -58,12 +58,12 @@ impl PartTable {
         params.params_mut().into_iter().enumerate().skip(places.start).take(places.len())
     }
 
-    /// The numbers of a layer's tensors.
+    /// Returns the indices of a layer's tensors.
     pub(crate) fn layer(&self, layer: usize) -> Range<usize> {
         self.weights.layer(layer)
     }
 
-    /// The numbers of the tensors that belong to no layer.
+    /// Returns the indices of the tensors outside the layers.
     pub(crate) fn outside(&self) -> impl Iterator<Item = usize> {
         self.weights.outside().map(|spec| spec.index)
     }

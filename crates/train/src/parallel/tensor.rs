@@ -1,4 +1,4 @@
-//! A rank's place where several hold what is no expert between them, and who holds the same as it.
+//! Tensor parallelism: the groups of a rank, its shards, and the ranks that hold the same shards.
 
 use std::sync::Arc;
 
@@ -9,27 +9,27 @@ use super::Ranks;
 use crate::config::ConfigError;
 use crate::error::TrainError;
 
-/// The groups of a rank that passes the same sequences as others.
+/// The tensor-parallel groups of a rank.
 pub(super) struct TensorGroups {
-    /// The ranks that pass the same sequences.
+    /// The ranks that pass the same sequences and hold different shards.
     group: Arc<dyn Communicator>,
-    /// The ranks at the same place of such groups.
+    /// The ranks with the same index in such groups.
     peers: Box<dyn Communicator>,
-    /// The account of communication in the group.
+    /// The meter of communication in the group.
     meter: Arc<Meter>,
 }
 
-/// The parts of a model that these ranks hold between them.
+/// The tensor-parallel shards of a model.
 pub(super) struct TensorPart {
     ranks: TensorRanks,
-    /// The part of each rank of the group.
+    /// The split of each rank of the group.
     splits: Vec<TensorSplit>,
-    /// The ranks of the whole run that have the same heads of keys and values.
+    /// The ranks of the whole run that hold the same heads of keys and values.
     kv_holders: Box<dyn Communicator>,
 }
 
 impl TensorGroups {
-    /// The groups of the rank at place `at` of group `number` among those of `comm`. All ranks call this.
+    /// Creates the groups of the rank with index `at` in group `number`. All ranks call this.
     pub(super) fn new(comm: &dyn Communicator, number: usize, at: usize) -> Result<Self, CommError> {
         let (group, peers) = (super::part(comm, number, at)?, super::part(comm, at, number)?);
         let meter = Arc::new(Meter::new(false));
@@ -38,8 +38,9 @@ impl TensorGroups {
 }
 
 impl Ranks {
-    /// Cuts the tensors of `table`, of a model of `config`, over the ranks with the same tokens, if there are several of these. All ranks
-    /// call this before they [hold](Self::hold) their parts; a second model of the same shape shares the groups of the first.
+    /// Splits the tensors of `table`, of a model of `config`, over the tensor-parallel ranks, if there are several.
+    /// All ranks call this before they [hold](Self::hold) their parts; a second model of the same shape shares the
+    /// groups of the first.
     pub(crate) fn cut_tensors(
         &self,
         config: &ModelConfig,
@@ -57,22 +58,22 @@ impl Ranks {
         Ok(Some(&part.ranks))
     }
 
-    /// This rank's part in the group, if it has one.
+    /// Returns this rank's tensor-parallel handle, if it has one.
     pub(super) fn tensor_ranks(&self) -> Option<&TensorRanks> {
         self.tensor_part.get().map(|part| &part.ranks)
     }
 
-    /// The part of each rank of the group.
+    /// Returns the split of each rank of the group.
     pub(super) fn tensor_splits(&self) -> &[TensorSplit] {
         self.tensor_part.get().map_or(&[], |part| &part.splits)
     }
 
-    /// Returns the account of the group of ranks with the same sequences since the last call.
+    /// Returns the communication totals of the tensor-parallel group since the last call.
     pub(crate) fn take_tensor_totals(&self) -> Totals {
         self.tensor.as_ref().map_or_else(Totals::default, |groups| groups.meter.take_totals())
     }
 
-    /// The ranks that hold the tensor of `spec` as this one does, and over which its gradient is summed.
+    /// Returns the ranks that hold the same part of `spec`, over which its gradient is summed.
     pub(super) fn holders(&self, spec: &WeightSpec) -> &dyn Communicator {
         if spec.role.is_of_experts() {
             return &*self.copies;
@@ -86,12 +87,13 @@ impl Ranks {
         }
     }
 
-    /// Whether this is the first of the ranks with the same sequences that have the tensor of `spec`, which is of no expert, as it does.
+    /// Returns whether this is the first rank of its tensor-parallel group that holds this part of `spec`, a
+    /// non-expert tensor.
     pub(super) fn is_first_holder(&self, spec: &WeightSpec) -> bool {
         self.tensor_ranks().is_none_or(|ranks| ranks.split().share(spec).ranks.start == ranks.split().rank())
     }
 
-    /// Whether this rank's slice of the tensor of `spec` is on no other rank.
+    /// Returns whether no other rank holds this rank's slice of `spec`.
     pub(super) fn is_only_slice(&self, spec: &WeightSpec) -> bool {
         let is_summed = || self.tensor_ranks().is_some_and(|ranks| ranks.split().share(spec).is_summed);
         spec.role.is_of_experts() || self.is_first_holder(spec) || is_summed()

@@ -1,4 +1,4 @@
-//! A step on several ranks is that of one: losses, statistics and the gradient of every weight.
+//! A step on several ranks equals that of one rank: losses, statistics and the gradient of every weight.
 
 use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_infer::generation::ModelRef;
@@ -28,7 +28,7 @@ mod weights;
 
 const SEQ_LEN: usize = 6;
 const VOCABULARY: usize = 31;
-/// Of the largest value of a tensor.
+/// The tolerance relative to the largest value of a tensor.
 const TOLERANCE: f32 = 1e-5;
 
 struct Case {
@@ -38,17 +38,17 @@ struct Case {
     placements: Placements,
     exchange: Exchange,
     moving: Moving,
-    /// Which node each rank stands on.
+    /// The node of each rank.
     nodes: Vec<usize>,
     checkpoint_layers: bool,
-    /// Whether expert ids are handed in to routers.
+    /// True if expert ids are passed to routers.
     hands_in_ids: bool,
-    /// Whether the gradients of a layer are summed while those below are computed.
+    /// True if the gradients of a layer are summed while lower layers are computed.
     is_overlapped: bool,
     balance: BalanceKind,
-    /// What ranks share out.
+    /// The stage of ZeRO.
     zero: u8,
-    /// Rules for cuts, and patterns of frozen weights.
+    /// Sharding rules, and patterns of frozen weights.
     sharding: Vec<String>,
     freeze: Vec<String>,
 }
@@ -66,7 +66,7 @@ impl Case {
     }
 }
 
-/// What a step gives: the account, the norm, and every gradient by name.
+/// The results of a step: statistics, the norm, and every gradient by name.
 struct Step {
     stats: PassStats,
     norm: f64,
@@ -99,7 +99,7 @@ fn case(dp: usize, ep: usize) -> Case {
     sliced((dp, ep, 1), model())
 }
 
-/// The step of `model` on dp x ep x tp ranks.
+/// Returns a case of `model` on dp x ep x tp ranks.
 fn sliced((dp, ep, tp): (usize, usize, usize), model: ModelConfig) -> Case {
     let layout = Layout::new(dp, ep, tp);
     let placements = Placement::sharded(model.num_experts, layout.num_expert_ranks()).into();
@@ -150,7 +150,7 @@ fn ids(case: &Case, stream: u64, sequences: Range<usize>) -> Vec<u32> {
     all[sequences.start * SEQ_LEN..sequences.end * SEQ_LEN].to_vec()
 }
 
-/// Expert ids of some sequences for each MoE layer, others in each; none unless the case hands them in.
+/// Returns expert ids of some sequences, different ones for each MoE layer; none unless the case passes them.
 fn expert_ids(case: &Case, ctx: &Context, decoder: &Decoder, sequences: Range<usize>) -> Vec<ExpertIds> {
     if !case.hands_in_ids {
         return Vec::new();
@@ -167,7 +167,7 @@ fn expert_ids(case: &Case, ctx: &Context, decoder: &Decoder, sequences: Range<us
     decoder.expert_ids(ctx, tokens.len(), &lists).expect("lists that fit the model")
 }
 
-/// The pass of some sequences: the account, and the gradients of it alone.
+/// Runs a pass over some sequences. Returns its statistics; `grads` receives its gradients only.
 fn pass(
     case: &Case,
     (ctx, decoder, weights): (&Context, &Decoder, &DecoderWeights),
@@ -203,7 +203,7 @@ fn step_on_one(case: &Case) -> Step {
     Step { stats, norm: global_norm(&ctx, decoder.weight_table(), &grads), grads: named(&grads) }
 }
 
-/// The norm of the gradients, which are then whole.
+/// Finishes the sums and returns the norm of the gradients, which are whole afterwards.
 fn finish_sums(
     ranks: &Ranks,
     ctx: &Context,
@@ -225,12 +225,12 @@ fn finish_sums(
     Ok(norm)
 }
 
-/// A rank's slice of every tensor of its part.
+/// Returns a rank's slice of every tensor of its part.
 fn slices(ranks: &Ranks, ctx: &Context, part: &DecoderWeights) -> DecoderWeights {
     part.map_params(ranks.table().weights(), |spec, tensor| ranks.slice(ctx, spec.index, tensor))
 }
 
-/// What all ranks have of `part`, on the root.
+/// Gathers all ranks' `part` on the root.
 fn whole_on_root(ranks: &Ranks, ctx: &Context, part: &DecoderWeights) -> Result<Option<Named>, TrainError> {
     if !ranks.is_root() {
         return ranks
@@ -310,7 +310,7 @@ fn every_layout_gives_the_step_of_one_rank() {
 
 #[test]
 fn matrices_cut_across_ranks_give_the_step_of_one_rank() {
-    // Two heads of keys and values: fewer than three or four ranks, which then share them.
+    // Two heads of keys and values, fewer than the three or four ranks, which then share them.
     let dense = ModelConfig { num_layers: 3, moe_every: 2, dense_width: 21, num_heads: 4, num_kv_heads: 2, ..model() };
     for (dp, ep, tp) in
         [(1, 1, 2), (1, 1, 3), (1, 1, 4), (2, 1, 2), (1, 2, 2), (3, 1, 2), (1, 3, 2), (2, 2, 2), (1, 2, 3), (2, 1, 4)]
@@ -348,7 +348,7 @@ fn every_kind_of_weight_is_cut_right() {
 #[test]
 fn a_norm_over_all_heads_is_that_of_one_rank() {
     let model = ModelConfig { qk_norm: QkNorm::Whole, num_heads: 4, num_kv_heads: 2, ..model() };
-    // Where there are more ranks than heads of keys and values, several norm the same of these.
+    // With more ranks than heads of keys and values, several ranks normalise the same heads.
     for (layout, num_kv_heads) in [((1, 1, 2), 2), ((2, 1, 2), 1), ((1, 1, 3), 4), ((1, 2, 4), 2), ((1, 1, 4), 1)] {
         check(&sliced(layout, ModelConfig { num_kv_heads, ..model.clone() }));
     }
@@ -395,8 +395,8 @@ fn every_path_and_number_of_chunks_gives_the_step_of_one_rank() {
     }
 }
 
-/// Bytes of the pool of each rank of `layout` when it has its first weights, and the most that there were until then; with those of
-/// the largest tensor of the whole model.
+/// Returns for each rank of `layout` the used and the peak bytes of its pool when it has its initial weights, and the
+/// bytes of the largest tensor of the whole model.
 fn memory_at_the_start(layout: Layout, zero: u8) -> (Vec<[usize; 2]>, usize) {
     let model = ModelConfig { num_layers: 6, num_experts: 8, expert_width: 64, ..model() };
     let placement = Placement::sharded(model.num_experts, layout.num_expert_ranks());
@@ -450,7 +450,7 @@ fn gradients_and_weights_that_ranks_share_out_are_those_of_one_rank() {
         for num_sequences in [5, 1] {
             check(&Case { zero, num_sequences, checkpoint_layers: true, ..sliced((2, 1, 2), model.clone()) });
         }
-        // What moves and by which way has nothing to do with it.
+        // ZeRO does not depend on the exchange.
         for (algorithm, chunks) in [(Algorithm::Hierarchical, 2), (Algorithm::TwoHop, 3)] {
             let exchange = Exchange { algorithm, chunks, ..Exchange::plain(Wire::F32) };
             check(&Case { exchange, zero, nodes: vec![0, 1, 0, 1, 0, 1], ..case(2, 3) });
@@ -476,7 +476,7 @@ fn experts_on_some_or_all_ranks_give_the_step_of_one_rank() {
     check(&Case { placements: Placement::everywhere(6, 4).into(), ..case(1, 4) });
 }
 
-/// A model with a router and a capacity.
+/// Returns a model with a router and a capacity factor.
 fn of_router(router: RouterConfig, capacity_factor: f32) -> ModelConfig {
     let top_k = match router.kind {
         RouterKind::Switch | RouterKind::Base => 1,
@@ -485,7 +485,8 @@ fn of_router(router: RouterConfig, capacity_factor: f32) -> ModelConfig {
     ModelConfig { router, capacity_factor, top_k, ..model() }
 }
 
-/// Every kind of router, and every other setting that decides which tokens an expert gets, with capacities of each sign.
+/// Returns every kind of router, and every other setting that affects an expert's tokens, with capacity factors of
+/// both signs.
 fn schemes() -> Vec<ModelConfig> {
     use RouterKind::*;
     let plain = RouterConfig::default();
@@ -505,7 +506,7 @@ fn schemes() -> Vec<ModelConfig> {
             (Overflow::Reroute, 10),
             (Overflow::Priority, 50),
         ] {
-            // Experts that choose send nobody on.
+            // Expert choice and the like do not reroute.
             let kinds =
                 if overflow == Overflow::Reroute { &[TopK, TopP, Gshard][..] } else { &[TopK, ExpertChoice, Relu] };
             schemes.extend(kinds.iter().map(|&kind| {
@@ -529,7 +530,7 @@ fn schemes() -> Vec<ModelConfig> {
 #[test]
 fn every_scheme_decides_on_ranks_what_it_decides_on_one() {
     for (index, model) in schemes().into_iter().enumerate() {
-        // Each with two of the layouts, each layout with many.
+        // Each scheme is tested with two of the layouts, and each layout with many schemes.
         let layouts = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (1, 8), (8, 1), (2, 4)];
         let balances = [BalanceKind::Layer, BalanceKind::Gshard, BalanceKind::Pooled];
         for (turn, &(dp, ep)) in layouts.iter().cycle().skip(index * 2).take(2).enumerate() {
@@ -563,7 +564,7 @@ fn layers_that_are_computed_again_and_other_routers_give_the_step_of_one_rank() 
 
 #[test]
 fn expert_ids_that_are_handed_in_give_the_step_of_one_rank() {
-    // Five sequences over eight ranks: some have none.
+    // With five sequences on eight ranks some ranks have none.
     for (dp, ep, tp) in [(1, 2, 1), (2, 2, 1), (1, 8, 1), (1, 1, 2), (1, 2, 2)] {
         let moe_every = ModelConfig { num_layers: 3, moe_every: 2, dense_width: 20, num_heads: 4, ..model() };
         for checkpoint_layers in [false, true] {
@@ -571,7 +572,7 @@ fn expert_ids_that_are_handed_in_give_the_step_of_one_rank() {
             check(&case);
         }
     }
-    // A scheme whose own choice is one of all ranks together.
+    // A scheme whose own choice is made by all ranks together.
     let router = RouterConfig { kind: RouterKind::Base, ..RouterConfig::default() };
     let base = ModelConfig { top_k: 1, router, ..model() };
     check(&Case { hands_in_ids: true, ..sliced((1, 3, 1), base) });

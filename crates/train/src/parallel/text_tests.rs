@@ -1,8 +1,8 @@
-//! A text on several ranks is that of one.
+//! A text sampled on several ranks equals that of one rank.
 
 use super::*;
 
-/// The logits after a prompt of five ids, and after each of three more, of a model on one rank.
+/// Returns the logits after a prompt of five ids, and after each of three more, of a model on one rank.
 fn text_on_one(model: &ModelConfig, ids: &[u32]) -> Vec<Vec<f32>> {
     let ctx = Context::cpu(1);
     let decoder = Decoder::new(model.clone()).unwrap();
@@ -16,7 +16,7 @@ fn parts_of_text(ids: &[u32]) -> impl Iterator<Item = &[u32]> {
     [&ids[..5]].into_iter().chain(ids[5..].chunks(1))
 }
 
-/// The same on ranks, which is what the root finds.
+/// Returns the same logits computed on ranks, as the root gets them.
 fn text_on_ranks(case: &Case, ids: &[u32]) -> Vec<Vec<f32>> {
     let texts = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
         let ranks = Ranks::new(comm, case.layout, case.placements.clone(), case.exchange)?.with_zero(case.zero);

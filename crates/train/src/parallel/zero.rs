@@ -1,8 +1,9 @@
-//! Gradients shared out among the ranks that hold the same weights (ZeRO-2, Rajbhandari et al., 1910.02054, section 5.2): as soon
-//! as those of a layer are whole, each rank keeps the sum over ranks of its slice of them and frees the rest.
+//! Gradients sharded over the ranks that hold the same weights (ZeRO-2, Rajbhandari et al., 1910.02054, section 5.2).
+//! As soon as a layer's gradients are complete they are reduce-scattered: each rank keeps the sum of its slice and
+//! frees the rest.
 //!
-//! Two layers' gradients are there at a time: those that are being summed, and those that are being computed. What belongs to no
-//! layer (embedding, last norm, head) is there throughout, and summed after each pass.
+//! The gradients of two layers exist at a time: those being reduced and those being computed. Gradients outside the
+//! layers (embedding, last norm, head) exist throughout and are summed after each pass.
 
 use moeworks_comm::{CommError, Reduce};
 use moeworks_model::{ParamSet, WeightSpec};
@@ -13,16 +14,16 @@ use moeworks_tensor::{DType, Tensor};
 use super::Ranks;
 use super::zero_shards::PendingWhole;
 
-/// This rank's slices of the gradients, summed over ranks and passes so far.
+/// This rank's slices of the gradients, summed over ranks and the passes so far.
 pub(crate) struct GradSlices {
     sums: Vec<Tensor>,
-    /// By the number of the tensor: what was sent, and the slice that comes.
+    /// Reduce-scatters in flight, by the index of the tensor: the sent tensor and the slice to receive.
     under_way: Vec<(usize, PendingWhole)>,
     failure: Option<CommError>,
 }
 
 impl GradSlices {
-    /// Zeros for this rank's slices.
+    /// Allocates zeros for this rank's slices.
     pub(super) fn new(ranks: &Ranks, ctx: &Context) -> Self {
         let zeros = |spec: &WeightSpec| {
             if !spec.is_trainable {
@@ -35,14 +36,14 @@ impl GradSlices {
         Self { sums: ranks.table().specs().iter().map(zeros).collect(), under_way: Vec::new(), failure: None }
     }
 
-    /// Before a pass, which writes gradients anew: room for those of the last layer.
+    /// Prepares a pass, which overwrites gradients: allocates those of the last layer.
     pub(crate) fn begin_pass(&self, ranks: &Ranks, ctx: &Context, grads: &mut dyn ParamSet) {
         if let Some(last) = ranks.table().num_layers().checked_sub(1) {
             make_room(ranks, ctx, last, grads);
         }
     }
 
-    /// The gradients of a layer are whole: they are summed from now on, and there is room for those of the layer below.
+    /// Starts reducing a layer's complete gradients, and allocates those of the layer below.
     pub(super) fn layer_done(&mut self, ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut dyn ParamSet) {
         self.settle(ctx);
         for (place, tensor) in ranks.table().in_layer(layer, grads) {
@@ -54,7 +55,7 @@ impl GradSlices {
         }
     }
 
-    /// After a pass: what belongs to no layer is summed, and all that is under way waited for.
+    /// Ends a pass: sums the gradients outside the layers and waits for all reductions in flight.
     pub(crate) fn end_pass(&mut self, ranks: &Ranks, ctx: &Context, grads: &dyn ParamSet) {
         self.settle(ctx);
         let grads = grads.params();
@@ -69,7 +70,7 @@ impl GradSlices {
         }
     }
 
-    /// The sums.
+    /// Returns the sums.
     pub(super) fn finish(self) -> Result<Vec<Tensor>, CommError> {
         self.failure.map_or(Ok(self.sums), Err)
     }
@@ -85,7 +86,7 @@ impl GradSlices {
         }
     }
 
-    /// Waits for what is under way.
+    /// Waits for the reductions in flight.
     fn settle(&mut self, ctx: &Context) {
         for (place, pending) in self.under_way.drain(..) {
             match pending.finish() {
@@ -96,7 +97,7 @@ impl GradSlices {
     }
 }
 
-/// Room for the gradients of a layer.
+/// Allocates the gradients of a layer.
 fn make_room(ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut dyn ParamSet) {
     for (place, tensor) in ranks.table().in_layer(layer, grads) {
         *tensor = ctx.zeros(ranks.table().grad_shape(place), DType::F32);
@@ -104,8 +105,8 @@ fn make_room(ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut dyn ParamSe
 }
 
 impl Ranks {
-    /// Zeros for the gradients of `weights` or of slices of them; where ranks share gradients out, there is room for those of layers
-    /// when they are computed.
+    /// Allocates gradients of zeros for `weights` or slices of them. With sharded gradients those of a layer are
+    /// allocated when they are computed.
     pub(crate) fn first_grads<P: ParamSet>(&self, ctx: &Context, weights: &P) -> P {
         if !self.shards_gradients() {
             return weights.gradients(ctx, self.table().weights(), DType::F32);

@@ -1,5 +1,6 @@
-//! Tensors shared out among the ranks that hold the same weights (ZeRO, Rajbhandari et al., 1910.02054): each has a slice of every
-//! tensor. Of optimizer state alone (stage 1) a rank sums only the gradients of its slice, and tells the others what came of it.
+//! Tensors sharded over the ranks that hold the same weights (ZeRO, Rajbhandari et al., 1910.02054): each rank has a
+//! slice of every tensor. With a sharded optimizer state (stage 1) a rank reduces only the gradients of its slice and
+//! all-gathers the updated weights.
 
 use moeworks_comm::{CommError, Pending, Reduce};
 use moeworks_model::{ParamSet, WeightSpec};
@@ -10,27 +11,27 @@ use moeworks_tensor::{DType, Tensor};
 use super::{Ranks, SumsUnderWay};
 use crate::error::TrainError;
 
-/// A slice that was sent, and the whole tensor that comes.
+/// An all-gather or reduce-scatter in flight: the sent tensor and the one to receive.
 pub(crate) type PendingWhole = Pending<(Tensor, Tensor)>;
 
-/// Elements of each of `n` ranks' slices of `len` elements.
+/// Returns the number of elements of each of `n` ranks' slices of `len` elements.
 fn counts(len: usize, n: usize) -> Vec<usize> {
     (0..n).map(|rank| len / n + usize::from(rank < len % n)).collect()
 }
 
 impl Ranks {
-    /// Elements of each holder's slice of tensor `place`.
+    /// Returns the number of elements of each holder's slice of tensor `place`.
     pub(super) fn slice_counts(&self, place: usize) -> Vec<usize> {
         counts(self.table().shape(place).iter().product(), self.holders_of(place).size())
     }
 
-    /// Room for this rank's slice of tensor `place`.
+    /// Allocates this rank's slice of tensor `place`.
     pub(super) fn empty_slice(&self, ctx: &Context, place: usize) -> Tensor {
         let len = self.slice_counts(place)[self.holders_of(place).rank()];
         ctx.empty(&[len], DType::F32)
     }
 
-    /// This rank's slice of tensor `place`.
+    /// Returns this rank's slice of tensor `place`.
     pub(super) fn slice(&self, ctx: &Context, place: usize, tensor: &Tensor) -> Tensor {
         let start = self.slice_counts(place)[..self.holders_of(place).rank()].iter().sum::<usize>();
         let mut slice = self.empty_slice(ctx, place);
@@ -39,7 +40,7 @@ impl Ranks {
         slice
     }
 
-    /// This rank's slice of every trainable tensor; of the others nothing.
+    /// Returns this rank's slice of every trainable tensor; empty tensors for the others.
     pub(crate) fn trainable_slices(&self, ctx: &Context, tensors: &dyn ParamSet) -> Vec<Tensor> {
         let slice_of = |(spec, tensor): (&WeightSpec, &Tensor)| match spec.is_trainable {
             true => self.slice(ctx, spec.index, tensor),
@@ -48,7 +49,8 @@ impl Ranks {
         self.table().specs().iter().zip(tensors.params()).map(slice_of).collect()
     }
 
-    /// This rank's slice of every trainable tensor's gradient, summed over the ranks that hold the tensor: what `under_way` has, or else of `grads`.
+    /// Returns this rank's slice of every trainable tensor's gradient, summed over the ranks that hold the tensor:
+    /// the slices of `under_way`, or else reduce-scattered `grads`.
     pub(crate) fn sum_to_slices(
         &self,
         ctx: &Context,
@@ -65,7 +67,7 @@ impl Ranks {
         Ok(self.table().specs().iter().zip(grads.params()).map(slice_of).collect::<Result<_, _>>()?)
     }
 
-    /// This rank's slice of the sum of a tensor over the ranks that hold it.
+    /// Reduce-scatters a tensor over the ranks that hold it. Returns this rank's slice of the sum.
     pub(super) fn summed_slice(&self, ctx: &Context, place: usize, tensor: &Tensor) -> Result<Tensor, CommError> {
         let mut slice = self.empty_slice(ctx, place);
         let counts = self.slice_counts(place);
@@ -73,7 +75,8 @@ impl Ranks {
         Ok(slice)
     }
 
-    /// The norm of the gradients of all trainable weights as one vector, from everybody's slices: the same bits on all ranks.
+    /// Computes the norm of the gradients of all trainable weights as one vector, from every rank's slices; all ranks
+    /// get the same bits.
     pub(crate) fn norm_of_slices(&self, ctx: &Context, slices: &[Tensor]) -> Result<f64, TrainError> {
         let slices = self.table().specs().iter().zip(slices);
         let only = slices.filter(|(spec, _)| spec.is_trainable && self.is_only_slice(spec));
@@ -82,7 +85,7 @@ impl Ranks {
         Ok(sum[0].sqrt())
     }
 
-    /// Puts everybody's slices of trainable tensors together in `whole`.
+    /// All-gathers the slices of trainable tensors into `whole`.
     pub(crate) fn join_slices(&self, slices: &[Tensor], whole: &mut dyn ParamSet) -> Result<(), TrainError> {
         let tensors = slices.iter().zip(whole.params_mut()).enumerate();
         for (place, (slice, whole)) in tensors.filter(|(place, _)| self.table().is_trainable(*place)) {
@@ -91,7 +94,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// Starts to put everybody's slices of tensor `place` together.
+    /// Starts the all-gather of tensor `place`.
     pub(crate) fn start_joining(&self, ctx: &Context, place: usize, slice: &Tensor) -> Result<PendingWhole, CommError> {
         let whole = ctx.empty(self.table().shape(place), slice.dtype());
         self.holders_of(place).start_all_gather_v(slice.clone(), whole, &self.slice_counts(place))

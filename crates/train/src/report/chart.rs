@@ -1,6 +1,7 @@
-//! Line charts as SVG, with the legend as HTML above.
+//! Line charts as SVG, with an HTML legend above.
 //!
-//! Colours are CSS variables or hues that stand out on light and on dark, so one drawing serves both.
+//! Colours are CSS variables or hues that are visible on light and on dark backgrounds, so that one drawing serves
+//! both.
 
 use std::fmt::Write as _;
 
@@ -8,29 +9,29 @@ use super::data::Point;
 use super::numbers::{Unit, short, tick_labels, ticks};
 use super::page::escape;
 
-/// Lines with fewer points than this are not smoothed.
+/// The number of points from which a noisy line is smoothed.
 const MIN_SMOOTHED: usize = 40;
 
-/// One line, or a band with a line in it.
+/// One line of a chart, optionally with a band around it.
 pub(super) struct Line {
-    /// Its name in the legend.
+    /// The name in the legend.
     pub(super) name: String,
-    /// A CSS colour.
+    /// The CSS colour.
     pub(super) colour: String,
-    /// Its points, in order of steps; NaN breaks the line.
+    /// The points in order of steps; NaN breaks the line.
     pub(super) points: Vec<Point>,
-    /// The value that the legend shows.
+    /// The value shown in the legend.
     pub(super) last: f64,
-    /// Whether the points are noisy: drawn faint, with a smoothed line on top.
+    /// True if the points are noisy: they are drawn faint, with a smoothed line on top.
     pub(super) is_noisy: bool,
-    /// Whether each point gets a dot.
+    /// True if each point gets a dot.
     pub(super) has_dots: bool,
-    /// A band around the line: lower and upper edge.
+    /// The lower and upper edge of a band around the line.
     pub(super) band: Option<(Vec<Point>, Vec<Point>)>,
 }
 
 impl Line {
-    /// A line of this name and colour.
+    /// Creates a line with a name, a colour, points and the value for the legend.
     pub(super) fn new(name: impl Into<String>, colour: impl Into<String>, points: Vec<Point>, last: f64) -> Self {
         let (name, colour) = (name.into(), colour.into());
         Self { name, colour, points, last, is_noisy: false, has_dots: false, band: None }
@@ -45,25 +46,25 @@ impl Line {
 
 /// A chart of lines over steps.
 pub(super) struct Chart {
-    /// What is shown.
+    /// The title of the chart.
     pub(super) title: &'static str,
-    /// One sentence for who does not know the figure.
+    /// One sentence for a reader who does not know the figure.
     pub(super) note: String,
-    /// The lines, the first drawn first.
+    /// The lines; the first is drawn first.
     pub(super) lines: Vec<Line>,
-    /// How values are written.
+    /// The format of the values.
     pub(super) unit: Unit,
-    /// Whether the axis begins at zero.
+    /// True if the axis starts at zero.
     pub(super) from_zero: bool,
-    /// Whether rare peaks may be cut off so that the rest can be seen.
+    /// True if rare peaks may be cut off so that the rest is legible.
     pub(super) cuts_peaks: bool,
-    /// Steps to mark on the axis: skipped updates.
+    /// The steps to mark on the axis: skipped updates.
     pub(super) marks: Vec<f64>,
-    /// First and last step.
+    /// The first and the last step.
     pub(super) steps: (f64, f64),
 }
 
-/// Where the plot is, in user units of the SVG.
+/// The rectangle of the plot, in user units of the SVG.
 struct Frame {
     width: f64,
     height: f64,
@@ -84,14 +85,15 @@ impl Frame {
 
     fn y(&self, value: f64) -> f64 {
         let (low, high) = self.values;
-        // Cut off just outside the plot, where the clip path hides it, so that coordinates stay short.
+        // Values outside are clamped to just outside the plot, where the clip path hides them, so that coordinates
+        // stay short.
         let share = ((value - low) / (high - low)).clamp(-0.2, 1.2);
         self.bottom - share * (self.bottom - self.top)
     }
 }
 
 impl Chart {
-    /// The chart as a card. A wide chart is drawn twice, and style rules show the drawing whose letters can be read.
+    /// Renders the chart as a card. A wide chart is drawn at two sizes; style rules show the one that is legible.
     pub(super) fn card(&self, is_wide: bool, id: usize) -> String {
         let class = if is_wide { "card wide" } else { "card" };
         let mut html = format!("<figure class=\"{class}\"><figcaption><h3>{}</h3>", escape(self.title));
@@ -133,7 +135,7 @@ impl Chart {
         self.lines.iter().flat_map(of_line).collect()
     }
 
-    /// The highest value, where it is so far above nearly all others that it is cut off.
+    /// Returns the highest value if it is so far above nearly all others that it is cut off.
     fn cut_peak(&self) -> Option<f64> {
         let mut values = self.finite_values();
         values.sort_by(f64::total_cmp);
@@ -142,7 +144,7 @@ impl Chart {
         (highest > 2.0 * usual && usual > 0.0).then_some(highest)
     }
 
-    /// Lowest and highest value of the axis.
+    /// Returns the lowest and the highest value of the axis.
     fn value_range(&self) -> (f64, f64) {
         let mut values = self.finite_values();
         values.sort_by(f64::total_cmp);
@@ -155,7 +157,7 @@ impl Chart {
         let low = if self.from_zero { lowest.min(0.0) } else { lowest };
         let span = high - low;
         if span <= 1e-12 * high.abs().max(1e-12) {
-            // All the same: the line in the middle, or on the ground for zero.
+            // All values are equal: the line is drawn in the middle, or at the bottom for zero.
             let room = if high == 0.0 { 0.01 } else { high.abs() * 0.1 };
             return if high == 0.0 { (0.0, room) } else { (low - room, high + room) };
         }
@@ -166,7 +168,7 @@ impl Chart {
         let values = self.value_range();
         let y_ticks = ticks(values.0, values.1, if height > 300.0 { 6 } else { 4 });
         let labels = tick_labels(&y_ticks, self.unit);
-        // Room for the longest label, at about eight units a letter.
+        // The left margin holds the longest label, at about eight units per letter.
         let left = labels.iter().map(|label| label.chars().count()).max().unwrap_or(1) as f64 * 8.0 + 10.0;
         let (right, bottom) = (width - 8.0, height - 24.0);
         let frame = Frame { width, height, left, top: 6.0, right, bottom, steps: self.steps, values };
@@ -205,7 +207,7 @@ fn axes(svg: &mut String, frame: &Frame, y_ticks: &[f64], labels: &[String]) {
     for (&tick, label) in x_ticks.iter().zip(&labels) {
         let x = frame.x(tick);
         let _ = write!(svg, "<path class=\"axis\" d=\"M{x:.1} {bottom:.1}v4\"/>");
-        // The word "step" stands at the right end instead of a label that would run into it.
+        // A label that would overlap the word "step" at the right end is left out.
         if x < right - 44.0 {
             let _ = write!(svg, "<text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{label}</text>", bottom + 17.0);
         }
@@ -231,7 +233,7 @@ fn draw_line(svg: &mut String, frame: &Frame, line: &Line, unit: Unit) {
     } else {
         let _ = write!(svg, "<path class=\"line\" stroke=\"{colour}\" d=\"{}\"/>", path(frame, &line.points));
     }
-    // A line of one point cannot be seen; many dots hide the line.
+    // A line of one point is invisible without a dot; too many dots would hide the line.
     if finite.len() == 1 || (line.has_dots && finite.len() <= 60) {
         for &&(step, value) in &finite {
             let (x, y, name) = (frame.x(step), frame.y(value), escape(&line.name));
@@ -244,7 +246,7 @@ fn draw_line(svg: &mut String, frame: &Frame, line: &Line, unit: Unit) {
     }
 }
 
-/// The points as an SVG path, one decimal a coordinate, moving instead of drawing over gaps.
+/// Writes the points as an SVG path with one decimal per coordinate; gaps are moves, not lines.
 fn path(frame: &Frame, points: &[Point]) -> String {
     let mut d = String::new();
     let mut is_drawing = false;
@@ -260,12 +262,12 @@ fn path(frame: &Frame, points: &[Point]) -> String {
     d
 }
 
-/// A smooth line through noisy points: the median of neighbours, so that a rare peak leaves no hill, then a mean in which
-/// nearer ones weigh more. Looks both ways, so that it does not lag behind.
+/// Smooths noisy points: a median of neighbours, so that a rare peak leaves no bump, then a weighted mean in which
+/// nearer ones weigh more. Uses the points on both sides, so that the line does not lag behind.
 fn smooth(points: &[Point]) -> Vec<Point> {
     let reach = (points.len() / 40).max(2);
     let around = |points: &[Point], centre: usize, reach: usize| -> Vec<(usize, f64)> {
-        // The same reach on both sides, also near the ends: a slope is not bent there.
+        // The window is symmetric also near the ends, so that a slope is not bent there.
         let reach = reach.min(centre).min(points.len() - 1 - centre);
         let near = (centre - reach..=centre + reach).map(|index| (index.abs_diff(centre), points[index].1));
         near.filter(|(_, value)| value.is_finite()).collect()

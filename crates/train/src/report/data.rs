@@ -1,24 +1,24 @@
-//! Reduces the records of a run, however many, to what a page can show.
+//! Reduction of a run's records to a size that a page can show.
 //!
-//! Records are read one at a time into buckets of equally many steps. When the buckets are full, neighbours are merged
-//! and each takes twice as many from then on: memory and page stay small for any length of run, and a short run keeps
-//! every step.
+//! Records are read one at a time into buckets of equally many steps. When all buckets are full, neighbours are
+//! merged and each bucket covers twice as many steps from then on. Memory and page stay small for a run of any
+//! length, and a short run keeps every step.
 
 use std::path::Path;
 
 use crate::metrics::{LayerRecord, MetricsError, Record, read_records};
 
-/// Buckets that a series has at most; on a page they are closer than a pixel.
+/// The most buckets of a series; more would be closer than a pixel.
 const MAX_BUCKETS: usize = 500;
-/// Columns that a heat map has at most.
+/// The most columns of a heat map.
 const MAX_COLUMNS: usize = 160;
-/// Points of validation that are kept at most.
+/// The most validation points kept.
 const MAX_EVALUATIONS: usize = 400;
 
-/// A point of a line: step and value.
+/// A point of a line: a step and a value.
 pub(super) type Point = (f64, f64);
 
-/// What is shown of a run.
+/// The reduced records of a run.
 pub(super) struct RunData {
     names: Vec<String>,
     buckets: Buckets<Means>,
@@ -30,11 +30,11 @@ pub(super) struct RunData {
     pub(super) last_evaluation: Option<Point>,
     /// The last record.
     pub(super) last: Record,
-    /// Steps with a record.
+    /// The number of steps with a record.
     pub(super) num_steps: u64,
-    /// Steps whose update was skipped.
+    /// The number of steps whose update was skipped.
     pub(super) num_skipped: u64,
-    /// Time of all steps in seconds.
+    /// The duration of all steps in seconds.
     pub(super) seconds: f64,
     /// The largest `memory_peak_bytes`.
     pub(super) memory_peak_bytes: u64,
@@ -42,19 +42,19 @@ pub(super) struct RunData {
 
 /// The load of one MoE layer over time.
 pub(super) struct LayerLoad {
-    /// Index of the layer in the model.
+    /// The index of the layer in the model.
     pub(super) layer: usize,
-    /// For each bucket its last step and the choices per expert.
+    /// The last step of each bucket and its choices per expert.
     pub(super) columns: Vec<(f64, Vec<f64>)>,
-    /// Choices per expert near the end of the run; the figures of the router are not set.
+    /// The choices per expert near the end of the run; the router's other figures are not set.
     pub(super) recent: LayerRecord,
-    /// First step of what `recent` sums.
+    /// The first step that `recent` includes.
     pub(super) recent_from: u64,
 }
 
 impl RunData {
-    /// Reads `metrics.jsonl`. `None` if it holds no record. Records with another number of layers or experts than the
-    /// first are passed over: they are not of this model.
+    /// Reads `metrics.jsonl`. Returns `None` if it has no record. Records whose number of layers or experts differs
+    /// from the first one's are skipped: they belong to another model.
     pub(super) fn read(path: &Path) -> Result<Option<Self>, MetricsError> {
         let mut data: Option<Self> = None;
         for record in read_records(path)? {
@@ -100,7 +100,7 @@ impl RunData {
             self.last_evaluation = Some(point);
             self.evaluations.push(point);
             if self.evaluations.len() > 2 * MAX_EVALUATIONS {
-                // The newest of every two, counted from the end, so that the last one always stays.
+                // Every second point is dropped, counted from the end so that the last one is kept.
                 let odd = self.evaluations.len() % 2;
                 let mut index = 0;
                 self.evaluations.retain(|_| {
@@ -109,7 +109,7 @@ impl RunData {
                 });
             }
         }
-        // An evaluation before training has no training figures.
+        // The record of an evaluation before training has no training figures.
         if record.step == 0 {
             return;
         }
@@ -125,37 +125,37 @@ impl RunData {
         self.last = record;
     }
 
-    /// The points of a scalar by its name; buckets without a finite value have NaN, at which a line breaks.
+    /// Returns the points of the scalar `name`. Buckets without a finite value are NaN, at which a line breaks.
     pub(super) fn series(&self, name: &str) -> Vec<Point> {
         let Some(index) = self.names.iter().position(|known| known == name) else { return Vec::new() };
         self.buckets.all().map(|bucket| (bucket.step(), bucket.value.mean(index))).collect()
     }
 
-    /// The validation losses.
+    /// Returns the validation losses.
     pub(super) fn evaluations(&self) -> &[Point] {
         &self.evaluations
     }
 
-    /// Steps near which an update was skipped.
+    /// Returns steps near which an update was skipped.
     pub(super) fn skipped_steps(&self) -> Vec<f64> {
         let skipped = self.series("train/is_skipped");
         skipped.into_iter().filter(|&(_, share)| share > 0.0).map(|(step, _)| step).collect()
     }
 
-    /// First and last step of the run.
+    /// Returns the first and the last step of the run.
     pub(super) fn step_range(&self) -> (f64, f64) {
         let first = self.buckets.all().next().map_or(0.0, |bucket| bucket.first_step as f64);
         (first, self.last.step as f64)
     }
 
-    /// Whether there are MoE layers.
+    /// Returns whether the model has MoE layers.
     pub(super) fn has_experts(&self) -> bool {
         !self.last.layers.is_empty()
     }
 
-    /// The load of every MoE layer over time.
+    /// Returns the load of every MoE layer over time.
     pub(super) fn layer_loads(&self) -> Vec<LayerLoad> {
-        // About the last tenth of the run, at least one bucket.
+        // `recent` covers about the last tenth of the run, at least one bucket.
         let num_buckets = self.loads.all().count();
         let recent_buckets = num_buckets.div_ceil(10);
         let load_of = |(index, layer): (usize, &LayerRecord)| {
@@ -186,7 +186,7 @@ impl RunData {
     }
 }
 
-/// What can be summed into a bucket.
+/// Values that can be summed into a bucket.
 trait Merge {
     fn merge(&mut self, other: Self);
 }
@@ -199,7 +199,7 @@ struct Bucket<V> {
 }
 
 impl<V> Bucket<V> {
-    /// Where it is drawn: in the middle of its steps.
+    /// The position on the axis: the middle of the bucket's steps.
     fn step(&self) -> f64 {
         (self.first_step as f64 + self.last_step as f64) / 2.0
     }
@@ -238,7 +238,7 @@ impl<V: Merge> Buckets<V> {
         }
     }
 
-    /// Merges every two neighbours. `max` is even, so none is left alone.
+    /// Merges neighbouring buckets in pairs. `max` is even, so that every bucket has a partner.
     fn halve(&mut self) {
         let mut halved = Vec::with_capacity(self.max);
         let mut buckets = std::mem::take(&mut self.full).into_iter();
@@ -255,14 +255,14 @@ impl<V: Merge> Buckets<V> {
     }
 }
 
-/// Sums of scalars over the steps on which they were finite.
+/// The sums of scalars over the steps at which they were finite.
 struct Means {
     sums: Vec<(f64, u32)>,
 }
 
 impl Means {
     fn of(values: &[f64]) -> Self {
-        // Sums of values beyond this could leave the range of f64; none means anything.
+        // Sums of larger values could overflow f64.
         let is_usable = |value: f64| value.is_finite() && value.abs() < 1e200;
         Self { sums: values.iter().map(|&v| if is_usable(v) { (v, 1) } else { (0.0, 0) }).collect() }
     }
@@ -282,7 +282,7 @@ impl Merge for Means {
     }
 }
 
-/// Choices per layer and expert, and choices dropped per layer.
+/// The choices per layer and expert, and the dropped choices per layer.
 struct Loads {
     counts: Vec<Vec<u64>>,
     dropped: Vec<u64>,

@@ -1,39 +1,40 @@
 //! Heat maps of expert load: one for each layer, steps from left to right, experts from top to bottom.
 //!
-//! The cells are pixels of a PNG inside the SVG: a hundred times smaller than rectangles. The even share is transparent,
-//! more is warm and less is cold, so the same picture serves on light and on dark paper.
+//! The cells are pixels of a PNG inside the SVG, which takes a hundredth of the bytes of rectangles. The even share
+//! is transparent, more is warm and less is cold, so that one picture serves light and dark backgrounds.
 
 use std::fmt::Write as _;
 
 use super::data::LayerLoad;
 use super::numbers::{Unit, short, tick_labels, ticks};
 
-/// Heat maps on a page at most; of more layers an even choice is shown.
+/// The most heat maps on a page; of more layers, evenly spaced ones are shown.
 pub(super) const MAX_MAPS: usize = 64;
-/// Rows of a heat map at most; of more experts, neighbours share a row.
+/// The most rows of a heat map; of more experts, neighbours share a row.
 const MAX_ROWS: usize = 128;
-/// Pixels of all heat maps together, which bounds the page.
+/// The most pixels of all heat maps together, which limits the size of the page.
 const MAX_PIXELS: usize = 500_000;
-/// Colours on each side of the even share.
+/// The number of colours on each side of the even share.
 const SHADES: usize = 100;
 
-/// Heat maps of some layers, on one scale of colours.
+/// Heat maps of some layers with a common colour scale.
 pub(super) struct HeatMaps<'a> {
     layers: Vec<&'a LayerLoad>,
-    /// Load in even shares at which the colour is full; its inverse is the full colour of the other side.
+    /// The load, as a multiple of the even share, at which the colour is full; its inverse has the full colour of the
+    /// other side.
     pub(super) full_at: f64,
-    /// Experts that share a row.
+    /// The number of experts that share a row.
     pub(super) experts_per_row: usize,
 }
 
 impl<'a> HeatMaps<'a> {
-    /// Chooses the layers and the scale.
+    /// Chooses the layers and the colour scale.
     pub(super) fn new(loads: &'a [LayerLoad]) -> Self {
         let count = loads.len().min(MAX_MAPS);
         let choose = |index: usize| if count > 1 { index * (loads.len() - 1) / (count - 1) } else { 0 };
         let layers: Vec<&LayerLoad> = (0..count).map(|index| &loads[choose(index)]).collect();
         let num_experts = layers.iter().map(|layer| layer.recent.tokens_per_expert.len()).max().unwrap_or(0).max(1);
-        // How far loads are from the even share, either way, but for the most extreme fiftieth.
+        // The ratio of each load to the even share, in either direction; the top 2% do not affect the scale.
         let distance = |count: f64, even: f64| (count / even).max(even / count);
         let mut distances: Vec<f64> = Vec::new();
         for (_, counts) in layers.iter().flat_map(|layer| &layer.columns) {
@@ -46,14 +47,14 @@ impl<'a> HeatMaps<'a> {
         Self { layers, full_at, experts_per_row: num_experts.div_ceil(MAX_ROWS) }
     }
 
-    /// Number of layers shown.
+    /// Returns the number of layers shown.
     pub(super) fn len(&self) -> usize {
         self.layers.len()
     }
 
-    /// The maps as a grid of figures.
+    /// Renders the maps as a grid of figures.
     pub(super) fn html(&self) -> String {
-        // Two, three or four side by side, so that the last row is full where that can be.
+        // Two, three or four maps per row, so that the last row is full where possible.
         let (class, width) = match self.layers.len() {
             0..=4 => ("maps two", 460.0),
             len if len.is_multiple_of(4) && !len.is_multiple_of(3) => ("maps four", 230.0),
@@ -108,7 +109,7 @@ impl<'a> HeatMaps<'a> {
         format!("<figure><figcaption>Layer {layer} <span>busiest {busiest:.2}×</span></figcaption>{svg}</svg></figure>")
     }
 
-    /// Index of the colour of a load in even shares: `SHADES` is the even share.
+    /// Returns the colour index of a load given as a multiple of the even share, which has index `SHADES`.
     fn shade(&self, ratio: f64) -> u8 {
         let share = if ratio > 0.0 { ratio.ln() / self.full_at.ln() } else { -1.0 };
         (SHADES as f64 + share.clamp(-1.0, 1.0) * SHADES as f64).round() as u8
@@ -134,7 +135,7 @@ fn even_share(counts: &[f64]) -> f64 {
     counts.iter().sum::<f64>() / counts.len() as f64
 }
 
-/// Experts that get a label: all of few, else round numbers.
+/// Chooses the experts that get a label: all of a few, round numbers of many.
 fn expert_ticks(num_experts: usize) -> Vec<usize> {
     if num_experts <= 8 {
         return (0..num_experts).collect();
@@ -146,7 +147,7 @@ fn expert_ticks(num_experts: usize) -> Vec<usize> {
         .collect()
 }
 
-/// Colour and opacity of a shade: cold below the even share, clear at it, warm above.
+/// Returns the colour and opacity of a shade: cold below the even share, transparent at it, warm above.
 fn colour(shade: usize) -> ([u8; 3], u8) {
     let distance = (shade as f64 - SHADES as f64).abs() / SHADES as f64;
     let (near, far) = if shade < SHADES { ([86, 165, 255], [40, 88, 225]) } else { ([255, 170, 40], [222, 45, 22]) };
@@ -156,7 +157,7 @@ fn colour(shade: usize) -> ([u8; 3], u8) {
     ([mix(0), mix(1), mix(2)], (distance.powf(0.75) * 255.0).round() as u8)
 }
 
-/// A PNG with the palette of [`colour`], one byte a pixel, not compressed.
+/// Encodes an uncompressed PNG with the palette of [`colour`] and one byte per pixel.
 fn png(width: usize, pixels: &[u8]) -> Vec<u8> {
     let mut file = b"\x89PNG\r\n\x1a\n".to_vec();
     let mut chunk = |kind: &[u8; 4], data: &[u8]| {
@@ -168,12 +169,12 @@ fn png(width: usize, pixels: &[u8]) -> Vec<u8> {
         file.extend(crc.to_be_bytes());
     };
     let size = [width as u32, (pixels.len() / width.max(1)) as u32].map(u32::to_be_bytes).concat();
-    // 8 bits a pixel, palette, no interlacing.
+    // 8 bits per pixel, palette, no interlacing.
     chunk(b"IHDR", &[&size[..], &[8, 3, 0, 0, 0]].concat());
     let palette: Vec<_> = (0..=2 * SHADES).map(colour).collect();
     chunk(b"PLTE", &palette.iter().flat_map(|(rgb, _)| *rgb).collect::<Vec<_>>());
     chunk(b"tRNS", &palette.iter().map(|(_, alpha)| *alpha).collect::<Vec<_>>());
-    // Each row begins with its filter: none.
+    // Each row starts with its filter type: none.
     let rows: Vec<u8> =
         pixels.chunks(width.max(1)).flat_map(|row| [0].into_iter().chain(row.iter().copied())).collect();
     chunk(b"IDAT", &zlib_stored(&rows));
@@ -181,7 +182,7 @@ fn png(width: usize, pixels: &[u8]) -> Vec<u8> {
     file
 }
 
-/// `data` as a zlib stream of stored blocks.
+/// Wraps `data` in a zlib stream of stored blocks.
 fn zlib_stored(data: &[u8]) -> Vec<u8> {
     let mut stream = vec![0x78, 0x01];
     let num_blocks = data.len().div_ceil(0xffff);
@@ -200,7 +201,7 @@ fn zlib_stored(data: &[u8]) -> Vec<u8> {
     stream
 }
 
-/// CRC-32 of PNG, bit by bit: the pictures are small.
+/// Computes the CRC-32 of PNG bit by bit; the pictures are small.
 fn crc32(data: &[u8]) -> u32 {
     !data.iter().fold(!0u32, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| if crc & 1 == 1 { (crc >> 1) ^ 0xedb8_8320 } else { crc >> 1 })

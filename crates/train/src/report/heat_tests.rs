@@ -1,6 +1,6 @@
 use super::*;
 
-/// The chunks of a PNG: kind and data, with their checksums compared with a table-free CRC of the whole chunk.
+/// Splits a PNG into its chunks (kind and data), and compares their checksums with a CRC computed without a table.
 fn chunks(mut png: &[u8]) -> Vec<(String, Vec<u8>)> {
     assert_eq!(&png[..8], b"\x89PNG\r\n\x1a\n");
     png = &png[8..];
@@ -21,7 +21,7 @@ fn checksums_and_base64_give_their_published_values() {
     for (plain, encoded) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")] {
         assert_eq!(base64(plain.as_bytes()), encoded);
     }
-    // Adler-32 of "Wikipedia".
+    // The Adler-32 of "Wikipedia" is known.
     assert_eq!(zlib_stored(b"Wikipedia")[16..], [0x11, 0xe6, 0x03, 0x98]);
 }
 

@@ -1,6 +1,6 @@
-//! Numbers as a reader wants them: nice ticks, few digits, thousands and units.
+//! Formatting of numbers for a reader: round ticks, few digits, thousands separators and units.
 
-/// How the numbers of an axis or a legend are written.
+/// The format of the numbers of an axis or a legend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unit {
     /// A plain number.
@@ -9,7 +9,7 @@ pub(crate) enum Unit {
     Percent,
 }
 
-/// Round tick values (1, 2 or 5 times a power of ten) that lie in `low..=high`, about `count` of them.
+/// Chooses about `count` round tick values (1, 2 or 5 times a power of ten) in `low..=high`.
 pub(crate) fn ticks(low: f64, high: f64, count: usize) -> Vec<f64> {
     let span = high - low;
     if !(span.is_finite() && span > 0.0) {
@@ -23,7 +23,7 @@ pub(crate) fn ticks(low: f64, high: f64, count: usize) -> Vec<f64> {
     (first..=last).map(|index| index as f64 * step).collect()
 }
 
-/// Labels of ticks, all with the same number of decimals and the same unit.
+/// Formats the labels of ticks, all with the same number of decimals and the same unit.
 pub(crate) fn tick_labels(ticks: &[f64], unit: Unit) -> Vec<String> {
     let largest = ticks.iter().fold(0.0f64, |max, tick| max.max(tick.abs()));
     let step = if ticks.len() > 1 { ticks[1] - ticks[0] } else { largest.max(f64::MIN_POSITIVE) };
@@ -43,7 +43,7 @@ pub(crate) fn tick_labels(ticks: &[f64], unit: Unit) -> Vec<String> {
     ticks.iter().map(label).collect()
 }
 
-/// A number with three or four significant digits.
+/// Formats a number with three or four significant digits.
 pub(crate) fn short(value: f64, unit: Unit) -> String {
     if !value.is_finite() {
         return "–".to_owned();
@@ -61,7 +61,7 @@ pub(crate) fn short(value: f64, unit: Unit) -> String {
     format!("{}{suffix}", significant(value / divisor, digits))
 }
 
-/// At most `digits` significant digits, without trailing zeros, and never an exponent.
+/// Formats a number with at most `digits` significant digits, without trailing zeros or an exponent.
 fn significant(value: f64, digits: i32) -> String {
     if value == 0.0 {
         return "0".to_owned();
@@ -76,7 +76,7 @@ fn magnitude(value: f64, from: f64) -> (f64, &'static str) {
     units.into_iter().find(|&(divisor, _)| value >= divisor && value >= from).unwrap_or((1.0, ""))
 }
 
-/// A whole number with thousands set apart.
+/// Formats an integer with thousands separators.
 pub(crate) fn grouped(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();
@@ -89,7 +89,7 @@ pub(crate) fn grouped(value: u64) -> String {
     text
 }
 
-/// A time: "43 s", "4 min 32 s", "3 h 05 min", "2 d 04 h".
+/// Formats a duration: "43 s", "4 min 32 s", "3 h 05 min", "2 d 04 h".
 pub(super) fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;
     match whole {
@@ -101,7 +101,7 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
-/// A size in memory: "1.7 GiB".
+/// Formats a size in memory: "1.7 GiB".
 pub(super) fn bytes(value: u64) -> String {
     let units = [(1u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|&(size, _)| value >= size) {

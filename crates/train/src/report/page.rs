@@ -1,4 +1,4 @@
-//! Puts the page together: summary, charts, experts, samples, settings.
+//! The report page: summary, charts, experts, samples and settings.
 
 use std::fmt::Write as _;
 
@@ -8,13 +8,13 @@ use super::heat::{HeatMaps, MAX_MAPS};
 use super::numbers::{Unit, bytes, duration, grouped, short};
 use crate::metrics::{LayerRecord, Sample, router_loss_name};
 
-/// Layers that get a line of their own in a chart; of more, the mean and the range are drawn.
+/// The most layers that get a line each in a chart; of more, the mean and the range are drawn.
 const MAX_LINES: usize = 8;
-/// Rows of the table of layers at most.
+/// The most rows of the table of layers.
 const MAX_TABLE_ROWS: usize = 200;
-/// Samples shown at most: the first and the newest.
+/// The most samples shown: the first and the newest.
 const MAX_SAMPLES: usize = 8;
-/// Letters of a sample shown at most.
+/// The most characters shown of a sample.
 const MAX_SAMPLE_CHARS: usize = 1_500;
 
 pub(super) const BLUE: &str = "var(--c1)";
@@ -25,12 +25,12 @@ pub(super) const VIOLET: &str = "var(--c4)";
 /// A chart with a line for each MoE layer.
 struct LayerFigure {
     title: &'static str,
-    /// The scalar's name within the layer.
+    /// The name of the scalar within the layer.
     key: &'static str,
     unit: Unit,
-    /// `{ln E}` stands for the entropy of an undecided router.
+    /// The explanation below the title; `{ln E}` is replaced by the entropy of a uniform router.
     note: &'static str,
-    /// Whether only some steps have it: a line then goes from one to the next.
+    /// True if only some steps have the figure; the line then connects those.
     is_occasional: bool,
 }
 
@@ -55,7 +55,7 @@ impl LayerFigure {
     }
 }
 
-/// What is drawn of each MoE layer.
+/// The charts of MoE layers.
 const LAYER_FIGURES: [LayerFigure; 10] = [
     LayerFigure::new("Load imbalance", "cv", Unit::Plain, "Standard deviation of the load over its mean; 0 is even."),
     LayerFigure::new("Busiest expert", "max_over_mean", Unit::Plain, "Its load over the mean load; 1 is even."),
@@ -101,22 +101,22 @@ const LAYER_FIGURES: [LayerFigure; 10] = [
     .occasional(),
 ];
 
-/// One section of the configuration: its name, its keys and values.
+/// The sections of the configuration: each a name, and its keys and values.
 pub(super) type Settings = Vec<(String, Vec<(String, String)>)>;
 
-/// Everything on the page.
+/// The content of the page.
 pub(super) struct Page<'a> {
-    /// Name of the run.
+    /// The name of the run.
     pub(super) name: &'a str,
-    /// Its records.
+    /// The records of the run.
     pub(super) data: &'a RunData,
-    /// Its sampled texts.
+    /// The texts sampled during the run.
     pub(super) samples: &'a [Sample],
-    /// Its configuration.
+    /// The configuration of the run.
     pub(super) settings: &'a Settings,
 }
 
-/// Text made safe for HTML, between tags and in attributes. Control characters become a visible dot.
+/// Escapes text for HTML, between tags and in attributes. Control characters become a visible dot.
 pub(crate) fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for letter in text.chars() {
@@ -135,7 +135,7 @@ pub(crate) fn escape(text: &str) -> String {
 }
 
 impl Page<'_> {
-    /// The whole HTML file.
+    /// Renders the complete HTML file.
     pub(super) fn html(&self) -> String {
         let name = escape(self.name);
         let mut html = format!(
@@ -238,7 +238,7 @@ impl Page<'_> {
         let mut loss = self.chart("Loss", losses);
         loss.note = "Cross-entropy in nats a token, without auxiliary losses.".to_owned();
         loss.marks = data.skipped_steps();
-        // The axis also holds an evaluation before the first step.
+        // The axis includes an evaluation before the first step.
         loss.steps.0 = data.evaluations().first().map_or(loss.steps.0, |first| first.0.min(loss.steps.0));
         let mut rate = self.chart("Learning rate", vec![line("learning rate", "train/lr", GREEN, last.lr)]);
         rate.from_zero = true;
@@ -320,7 +320,7 @@ impl Page<'_> {
         html + &losses.card(false, 30)
     }
 
-    /// A line for each layer, or for many layers their mean in the band from the lowest to the highest.
+    /// Returns a line for each layer, or for many layers their mean in a band from the lowest to the highest.
     fn layer_lines(&self, figure: &LayerFigure) -> Vec<Line> {
         let layers = &self.data.last.layers;
         let series: Vec<Vec<Point>> =
@@ -346,7 +346,7 @@ impl Page<'_> {
             sum / count
         });
         let mut line = figure.line("mean of layers", BLUE, mean);
-        // The layer to worry about: the least diverse or agreeing, the most of everything else.
+        // The layer at risk has the lowest diversity or agreement, or the highest value of every other figure.
         let (name, worst) = if matches!(figure.key, "expert_diversity" | "checkpoint_agreement") {
             ("lowest layer", &lowest)
         } else {
@@ -429,7 +429,7 @@ fn layer_table(loads: &[LayerLoad]) -> String {
     html + "</div>"
 }
 
-/// The load of the experts as small bars in one path; of many experts every n-th.
+/// Draws the load of the experts as small bars in one path; of many experts every n-th.
 fn bars(recent: &LayerRecord, order: &[usize]) -> String {
     let (width, height) = (120.0, 24.0);
     let shown = order.len().min(40);

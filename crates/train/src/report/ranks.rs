@@ -1,4 +1,4 @@
-//! What the ranks of a run did, where there are several: time and bytes over the steps, and the last step rank by rank.
+//! The report's section on ranks: time and bytes over the steps, and the last step of each rank.
 
 use std::fmt::Write as _;
 
@@ -7,11 +7,11 @@ use super::numbers::{Unit, bytes, grouped, short};
 use super::page::{BLUE, GREEN, ORANGE, Page, VIOLET};
 use crate::metrics::RanksRecord;
 
-/// Ranks with a row of their own at most.
+/// The most ranks that get a row each.
 const MAX_ROWS: usize = 64;
 
 impl Page<'_> {
-    /// The section on ranks; nothing where there is one.
+    /// Renders the section on ranks; empty for a run of one rank.
     pub(super) fn ranks(&self) -> String {
         let Some(ranks) = &self.data.last.ranks else { return String::new() };
         let mut html = String::from("<section><h2>Ranks</h2><div class=\"cards\">");

@@ -1,8 +1,8 @@
-//! How many choices stayed what they were since the checkpoint before.
+//! The share of choices that are unchanged since the previous checkpoint.
 //!
-//! At each planned checkpoint the same validation tokens go through the model and the experts that each MoE layer chooses
-//! for them are kept, in the checkpoint. The agreement of two such samples is OLMoE's router saturation (Muennighoff et al.,
-//! 2409.02060, section 4.1) with the checkpoint before in place of the last one.
+//! At each planned checkpoint the same validation tokens go through the model. The experts that each MoE layer
+//! chooses for them are stored in the checkpoint. The agreement of two such samples is OLMoE's router saturation
+//! (Muennighoff et al., arXiv:2409.02060, section 4.1), with the previous checkpoint in place of the last one.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,9 +14,9 @@ use moeworks_moe::Routing;
 
 use crate::error::TrainError;
 
-/// The sample, in a checkpoint.
+/// The file of the sample in a checkpoint.
 const ROUTING_FILE: &str = "routing.safetensors";
-/// Stands where a token has fewer choices than another.
+/// The id that fills the empty places of a token with fewer choices than another.
 const NONE: u32 = u32::MAX;
 const TOKENS: &str = "token_ids";
 
@@ -24,30 +24,31 @@ const TOKENS: &str = "token_ids";
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RoutingSample {
     token_ids: Vec<u32>,
-    /// By the layer's index in the model: for each token its experts, in the order of choice.
+    /// The experts of each token in the order of choice, by the layer's index in the model.
     layers: BTreeMap<usize, Vec<Vec<u32>>>,
 }
 
 impl RoutingSample {
-    /// A sample of the tokens `token_ids`, of no layer yet.
+    /// Creates a sample of the tokens `token_ids` without any layer.
     #[must_use]
     pub fn new(token_ids: Vec<u32>) -> Self {
         Self { token_ids, layers: BTreeMap::new() }
     }
 
-    /// Whether there is no layer in it.
+    /// Returns whether the sample has no layer.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.layers.is_empty()
     }
 
-    /// Adds what layer `layer` chose for the next tokens.
+    /// Adds the choices of layer `layer` for the next tokens.
     pub fn add(&mut self, layer: usize, routing: &Routing) {
         let choices = (0..routing.num_tokens()).map(|t| routing.choices(t).map(|(expert, _)| expert).collect());
         self.layers.entry(layer).or_default().extend(choices);
     }
 
-    /// The sample of all ranks, of which each has a run of the tokens, or none: `join` puts what they give in the order of ranks.
+    /// Builds the sample of all ranks, each of which has a contiguous part of the tokens or none. `join` concatenates
+    /// the given values over the ranks in order.
     pub(crate) fn joined<E>(
         &self,
         layers: impl IntoIterator<Item = usize>,
@@ -55,7 +56,7 @@ impl RoutingSample {
     ) -> Result<Self, E> {
         let mut whole = Self::new(self.token_ids.clone());
         for layer in layers {
-            // Of each token how many choices it has, and these.
+            // For each token the number of its choices, and then the choices.
             let own = self.layers.get(&layer).map_or(&[][..], Vec::as_slice);
             let own = own.iter().flat_map(|token| [token.len() as u32].into_iter().chain(token.iter().copied()));
             let all = join(&own.collect::<Vec<u32>>())?;
@@ -69,8 +70,8 @@ impl RoutingSample {
         Ok(whole)
     }
 
-    /// The share of this sample's choices in layer `layer`, 0 to 1, that `previous` has for the same token, whatever their
-    /// order. `None` if the samples are not of the same tokens, or there is no choice.
+    /// Returns the share (0 to 1) of this sample's choices in layer `layer` that `previous` has for the same token,
+    /// in any order. Returns `None` if the samples have different tokens or there is no choice.
     #[must_use]
     pub fn agreement(&self, layer: usize, previous: &Self) -> Option<f64> {
         let (now, before) = (self.layers.get(&layer)?, previous.layers.get(&layer)?);
@@ -83,8 +84,8 @@ impl RoutingSample {
         (num_choices > 0).then(|| num_kept as f64 / num_choices as f64)
     }
 
-    /// Writes the sample into the checkpoint folder `dir`: `token_ids` `[T]` and `layers.N.expert_ids` `[T, K]`, with
-    /// 2^32 - 1 in place of the choices that a token does not have.
+    /// Writes the sample to the checkpoint folder `dir`: `token_ids` `[T]` and `layers.N.expert_ids` `[T, K]`, with
+    /// 2^32 - 1 for the choices that a token does not have.
     pub(crate) fn save(&self, dir: &Path) -> io::Result<()> {
         let mut tensors = vec![(TOKENS.to_owned(), vec![self.token_ids.len()], to_bytes(&self.token_ids))];
         for (layer, choices) in &self.layers {
@@ -106,7 +107,7 @@ impl RoutingSample {
         safetensors::write(&dir.join(ROUTING_FILE), &tensors, &BTreeMap::new())
     }
 
-    /// Reads the sample of the checkpoint folder `dir`; `None` if it has none.
+    /// Reads the sample of the checkpoint folder `dir`. Returns `None` if there is none.
     pub(crate) fn load(dir: &Path) -> Result<Option<Self>, TrainError> {
         let path = dir.join(ROUTING_FILE);
         if !path.exists() {
@@ -136,7 +137,7 @@ fn to_bytes(ids: &[u32]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
 }
 
-/// Shape and elements of a tensor, which must be U32.
+/// Returns the shape and the elements of a tensor, which must be U32.
 fn read(file: &SafetensorsFile, name: &str) -> Result<(Vec<usize>, Vec<u32>), TrainError> {
     let info = file.info(name).map_err(LoadError::from)?;
     if info.dtype != FileDType::U32 {

@@ -1,5 +1,5 @@
-//! What can be seen of a model's routing beyond the figures of one step: how far a token's id decides its expert, how
-//! much changed since the checkpoint before, and a page that shows a text coloured by expert.
+//! Measurements of a model's routing beyond the figures of one step: how far a token's id decides its expert, how
+//! many choices changed since the previous checkpoint, and a page that shows a text coloured by expert.
 
 mod agreement;
 mod page;

@@ -1,7 +1,8 @@
-//! The page of a routed text: HTML, style and script in one file that needs nothing else.
+//! The HTML page of a routed text: markup, style and script in one file that loads nothing else.
 //!
-//! The text stands in the HTML, coloured by the first layer's first choices, so that it can be read without the script, which
-//! changes colours when another layer is chosen. What it needs lies beside it as JSON.
+//! The text is part of the HTML, coloured by each token's first choice in the first MoE layer, so that it can be read
+//! without the script. The script changes the colours when the reader chooses another layer. Its data is embedded as
+//! JSON.
 
 use std::fmt::Write as _;
 
@@ -12,14 +13,14 @@ use super::routed::{RoutedLayer, RoutedText};
 use super::text::visible;
 use crate::report::{Unit, escape, grouped, short};
 
-/// Tokens listed for an expert.
+/// The number of tokens listed for an expert.
 const TOP_TOKENS: usize = 6;
-/// More experts than this have no percentage in their cell.
+/// The most experts for which the cells of the load table show a percentage.
 const MAX_LABELLED: usize = 16;
-/// Load in even shares at which a cell has its full colour.
+/// The load, in multiples of the even share, at which a cell of the load table has its full colour.
 const FULL_LOAD: f64 = 3.0;
 
-/// The page as HTML. `name` is the model's, `facts` are shown below it.
+/// Renders the page. `name` is the model's name; the `facts` are shown below it.
 #[must_use]
 pub fn routing_page(text: &RoutedText, name: &str, facts: &[String]) -> String {
     let name = escape(name);
@@ -54,14 +55,14 @@ pub fn routing_page(text: &RoutedText, name: &str, facts: &[String]) -> String {
     }
     html += "<footer>Made by <b>moeworks routing</b>. Arrow keys change the layer; Escape shows all experts.</footer></main>\
              <div class=\"pop\" id=\"pop\" hidden></div>";
-    // "<" nowhere in the data: a text cannot end the script.
+    // Every "<" in the data is escaped, so that a text cannot end the script element.
     let data = data(text).to_string().replace('<', "\\u003c");
     let _ = write!(html, "<script type=\"application/json\" id=\"data\">{data}</script>");
     let _ = writeln!(html, "<script>{}</script></body></html>", include_str!("page.js"));
     html
 }
 
-/// A variable and a class for each expert.
+/// Renders the style sheet's variables and classes: one of each for an expert.
 fn colours(num_experts: usize) -> String {
     let (mut light, mut dark, mut classes) = (String::new(), String::new(), String::new());
     for (expert, shade) in palette(num_experts).into_iter().enumerate() {
@@ -90,9 +91,9 @@ fn controls(text: &RoutedText) -> String {
     html + "<div><button id=\"all\" hidden>Show all experts</button></div></div>"
 }
 
-/// The text and the legend.
+/// Renders the text and, beside it, the legend of the experts.
 fn columns(text: &RoutedText) -> String {
-    // Characters stand close together; longer tokens have a little room between them.
+    // Single characters are set close together; longer tokens get a little space between them.
     let is_characters = text.pieces.iter().all(|piece| piece.text.chars().count() <= 1);
     let mut html = format!(
         "<div class=\"columns\"><section class=\"card\"><h2>Text</h2><p class=\"note\" id=\"layer-note\">{}</p>\
@@ -106,7 +107,7 @@ fn columns(text: &RoutedText) -> String {
         let shown: String = if piece.text.is_empty() {
             escape(&text.labels[&text.token_ids[piece.tokens.start]])
         } else {
-            // A line end shows its sign and ends the line.
+            // A newline is shown as a sign and still ends the line.
             escape(&piece.text.chars().map(visible).collect::<String>()).replace('\n', "↵\n")
         };
         let _ = write!(html, "<i class=\"{class}\">{shown}</i>");
@@ -130,7 +131,7 @@ fn layer_note(layer: &RoutedLayer) -> String {
     format!("Each token in the colour of its expert in layer {}. {dropped}", layer.layer)
 }
 
-/// The matrix of layers and experts.
+/// Renders the table of loads: a row for each MoE layer, a column for each expert.
 fn load_table(text: &RoutedText) -> String {
     let num_experts = text.num_experts;
     let is_labelled = num_experts <= MAX_LABELLED;
@@ -170,7 +171,7 @@ fn load_table(text: &RoutedText) -> String {
     html
 }
 
-/// The most choices that a token has.
+/// Returns the largest number of choices of a token.
 fn slots(text: &RoutedText) -> usize {
     text.layers.iter().flat_map(|layer| &layer.choices).map(Vec::len).max().unwrap_or(0).max(1)
 }
@@ -198,7 +199,8 @@ fn data(text: &RoutedText) -> Value {
     })
 }
 
-/// For each slot of each token its expert, or -1, and its weight in thousandths, or -1 minus that if it was dropped.
+/// Lists two numbers for each slot of each token: its expert (-1 for an empty slot), and its weight in thousandths
+/// (-1 minus that weight for a dropped choice).
 fn flat_choices(layer: &RoutedLayer, slots: usize) -> Vec<i64> {
     let slot = |choices: &[super::Choice], slot: usize| match choices.get(slot) {
         None => [-1, 0],

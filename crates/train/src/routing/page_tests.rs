@@ -32,7 +32,7 @@ fn page(text: &RoutedText) -> String {
     routing_page(text, "a <run>", &["some & facts".to_owned()])
 }
 
-/// The data that the script works on.
+/// Returns the JSON data of the page's script.
 fn data_of(html: &str) -> Value {
     let (_, rest) = html.split_once("id=\"data\">").unwrap();
     serde_json::from_str(rest.split_once("</script>").unwrap().0).unwrap()

@@ -1,23 +1,24 @@
-//! Colours of experts: behind dark letters on light paper, and behind light letters on dark paper.
+//! Colours of experts: light ones for dark letters on a light page, dark ones for light letters on a dark page.
 //!
-//! Hues are in OKLCH (B. Ottosson, "A perceptual color space for image processing", 2020), where equal steps look
-//! equally large. A few experts share the circle of hues evenly, on two levels of lightness in turn. Of many, each third shares it
-//! evenly on a level of its own, in strides that take neighbours in number far apart. Chroma is lowered where a screen
-//! cannot show it.
+//! Hues are chosen in OKLCH (B. Ottosson, "A perceptual color space for image processing", 2020), where equal steps
+//! look equally large. Up to [`FEW`] experts are spread evenly over the circle of hues, alternating between two
+//! levels of lightness. More experts are dealt out to three levels of lightness. Each level spreads its experts
+//! evenly over the circle, in strides that give consecutive experts distant hues. Chroma is lowered where sRGB cannot
+//! show it.
 
-/// Experts up to this share the circle evenly.
+/// The most experts that share one circle of hues.
 const FEW: usize = 12;
-/// Of the circle: strides of about this share spread consecutive points best.
+/// The share of the circle whose multiples spread consecutive points best (the golden ratio minus 1).
 const GOLDEN: f64 = 0.618_034;
 
-/// An expert's colour on both papers, sRGB.
+/// An expert's colour on a light and on a dark page, in sRGB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shade {
     pub(super) light: [u8; 3],
     pub(super) dark: [u8; 3],
 }
 
-/// A colour for each of `num_experts` experts.
+/// Returns a colour for each of `num_experts` experts.
 pub(super) fn palette(num_experts: usize) -> Vec<Shade> {
     (0..num_experts).map(|expert| shade(expert, num_experts)).collect()
 }
@@ -29,14 +30,15 @@ fn shade(expert: usize, num_experts: usize) -> Shade {
         let places = num_experts.div_ceil(3);
         (expert / 3 * stride(places) % places, places, expert % 3)
     };
-    // Of many, the three levels are a third of a place apart.
+    // The hues of the three levels are offset by a third of a step from each other.
     let offset = if num_experts <= FEW { 0.0 } else { level as f64 / 3.0 };
     let hue = 40.0 + 360.0 * (place as f64 + offset) / places as f64;
     let (light, dark) = [(0.88, 0.36), (0.80, 0.42), (0.72, 0.49)][level];
     Shade { light: oklch(light, 0.15, hue), dark: oklch(dark, 0.13, hue) }
 }
 
-/// The number nearest to the golden share of `places` whose multiples come to every place.
+/// Finds the number nearest to the golden share of `places` that is coprime to it, so that its multiples visit every
+/// place.
 fn stride(places: usize) -> usize {
     let golden = (places as f64 * GOLDEN).round() as usize;
     let is_coprime = |step: &usize| *step > 0 && gcd(*step, places) == 1;
@@ -47,7 +49,7 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// A colour of sRGB with this lightness and hue, and this chroma or as much of it as there is.
+/// Converts OKLCH to sRGB, with `chroma` lowered as far as sRGB needs.
 fn oklch(lightness: f64, chroma: f64, hue: f64) -> [u8; 3] {
     let (sin, cos) = hue.to_radians().sin_cos();
     let linear = |chroma: f64| linear_rgb(lightness, chroma * cos, chroma * sin);
@@ -56,7 +58,7 @@ fn oklch(lightness: f64, chroma: f64, hue: f64) -> [u8; 3] {
     linear(steps.into_iter().find(is_shown).unwrap_or(0.0)).map(|channel| (gamma(channel) * 255.0).round() as u8)
 }
 
-/// Oklab to linear sRGB: the matrices of the paper.
+/// Converts Oklab to linear sRGB with the matrices of Ottosson's article.
 fn linear_rgb(lightness: f64, a: f64, b: f64) -> [f64; 3] {
     let l = (lightness + 0.396_337_777_4 * a + 0.215_803_757_3 * b).powi(3);
     let m = (lightness - 0.105_561_345_8 * a - 0.063_854_172_8 * b).powi(3);

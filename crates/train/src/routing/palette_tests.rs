@@ -1,6 +1,6 @@
 use super::*;
 
-/// Relative luminance and contrast as WCAG 2 defines them.
+/// Computes the relative luminance as WCAG 2 defines it.
 fn luminance(rgb: [u8; 3]) -> f64 {
     let [r, g, b] = rgb.map(|channel| {
         let c = f64::from(channel) / 255.0;
@@ -14,7 +14,7 @@ fn contrast(a: [u8; 3], b: [u8; 3]) -> f64 {
     (a.max(b) + 0.05) / (a.min(b) + 0.05)
 }
 
-/// sRGB to Oklab, from the paper, for distances as the eye sees them.
+/// Converts sRGB to Oklab with the matrices of Ottosson's article, for distances as the eye sees them.
 fn oklab(rgb: [u8; 3]) -> [f64; 3] {
     let [r, g, b] = rgb.map(|channel| {
         let c = f64::from(channel) / 255.0;
@@ -38,7 +38,7 @@ fn distance(a: [u8; 3], b: [u8; 3]) -> f64 {
 fn letters_can_be_read_on_every_colour() {
     for num_experts in [1, 8, 64, 256] {
         for (expert, shade) in palette(num_experts).into_iter().enumerate() {
-            // The inks of page.css; 4.5 is what WCAG asks for.
+            // The text colours of page.css. WCAG 2 asks for a contrast of at least 4.5.
             assert!(contrast(shade.light, [0x14, 0x16, 0x1a]) > 6.0, "{expert} of {num_experts}");
             assert!(contrast(shade.dark, [0xff, 0xff, 0xff]) > 5.5, "{expert} of {num_experts}");
         }

@@ -1,4 +1,5 @@
-//! A text and where each MoE layer sends its tokens: what the page of [`routing_page`](super::routing_page) shows.
+//! A text and the experts that each MoE layer chose for its tokens: the data of
+//! [`routing_page`](super::routing_page).
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -13,18 +14,18 @@ use moeworks_ops::experts::NO_ROW;
 use super::text::{self, Piece};
 use crate::error::TrainError;
 
-/// One expert that a token was sent to.
+/// One expert that a router chose for a token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Choice {
     /// The expert.
     pub expert: u32,
-    /// Its weight in the token's sum.
+    /// The weight of the expert's output in the token's sum.
     pub weight: f32,
-    /// Whether the expert had no room: it then adds nothing.
+    /// True if the expert was full, so that it adds nothing.
     pub is_dropped: bool,
 }
 
-/// What one MoE layer did with the tokens.
+/// The routing of all tokens in one MoE layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RoutedLayer {
     /// Index of the layer in the model.
@@ -33,29 +34,29 @@ pub struct RoutedLayer {
     pub choices: Vec<Vec<Choice>>,
 }
 
-/// A text with the way of each token through the MoE layers.
+/// A text with the routing of its tokens in every MoE layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RoutedText {
-    /// E.
+    /// The number of experts, zero-computation experts included.
     pub num_experts: usize,
-    /// `[T]`.
+    /// `[T]`: the token ids.
     pub token_ids: Vec<u32>,
     /// The MoE layers, first to last.
     pub layers: Vec<RoutedLayer>,
-    /// The tokens as text.
+    /// The text, cut into pieces of whole characters.
     pub(super) pieces: Vec<Piece>,
-    /// What each token is called by itself.
+    /// The name of each token id in lists.
     pub(super) labels: BTreeMap<u32, String>,
 }
 
-/// A token and how often it went to an expert.
+/// A token id and the number of its choices of an expert.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenCount {
-    /// The token's id.
+    /// The token id.
     pub id: u32,
-    /// Choices of this expert.
+    /// The number of times that the token chose the expert.
     pub count: u64,
-    /// How often the token occurs.
+    /// The number of times that the token occurs.
     pub occurrences: u64,
 }
 
@@ -71,7 +72,7 @@ impl RoutedText {
     ) -> Result<Self, TrainError> {
         let ModelRef { ctx, decoder, weights } = model;
         let mut layers: BTreeMap<usize, Vec<Vec<Choice>>> = BTreeMap::new();
-        // A routing may have experts that compute nothing besides those of the configuration.
+        // A router may add zero-computation experts to those of the configuration.
         let mut num_experts = decoder.config().num_experts;
         for window in token_ids.chunks(seq_len.max(1)) {
             let window = TokenBatch::without_targets(window, 1);
@@ -92,7 +93,7 @@ impl RoutedText {
 }
 
 impl RoutedLayer {
-    /// `[E]`: choices of each expert, dropped ones included.
+    /// Counts the choices of each of E experts, dropped ones included: `[E]`.
     #[must_use]
     pub fn tokens_per_expert(&self, num_experts: usize) -> Vec<u64> {
         let mut counts = vec![0; num_experts];
@@ -100,7 +101,7 @@ impl RoutedLayer {
         counts
     }
 
-    /// Share of the choices that were dropped.
+    /// Returns the share of the choices that were dropped.
     #[must_use]
     pub fn drop_rate(&self) -> f64 {
         let all = self.choices.iter().flatten();
@@ -108,8 +109,8 @@ impl RoutedLayer {
         moeworks_moe::share(dropped as u64, all.count() as u64)
     }
 
-    /// For each expert the `max` tokens of which it got the most beyond its share of all choices (expected from the
-    /// token's occurrences), most first; ties go to the lower id.
+    /// Finds for each expert the `max` tokens whose count exceeds the expected one the most. Expected is the token's
+    /// number of occurrences times the expert's share of all choices. Ties go to the lower id.
     #[must_use]
     pub fn top_tokens(&self, token_ids: &[u32], num_experts: usize, max: usize) -> Vec<Vec<TokenCount>> {
         let mut occurrences: BTreeMap<u32, u64> = BTreeMap::new();
@@ -134,7 +135,8 @@ impl RoutedLayer {
     }
 }
 
-/// The first `max` tokens of the texts that `sources` finds, with what belongs before and behind each document.
+/// Tokenizes the texts that `sources` finds, with the tokens before and after each document, and returns the first
+/// `max`.
 pub fn first_tokens(sources: &Sources, tokenizer: &Tokenizer, max: usize) -> Result<Vec<u32>, TrainError> {
     let mut ids = Vec::new();
     let (mut failed, mut begins_document) = (None, true);
@@ -165,7 +167,7 @@ pub fn first_tokens(sources: &Sources, tokenizer: &Tokenizer, max: usize) -> Res
     }
 }
 
-/// The choices of each token, by the slots of the routing, some of which may be empty.
+/// Lists the choices of each token in the order of the routing's slots, without the empty ones.
 fn choices_of(saved: &MoeSaved) -> impl Iterator<Item = Vec<Choice>> + '_ {
     let (routing, dispatch) = (saved.routing(), saved.dispatch());
     let slots = routing.top_k();
@@ -178,7 +180,8 @@ fn choices_of(saved: &MoeSaved) -> impl Iterator<Item = Vec<Choice>> + '_ {
     })
 }
 
-/// Whether choice `i` of all choices was dropped: it has neither a row nor an expert that needs none.
+/// Returns whether choice `i` of all choices was dropped: it has no row, and its expert is not a zero-computation
+/// one.
 fn is_dropped(dispatch: &Dispatch, i: usize) -> bool {
     let is_free = dispatch.zero_computation_choices().is_some_and(|free| free[i] != NO_EXPERT);
     dispatch.token_rows()[i] == NO_ROW && !is_free

@@ -56,7 +56,7 @@ fn what_the_capacity_of_training_drops_is_marked() {
     let text = |mode| RoutedText::new(model, &Tokenizer::bytes(), ids.clone(), 32, mode).unwrap().layers;
     let (training, inference) = (text(Mode::TrainForward), text(Mode::Infer));
     assert_eq!(inference[0].drop_rate(), 0.0);
-    // ceil(0.5 2 32 / 4) = 8 of the choices of a window at most stay with an expert.
+    // Each expert takes at most ceil(0.5 · 2 · 32 / 4) = 8 choices of a window.
     for window in training[0].choices.chunks(32) {
         let mut kept = [0; 4];
         window.iter().flatten().filter(|c| !c.is_dropped).for_each(|c| kept[c.expert as usize] += 1);

@@ -1,28 +1,28 @@
-//! Specialisation: the mutual information of a token's id and the expert that it goes to.
+//! Specialisation: the mutual information of a token's id and its expert.
 //!
-//! The plain estimate is too high: a token seen once seems to decide its expert completely. So the mean that the same
-//! counts would give by chance is taken off. With n_te tokens of id t at expert e, row sums a_t, column sums b_e and N
-//! tokens in all,
+//! The plain estimate of mutual information is biased upwards: a token seen only once seems to decide its expert. So
+//! the mean that the same counts would give by chance is subtracted. Let n_te be the number of tokens with id t at
+//! expert e, a_t its sum over experts, b_e its sum over ids, and N the number of tokens.
 //!
-//! `I = sum_te n_te / N ln(N n_te / (a_t b_e))`, and `E[I]` its mean over all ways to deal the N experts out to the N
-//! tokens (a_t and b_e stay, n_te is hypergeometric): Vinh, Epps & Bailey, "Information theoretic measures for
-//! clusterings comparison", JMLR 11 (2010), equation 24a. `I - E[I]` is in nats; divided by `H(expert) - E[I]` it is their
-//! adjusted mutual information, with the entropy of the experts as its upper bound: 0 for a routing that does not look
-//! at the id, 1 for one that looks at nothing else. Chance can make both a little less than 0.
+//! `I = sum_te n_te / N ln(N n_te / (a_t b_e))`, and `E[I]` is its mean over all assignments of the N experts to the
+//! N tokens with the same a_t and b_e (n_te is then hypergeometric): Vinh, Epps & Bailey, "Information theoretic
+//! measures for clusterings comparison", JMLR 11 (2010), equation 24a. `I - E[I]` is in nats. Divided by `H(expert) -
+//! E[I]` it is their adjusted mutual information with the entropy of the experts as its upper bound: 0 for a routing
+//! that ignores the id, 1 for one that depends on nothing else. Both can be slightly negative by chance.
 
 use std::collections::BTreeMap;
 
-/// What a token's id tells of its expert.
+/// The information that a token's id gives about its expert.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Specialization {
-    /// Mutual information in nats, less what chance gives.
+    /// The mutual information in nats, minus its mean by chance.
     pub nats: f64,
-    /// The same as a share of what is possible: 0 none, 1 the id decides.
+    /// The ratio of `nats` to its largest possible value: 0 is none, 1 means that the id decides the expert.
     pub share: f64,
 }
 
-/// The specialisation that `(token id, expert)` pairs show, one pair a token: its first choice. The order of the pairs
-/// does not matter. `None` where nothing can be told: no expert but one is used, or no token came twice.
+/// Computes the specialisation of `(token id, expert)` pairs, one for each token: its first choice. The order of the
+/// pairs does not matter. Returns `None` where it is undefined: only one expert is used, or no token id occurs twice.
 #[must_use]
 pub fn specialization(mut pairs: Vec<(u32, u32)>) -> Option<Specialization> {
     pairs.sort_unstable();
@@ -30,7 +30,7 @@ pub fn specialization(mut pairs: Vec<(u32, u32)>) -> Option<Specialization> {
     let mut experts = BTreeMap::new();
     pairs.iter().for_each(|&(_, expert)| *experts.entry(expert).or_insert(0_u64) += 1);
     let entropy = experts.values().map(|&b| -share(b, total) * share(b, total).ln()).sum::<f64>();
-    // How many ids came as often.
+    // The number of token ids by their number of occurrences.
     let mut frequencies = BTreeMap::new();
     let mut information = 0.0;
     for same_id in pairs.chunk_by(|a, b| a.0 == b.0) {
@@ -55,13 +55,13 @@ fn share(part: u64, whole: u64) -> f64 {
     part as f64 / whole as f64
 }
 
-/// `n / N ln(N n / (a b))`.
+/// Computes one summand of I: `n / N ln(N n / (a b))`.
 fn term(n: u64, (a, b): (u64, u64), total: u64) -> f64 {
     share(n, total) * (total as f64 * n as f64 / (a as f64 * b as f64)).ln()
 }
 
-/// The mean of [`term`] over hypergeometric n. The sum begins at the likeliest n and goes both ways until the rest no
-/// longer counts.
+/// Computes the mean of [`term`] for a hypergeometric n. The sum starts at the likeliest n and goes in both
+/// directions until the probabilities are negligible.
 fn expected_term((a, b): (u64, u64), total: u64, ln_factorials: &[f64]) -> f64 {
     let (low, high) = ((a + b).saturating_sub(total), a.min(b));
     let mode = (((a + 1) as f64 * (b + 1) as f64 / (total + 2) as f64) as u64).clamp(low, high);
@@ -73,7 +73,7 @@ fn expected_term((a, b): (u64, u64), total: u64, ln_factorials: &[f64]) -> f64 {
         - ln(b - mode)
         - ln(total + mode - a - b);
     let weighted = |n: u64, probability: f64| if n == 0 { 0.0 } else { probability * term(n, (a, b), total) };
-    // P(n + 1) / P(n).
+    // The ratio P(n + 1) / P(n).
     let ratio = |n: u64| (a - n) as f64 * (b - n) as f64 / ((n + 1) as f64 * (total + n + 1 - a - b) as f64);
     let is_relevant = |probability: &f64| *probability > 1e-18;
     let at_mode = at_mode.exp();
@@ -93,7 +93,7 @@ fn expected_term((a, b): (u64, u64), total: u64, ln_factorials: &[f64]) -> f64 {
     sum
 }
 
-/// `ln n!` for n from 0 to `max`.
+/// Tabulates `ln n!` for n from 0 to `max`.
 fn ln_factorials(max: u64) -> Vec<f64> {
     let sum = |sum: &mut f64, n: u64| {
         *sum += if n == 0 { 0.0 } else { (n as f64).ln() };

@@ -2,20 +2,20 @@ use moeworks_tensor::{Purpose, Random};
 
 use super::*;
 
-/// The plain mutual information and the entropy of the experts, straight from the definition.
+/// Computes the plain mutual information and the entropy of the experts, directly from the definitions.
 fn plain(pairs: &[(u32, u32)]) -> (f64, f64) {
     let share =
         |is: &dyn Fn(&(u32, u32)) -> bool| pairs.iter().filter(|pair| is(pair)).count() as f64 / pairs.len() as f64;
     let information = pairs.iter().map(|&(id, expert)| {
         let joint = share(&|pair| *pair == (id, expert));
-        // Each pair stands for one of those that are equal to it.
+        // The mean over pairs weighs each distinct pair by its frequency.
         (joint / (share(&|pair| pair.0 == id) * share(&|pair| pair.1 == expert))).ln() / pairs.len() as f64
     });
     let entropy = pairs.iter().map(|&(_, expert)| -share(&|pair| pair.1 == expert).ln() / pairs.len() as f64);
     (information.sum(), entropy.sum())
 }
 
-/// Every order of `items`.
+/// Lists every order of `items`.
 fn permutations(items: &[u32]) -> Vec<Vec<u32>> {
     if items.is_empty() {
         return vec![Vec::new()];

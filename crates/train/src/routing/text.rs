@@ -1,20 +1,20 @@
-//! Token ids as pieces of text that can be shown.
+//! Conversion of token ids to pieces of text that can be shown.
 
 use std::ops::Range;
 
 use moeworks_infer::generation::TextStream;
 use moeworks_model::{Tokenizer, TokenizerError};
 
-/// Tokens whose text belongs together: one as a rule, several where they are the bytes of one character.
+/// Tokens whose texts cannot be separated: usually one, several where they are the bytes of one character.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Their text; empty for a special token.
+    /// The text of the tokens; empty for a special token.
     pub(super) text: String,
-    /// Their positions.
+    /// The positions of the tokens.
     pub(super) tokens: Range<usize>,
 }
 
-/// Cuts `ids` into pieces of whole characters. Bytes that are no character come as U+FFFD.
+/// Cuts `ids` into pieces of whole characters. Bytes that are not valid UTF-8 become U+FFFD.
 pub(super) fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Result<Vec<Piece>, TokenizerError> {
     let (mut pieces, mut stream, mut start) = (Vec::new(), TextStream::new(tokenizer), 0);
     let mut text = String::new();
@@ -33,18 +33,19 @@ pub(super) fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Result<Vec<Piece>, T
     Ok(pieces)
 }
 
-/// A token by itself, for lists: blanks and control characters as signs, bytes that are no character in hexadecimal.
+/// Names a token for lists: blanks and control characters as signs, bytes that are not a character in hexadecimal.
 pub(super) fn label(tokenizer: &Tokenizer, id: u32) -> Result<String, TokenizerError> {
     let text = tokenizer.decode(&[id])?;
     Ok(match u8::try_from(id) {
         Ok(byte) if tokenizer.is_bytes() && !byte.is_ascii() => format!("0x{byte:02X}"),
-        // Nothing, or a part of a character.
+        // The token has no text, or is a part of a character.
         _ if text.is_empty() || text.contains(char::REPLACEMENT_CHARACTER) => format!("⟨{id}⟩"),
         _ => text.chars().map(sign).collect(),
     })
 }
 
-/// What stands for a character where it would not be seen, or would turn what follows around.
+/// Returns the character itself, or a sign in place of an invisible one or one that changes the direction of the
+/// text.
 fn sign(c: char) -> char {
     match c {
         ' ' => '␣',
@@ -53,8 +54,8 @@ fn sign(c: char) -> char {
     }
 }
 
-/// A character that a page can show: control characters as their pictures, marks of direction as a dot. Line ends, tabs
-/// and blanks stay.
+/// Replaces a character that cannot be shown: a control character by its picture, a direction mark by a dot.
+/// Newlines, tabs and blanks are unchanged.
 pub(super) fn visible(c: char) -> char {
     match c {
         '\n' | '\t' => c,

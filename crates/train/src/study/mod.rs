@@ -1,8 +1,8 @@
-//! A routing study: the same small model trained with each routing scheme on the same text for the same floating-point
-//! operations, and a dense model of the same active size beside it.
+//! A routing study: the same small model trained with each routing scheme on the same text and with the same number
+//! of floating-point operations, and a dense model of the same active size.
 //!
-//! Every run is an ordinary one, in a folder of its own, with the same seed, the same order of text and the same validation
-//! tokens, so that differences come from the routing. A study that is stopped goes on where it was.
+//! Every run is an ordinary one, in a folder of its own, with the same seed, the same order of the text and the same
+//! validation tokens, so that differences are caused by the routing. A study that was stopped continues where it was.
 
 mod plot;
 mod table;
@@ -27,73 +27,75 @@ pub use table::report;
 use variants::DENSE;
 pub use variants::Variant;
 
-/// Share of the steps, at the end, over which balance and drops are averaged.
+/// The share of the steps, at the end of a run, over which balance and drops are averaged.
 const LAST_SHARE: f64 = 0.1;
 
-/// What a study needs to know.
+/// The settings of a study.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Study {
-    /// The base model and how it is trained; every variant is made of it.
+    /// The base model and its training; every variant is derived from it.
     pub base: RunConfig,
-    /// Folder of the runs.
+    /// The folder of the runs.
     pub runs_dir: PathBuf,
-    /// Every variant is trained with this many seeds, from the base's on.
+    /// The number of seeds with which every variant is trained, counted from the base's seed.
     pub num_seeds: u64,
-    /// Names of the variants to be trained; empty for all.
+    /// The names of the variants to train; empty for all.
     pub only: Vec<String>,
 }
 
-/// What came of one variant: means over its seeds.
+/// The result of one variant, averaged over its seeds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finding {
     /// The variant.
     pub variant: Variant,
-    /// Parameters in all, and those that a token passes.
+    /// The number of parameters, and the number that a token passes.
     pub parameters: (u64, u64),
-    /// Floating-point operations of its training.
+    /// The floating-point operations of its training.
     pub flops: f64,
-    /// Last validation loss of each seed, in nats a token.
+    /// The last validation loss of each seed, in nats per token.
     pub val_losses: Vec<f64>,
-    /// Of the first seed: floating-point operations done and validation loss.
+    /// The floating-point operations and the validation loss at each evaluation of the first seed.
     pub curve: Vec<(f64, f64)>,
-    /// Means over MoE layers and the last tenth of the steps; none for a dense model.
+    /// The balance of the routing, averaged over MoE layers and the last tenth of the steps; `None` for a dense
+    /// model.
     pub balance: Option<Balance>,
-    /// Seconds of processor time of the steps; where that is not recorded, seconds that passed.
+    /// The CPU time of the training steps in seconds; elapsed time where CPU time is not recorded.
     pub seconds: f64,
 }
 
-/// How even a variant's routing was.
+/// The balance of a variant's routing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Balance {
-    /// Coefficient of variation of the load.
+    /// The coefficient of variation of the load.
     pub cv: f64,
-    /// The busiest expert's load in even shares.
+    /// The busiest expert's load as a multiple of the even share.
     pub max_over_mean: f64,
-    /// Choices of a token.
+    /// The number of experts that a token chooses, on average.
     pub experts_per_token: f64,
-    /// Share of the choices dropped.
+    /// The share of the choices that were dropped.
     pub drop_rate: f64,
-    /// Share of the choices rerouted.
+    /// The share of the choices that were rerouted.
     pub reroute_rate: f64,
     /// The last measured specialisation; NaN if there is none.
     pub specialization: f64,
 }
 
 impl Finding {
-    /// Mean over the seeds of the last validation loss.
+    /// Returns the mean over the seeds of the last validation loss.
     #[must_use]
     pub fn val_loss(&self) -> f64 {
         self.val_losses.iter().sum::<f64>() / self.val_losses.len() as f64
     }
 
-    /// Half the distance from the lowest to the highest seed.
+    /// Returns half the distance between the lowest and the highest validation loss of the seeds.
     #[must_use]
     pub fn spread(&self) -> f64 {
         half_range(&self.val_losses)
     }
 
-    /// What the validation loss is above that of `other`, the mean over seeds, and half the range of these differences. Runs
-    /// of one seed have seen the same text in the same order, so that much of what seeds change is not in them.
+    /// Returns the difference of the validation loss to that of `other`: its mean over the seeds and half its range.
+    /// Runs with the same seed read the same text in the same order, so that the differences vary less than the
+    /// losses.
     #[must_use]
     pub fn above(&self, other: &Self) -> (f64, f64) {
         let pairs = self.val_losses.iter().zip(&other.val_losses);
@@ -102,24 +104,25 @@ impl Finding {
     }
 }
 
-/// Half the distance from the lowest to the highest value.
+/// Returns half the distance between the lowest and the highest value.
 fn half_range(values: &[f64]) -> f64 {
     let ends = |(low, high): (f64, f64), &value: &f64| (low.min(value), high.max(value));
     let (low, high) = values.iter().fold((f64::INFINITY, f64::NEG_INFINITY), ends);
     (high - low) / 2.0
 }
 
-/// A unit for this many floating-point operations: its size and its name.
+/// Chooses a unit for a number of floating-point operations: returns its size and its name.
 fn flops_unit(flops: f64) -> (f64, &'static str) {
     if flops < 1e15 { (1e12, "TFLOP") } else { (1e15, "PFLOP") }
 }
 
-/// Settings of the base model over the defaults: so small that a run takes a minute, and that a dense model is soon as good as
-/// it gets: there experts show (`bench/history/routing.md` has what was tried).
+/// The settings of the base model that differ from the defaults. The model is small enough that a run takes a minute
+/// and that a dense model soon stops improving, where experts make a difference (`bench/history/routing.md` lists
+/// what was tried).
 ///
-/// A token's weights add up to K, not to 1: the sum of K experts is then as large as what a dense layer of K times their
-/// width gives. Half of it cost the MoE its lead over the dense model (`bench/history/routing.md`), and so did weights that begin at
-/// a deviation of 0.02, a quarter of one over the root of the width.
+/// A token's weights sum to K, not to 1, so that the sum of K experts is as large as the output of a dense layer of K
+/// times their width. With a sum of 1, or with weights initialised at a deviation of 0.02, the MoE lost its lead over
+/// the dense model (`bench/history/routing.md`).
 pub const BASE: [&str; 19] = [
     "model.width=64",
     "model.num_layers=2",
@@ -142,14 +145,14 @@ pub const BASE: [&str; 19] = [
     "train.keep_last=1",
 ];
 
-/// Floating-point operations of a step.
+/// Computes the floating-point operations of a step.
 fn step_flops(config: &RunConfig) -> f64 {
     let mut model = config.model.clone();
     if model.vocab_size == 0 {
         model.vocab_size = match &config.data.tokenizer {
             TokenizerChoice::Bytes => Tokenizer::bytes().vocab_size(),
             TokenizerChoice::Bpe => config.data.bpe_vocab_size,
-            // Not known yet: the output projection, which all variants share, is then left out.
+            // The vocabulary is not known yet. The output projection, which all variants share, is not counted then.
             TokenizerChoice::File(_) => 0,
         };
     }
@@ -157,11 +160,11 @@ fn step_flops(config: &RunConfig) -> f64 {
 }
 
 impl Study {
-    /// The variants that are to be trained.
+    /// Lists the variants to train.
     ///
     /// # Errors
-    /// If `only` names one that there is not, or whose configuration cannot be with this base. Without `only` such a one is left
-    /// out, with a warning.
+    /// If `only` names an unknown variant or one whose configuration is invalid with this base. With an empty `only`,
+    /// such a variant is skipped with a warning.
     pub fn variants(&self) -> Result<Vec<Variant>, TrainError> {
         let possible = variants::variants(&self.base, &self.run_dir(DENSE, self.base.train.seed));
         if let Some(name) = self.only.iter().find(|name| possible.iter().all(|(known, _)| known != *name)) {
@@ -169,7 +172,7 @@ impl Study {
             return Err(TrainError::Variant { name: name.clone(), known: known.join(", ") });
         }
         let is_named = |name: &str| self.only.iter().any(|only| only == name);
-        // Embeddings come from the dense model, which is trained first.
+        // The embeddings of a clustered hash come from the dense model, which is trained first.
         let is_dense_needed = possible.iter().any(|(name, variant)| {
             is_named(name) && variant.as_ref().is_ok_and(|variant| variants::needs_embeddings(&variant.config))
         });
@@ -188,13 +191,13 @@ impl Study {
         Ok(variants)
     }
 
-    /// The folder of the run of a variant with a seed.
+    /// Returns the folder of a variant's run with a seed.
     fn run_dir(&self, name: &str, seed: u64) -> PathBuf {
         self.runs_dir.join(format!("{name}-seed{seed}"))
     }
 
-    /// Trains what is not trained yet, and reads what came of it. `on_event` sees the name of a run and its events; `watch` goes
-    /// along while data is read. `None` if it was asked to stop.
+    /// Trains the runs that are not finished and reads the results. `on_event` gets the name of each run and its
+    /// events; `watch` reports progress while data is read. Returns `None` if a stop was requested.
     pub fn run(
         &self,
         machine: &MachineOptions,
@@ -225,7 +228,7 @@ impl Study {
     }
 }
 
-/// Trains a run, goes on with it, or leaves it as it is if it is done.
+/// Starts a run, or continues it; a finished one is left as it is.
 fn train(
     mut config: RunConfig,
     run_dir: &Path,
@@ -283,7 +286,7 @@ fn finding(variant: Variant, runs: &[PathBuf]) -> Result<Finding, TrainError> {
     })
 }
 
-/// The mean processor time of the runs that have recorded it; if none has, of the time that passed.
+/// Averages the CPU time over the runs that recorded it; the elapsed time if none did.
 fn seconds(runs: &[Vec<Record>]) -> f64 {
     let mean = |of: fn(&Record) -> f64| {
         let sums = runs.iter().map(|records| records.iter().map(of).sum::<f64>() / 1e3);
@@ -294,7 +297,7 @@ fn seconds(runs: &[Vec<Record>]) -> f64 {
     if processor.is_finite() { processor } else { mean(|record| record.step_ms) }
 }
 
-/// Means over runs, layers and the last steps.
+/// Averages the balance over runs, layers and the last steps.
 fn balance(runs: &[Vec<Record>], step_tokens: usize) -> Option<Balance> {
     let recent = |records: &Vec<Record>| {
         let num = ((records.len() as f64 * LAST_SHARE).ceil() as usize).max(1);

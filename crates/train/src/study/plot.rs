@@ -1,4 +1,4 @@
-//! The findings of a study as one SVG: the way of the validation loss, and where each scheme ends.
+//! The results of a study as one SVG: the validation loss during training and at the end.
 
 use std::fmt::Write as _;
 
@@ -6,14 +6,14 @@ use super::{Finding, flops_unit};
 use crate::report::{Unit, escape, tick_labels, ticks};
 
 const WIDTH: f64 = 960.0;
-/// The upper part, with the curves.
+/// The left, top, right and bottom edges of the upper part, which has the curves.
 const CURVES: (f64, f64, f64, f64) = (64.0, 34.0, 940.0, 330.0);
-/// Where the lower part begins, and how far its rows are apart.
+/// The top of the lower part, which has a row for each variant.
 const ROWS_TOP: f64 = 420.0;
 const ROW: f64 = 24.0;
 const NAMES: f64 = 150.0;
 
-/// The plot as an SVG file that follows the reader's light or dark setting.
+/// Draws the plot as an SVG file that follows the reader's light or dark setting.
 #[must_use]
 pub fn plot(findings: &[Finding]) -> String {
     let mut order: Vec<&Finding> = findings.iter().filter(|finding| finding.val_loss().is_finite()).collect();
@@ -37,7 +37,7 @@ pub fn plot(findings: &[Finding]) -> String {
     svg + "</svg>\n"
 }
 
-/// Hues in the order of the schemes; the dense model is drawn in ink.
+/// Returns the hue of the variant at `index`; the dense model is drawn in the text colour instead.
 fn hue(index: usize, count: usize) -> f64 {
     200.0 + 330.0 * index as f64 / count.max(1) as f64
 }
@@ -55,7 +55,7 @@ fn curves(svg: &mut String, order: &[&Finding]) {
     let points = || order.iter().flat_map(|finding| &finding.curve).filter(|point| point.1.is_finite());
     let most = points().fold(0.0, |most: f64, point| most.max(point.0));
     let low = points().fold(f64::INFINITY, |low, point| low.min(point.1));
-    // The first evaluation is far above the rest; the axis ends where most of the training is.
+    // The first evaluation is far above the rest; the axis ends at the 90th percentile.
     let mut losses: Vec<f64> = points().map(|point| point.1).collect();
     losses.sort_by(f64::total_cmp);
     let high = losses.get(losses.len() * 9 / 10).copied().unwrap_or(1.0).max(low + 1e-3);
@@ -110,7 +110,7 @@ fn curves(svg: &mut String, order: &[&Finding]) {
     svg.push_str("</g>");
 }
 
-/// A row for each scheme, best first, with a line at the dense model's loss.
+/// Draws a row for each variant, best first, and a line at the dense model's loss.
 fn ends(svg: &mut String, order: &[&Finding]) {
     let (left, right) = (NAMES, CURVES.2 - 70.0);
     let edge = |finding: &Finding| (finding.val_loss() - finding.spread(), finding.val_loss() + finding.spread());

@@ -1,11 +1,12 @@
-//! The findings of a study as a page of Markdown.
+//! The results of a study as a Markdown page.
 
 use std::fmt::Write as _;
 
 use super::{Balance, Finding, Study, flops_unit};
 use crate::report::{Unit, grouped, short};
 
-/// The page: what was trained, the plot (a file beside it), the table. `command` is what made it.
+/// Renders the page: what was trained, the plot (a separate file) and the table. `command` is the command that made
+/// it.
 #[must_use]
 pub fn report(study: &Study, findings: &[Finding], plot_file: &str, command: &str) -> String {
     let (model, train) = (&study.base.model, &study.base.train);

@@ -147,7 +147,7 @@ fn balance_is_the_mean_over_runs_layers_and_the_last_tenth_of_the_steps() {
         Record { step, layers: vec![layer(0), layer(2)], ..Record::default() }
     };
     let run: Vec<Record> = (1..=20).map(record).collect();
-    // Of 20 steps the last two: one even, one 3 to 1.
+    // The last two of 20 steps: one is even, one is 3 to 1.
     let found = balance(&[run.clone(), run], 20).unwrap();
     assert_eq!((found.cv, found.max_over_mean, found.experts_per_token), (0.25, 1.25, 2.0));
     assert_eq!((found.drop_rate, found.specialization.is_nan()), (0.0, true));

@@ -1,4 +1,4 @@
-//! What a routing study compares: the one list of schemes.
+//! The list of schemes that a routing study compares.
 
 use std::path::Path;
 
@@ -9,18 +9,18 @@ use crate::config::{ConfigError, ConfigLayers, Override, RunConfig};
 /// One model of a study: the base configuration with some settings changed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Variant {
-    /// Its name in table and plot, and of its run.
+    /// The name in the table, in the plot and of the run.
     pub name: &'static str,
-    /// What it changes, for the reader.
+    /// A description of the changes, for the reader.
     pub what: String,
-    /// Its configuration, with the steps that give it the study's floating-point operations.
+    /// The configuration, with the number of steps that gives the study's floating-point operations.
     pub config: RunConfig,
 }
 
-/// A name, what it is, and its settings.
+/// A name, a description and the settings.
 type Scheme = (&'static str, &'static str, &'static [&'static str]);
 
-/// The schemes, beside the base configuration itself, by the settings that they change.
+/// The schemes beside the base configuration, by the settings that they change.
 const SCHEMES: &[Scheme] = &[
     ("scale-1", "weights that add up to 1", &["model.router.routed_scale=1.0"]),
     ("unnormalised", "weights not divided by their sum", &["model.normalize_weights=false"]),
@@ -112,15 +112,16 @@ const SCHEMES: &[Scheme] = &[
     ("no-balance", "no balance loss", &["train.balance=none"]),
 ];
 
-/// The model without experts.
+/// The name of the model without experts.
 pub(super) const DENSE: &str = "dense";
 
-/// A name, and its model or why the base allows none.
+/// A variant's name, and the variant or the reason why the base does not allow it.
 pub(super) type Possible = (&'static str, Result<Variant, ConfigError>);
 
-/// The dense model, the base, one expert a token of twice the width, a shared expert, more and finer experts, and every
-/// other scheme, all with the floating-point operations that `base` takes over its steps and with the active size of its
-/// layers. `embeddings` is the model whose embeddings a clustered hash takes, unless the base names one.
+/// Lists all variants: the dense model, the base, one expert per token of K times the width, a shared expert, more
+/// and finer experts, and every other scheme. All have the floating-point operations of `base` over its steps and the
+/// active layer size of `base`. `embeddings` is the model whose embeddings a clustered hash uses, unless the base
+/// names one.
 pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
     let model = &base.model;
     let (k, f, shared) = (model.top_k, model.expert_width, model.shared_width);
@@ -138,7 +139,7 @@ pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
             "as top-1, weighed by twice the sigmoid of the logit",
             &[&one_wide(base)[..], &sigmoid].concat(),
         );
-        // The one weight of a token that is divided by its sum would be 1, and the router would learn nothing from the task.
+        // A single weight divided by its sum is 1, and the router would get no gradient from the task.
         let is_normalized = model.normalize_weights && k > 2;
         let settings = [
             format!("model.top_k={}", k - 1),
@@ -161,7 +162,7 @@ pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
     for (name, what, settings) in SCHEMES {
         add(name, what, &settings.iter().map(|&setting| setting.to_owned()).collect::<Vec<_>>());
     }
-    // Every other kind of router, with its own defaults and with the settings of its variants.
+    // Every other kind of router, with its defaults and with the settings of its variants.
     for &kind in RouterKind::ALL.iter().filter(|kind| !kind.doc().is_synthetic) {
         let own = (kind != base.model.router.kind).then_some(StudyVariant { name: kind.name(), settings: &[] });
         for StudyVariant { name, settings } in own.into_iter().chain(kind.doc().variants.iter().copied()) {
@@ -179,14 +180,14 @@ pub(super) fn variants(base: &RunConfig, embeddings: &Path) -> Vec<Possible> {
     variants
 }
 
-/// The base with another kind of router and `more` settings; with one wide expert a token where the kind takes no more than
-/// one.
+/// Builds the base with another kind of router and the settings `more`. Where the kind takes only one expert per
+/// token, the experts are wider instead.
 fn of_kind(base: &RunConfig, name: &'static str, kind: &str, more: &[&str]) -> Result<Variant, ConfigError> {
     let settings: Vec<String> =
         [&[&*format!("model.router.kind={kind}")], more].concat().into_iter().map(str::to_owned).collect();
     let what = settings.join(", ");
     let plain = variant(base, name, &what, &settings);
-    // A kind for one expert is refused or sets K itself, and then computes less than the base.
+    // A kind for one expert is rejected or sets K itself, and then computes less than the base.
     let has_k = plain.as_ref().is_ok_and(|variant| variant.config.model.top_k == base.model.top_k);
     if has_k || base.model.top_k == 1 {
         return plain;
@@ -196,14 +197,14 @@ fn of_kind(base: &RunConfig, name: &'static str, kind: &str, more: &[&str]) -> R
     variant(base, name, &what, &[&one_wide(base)[..], &settings].concat()).or(plain)
 }
 
-/// The number of experts that have the parameters of the base and are as wide as the K of a token together, and their width.
+/// Returns the number and width of experts such that one is as wide as K of the base and all have as many parameters.
 fn one_of(base: &RunConfig) -> (usize, usize) {
     let (k, f) = (base.model.top_k, base.model.expert_width);
     ((base.model.num_experts / k).max(2), k * f)
 }
 
-/// One expert a token, as wide as the K of the base together, and as many parameters. Its weight is its probability: a
-/// normalised one would be 1, and the router would learn nothing from the task.
+/// Lists the settings for one expert per token, as wide as K of the base, with as many parameters. Its weight is its
+/// probability: a normalised weight would be 1, and the router would get no gradient from the task.
 fn one_wide(base: &RunConfig) -> [String; 5] {
     let (experts, width) = one_of(base);
     [
@@ -215,12 +216,13 @@ fn one_wide(base: &RunConfig) -> [String; 5] {
     ]
 }
 
-/// What weights are multiplied by where a token has `top_k` experts: as much for each as in the base.
+/// Returns the setting of the scale such that, with `top_k` experts per token, each expert's weight is as large as in
+/// the base.
 fn scale_for(base: &RunConfig, top_k: usize) -> String {
     format!("model.router.routed_scale={}", base.model.router.routed_scale * top_k as f32 / base.model.top_k as f32)
 }
 
-/// Whether a configuration needs the embeddings of a trained model.
+/// Returns whether a configuration needs the embeddings of a trained model.
 pub(super) fn needs_embeddings(config: &RunConfig) -> bool {
     config.model.router.table_source() == Some(TableSource::Embeddings)
 }

@@ -3,37 +3,37 @@
 use moeworks_model::{PassStats, RouterLosses};
 use moeworks_moe::LayerStats;
 
-/// A named figure beside the loss, such as the accuracy, as a sum and the number that it is divided by.
+/// A named figure besides the loss, such as the accuracy, as a sum and a count.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Metric {
-    /// The name, such as `accuracy`; records have it behind `train/` or `val/`.
+    /// The name, such as `accuracy`; records prefix it with `train/` or `val/`.
     pub name: &'static str,
     /// The sum over items.
     pub sum: f64,
-    /// Items.
+    /// The number of items.
     pub count: f64,
 }
 
 impl Metric {
-    /// The mean; NaN without an item.
+    /// Returns the mean; NaN without items.
     #[must_use]
     pub fn mean(&self) -> f64 {
         if self.count == 0.0 { f64::NAN } else { self.sum / self.count }
     }
 }
 
-/// The figures of a pass over the batches of all ranks, or of several passes added up.
+/// The figures of one pass over the batches of all ranks, or summed over several passes.
 #[derive(Clone, Debug, Default)]
 pub struct PassFigures {
     /// The sum of the losses of all targets.
     pub loss_sum: f64,
-    /// Targets: what has a loss of its own, such as a token or an image.
+    /// The number of targets: items with a loss of their own, such as tokens or images.
     pub num_targets: usize,
-    /// The balance loss, not multiplied by its coefficient; 0 without MoE layers.
+    /// The balance loss, without its coefficient; 0 without MoE layers.
     pub balance_loss: f64,
-    /// The router z-loss, not multiplied by its coefficient; 0 without MoE layers.
+    /// The router z-loss, without its coefficient; 0 without MoE layers.
     pub z_loss: f64,
-    /// The other losses on routers.
+    /// The other auxiliary losses.
     pub router_losses: RouterLosses,
     /// The statistics of the MoE layers, first to last.
     pub layers: Vec<LayerStats>,
@@ -58,13 +58,13 @@ impl From<PassStats> for PassFigures {
 }
 
 impl PassFigures {
-    /// The mean loss of a target.
+    /// Returns the mean loss of a target.
     #[must_use]
     pub fn mean_loss(&self) -> f64 {
         self.loss_sum / self.num_targets as f64
     }
 
-    /// The mean loss and the metrics, as the result of an evaluation; none without a target.
+    /// Converts the mean loss and the metrics to the result of an evaluation; none without targets.
     #[must_use]
     pub fn evaluation(self) -> Option<Evaluation> {
         (self.num_targets > 0).then(|| Evaluation { loss: self.mean_loss(), metrics: self.metrics })
@@ -86,7 +86,7 @@ impl PassFigures {
         }
     }
 
-    /// Makes of the sums of `num` passes the figures of a step: losses on routers are means.
+    /// Converts the sums of `num` passes to the figures of a step, in which auxiliary losses are means.
     pub(crate) fn of_step(mut self, num: usize) -> Self {
         self.balance_loss /= num as f64;
         self.z_loss /= num as f64;
@@ -95,13 +95,13 @@ impl PassFigures {
         self
     }
 
-    /// The numbers that are sums over ranks.
+    /// Returns the numbers that are summed over ranks.
     pub(super) fn sums(&self) -> Vec<f64> {
         let metrics = self.metrics.iter().flat_map(|metric| [metric.sum, metric.count]);
         [self.loss_sum, self.num_targets as f64].into_iter().chain(metrics).collect()
     }
 
-    /// Sets the numbers that [`sums`](Self::sums) gives.
+    /// Sets the numbers that [`sums`](Self::sums) returns.
     pub(super) fn set_sums(&mut self, sums: &[f64]) {
         (self.loss_sum, self.num_targets) = (sums[0], sums[1] as usize);
         for (metric, sums) in self.metrics.iter_mut().zip(sums[2..].chunks_exact(2)) {

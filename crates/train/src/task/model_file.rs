@@ -1,4 +1,4 @@
-//! The model of a checkpoint as one `model.safetensors`, for models that no other program reads.
+//! The model of a checkpoint as a single `model.safetensors`, for models without a published format.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,7 +17,7 @@ use crate::error::TrainError;
 
 const FILE: &str = "model.safetensors";
 
-/// Writes the weights of `table`, and the state behind them.
+/// Writes the weights of `table` and then the state.
 pub(super) fn save<P: ParamSet>(dir: &Path, table: &WeightTable, model: &ModelToSave<'_, P>) -> Result<(), SaveError> {
     let (part, mut tensors): (&P, Vec<TensorBytes<'_>>) = match *model {
         ModelToSave::Whole(params) => {
@@ -41,7 +41,7 @@ fn streamed<'a>(spec: &WeightSpec, next: &'a dyn Fn() -> io::Result<Tensor>) -> 
     TensorBytes { name: spec.name.clone(), dtype: FileDType::F32, shape: spec.shape.clone(), bytes }
 }
 
-/// Reads the weights of a task, and its state.
+/// Reads the weights of a task and its state.
 pub(super) fn load<T: Task + ?Sized>(
     task: &T,
     ctx: &Context,

@@ -1,4 +1,4 @@
-//! The folder of a new run: where it may be, and how it comes about.
+//! The folder of a new run: checking that it may be used, and creating it.
 
 use std::fs;
 use std::io;
@@ -15,14 +15,14 @@ use crate::metrics::{Columns, METRICS_CSV, METRICS_JSONL, MetricsWriter, SAMPLES
 use crate::report::REPORT_HTML;
 use crate::task::Task;
 
-/// The fate of a run whose folder is taken.
+/// The action if the folder of a new run is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfTaken {
-    /// It is refused: the folder must be empty, or not there.
+    /// Refuses: the folder must be empty or missing.
     Refuse,
-    /// It gets a folder of that name and the first number that is free.
+    /// Appends the first free number to the folder's name.
     Number,
-    /// The run that is there is removed. Files that are not those of a run stay.
+    /// Removes the existing run. Files that do not belong to a run stay.
     Replace,
 }
 
@@ -34,20 +34,20 @@ pub struct RunFolder {
 }
 
 impl From<PathBuf> for RunFolder {
-    /// A folder that must be empty, or not there.
+    /// Creates a folder that must be empty or missing.
     fn from(path: PathBuf) -> Self {
         Self::new(path, IfTaken::Refuse)
     }
 }
 
 impl RunFolder {
-    /// The folder `path`.
+    /// Creates the folder `path`.
     #[must_use]
     pub fn new(path: PathBuf, if_taken: IfTaken) -> Self {
         Self { path, if_taken }
     }
 
-    /// The path that was asked for.
+    /// Returns the requested path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -56,7 +56,7 @@ impl RunFolder {
     /// Refuses a folder that is taken, before any work is done.
     ///
     /// # Errors
-    /// If the folder holds what must not be written over.
+    /// If the folder holds something that must not be overwritten.
     pub fn check(&self) -> Result<(), TrainError> {
         let holding = Holding::new(&self.path).map_err(TrainError::io(&self.path))?;
         let Some(holds) = holding.describe() else { return Ok(()) };
@@ -71,7 +71,7 @@ impl RunFolder {
         Err(TrainError::State { path: self.path.clone(), problem: format!("{holds}{advice}") })
     }
 
-    /// Makes the folder; of several programs that ask for the same one at the same time each gets one of its own or is refused.
+    /// Creates the folder. If several programs ask for the same one at once, each gets its own or is refused.
     fn make(&self) -> Result<PathBuf, TrainError> {
         let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
         parent.map_or(Ok(()), fs::create_dir_all).map_err(TrainError::io(parent.unwrap_or(&self.path)))?;
@@ -92,19 +92,19 @@ impl RunFolder {
     }
 }
 
-/// Writes the files that only a new run has into its folder.
+/// A function that writes the files that only a new run has.
 type BeginRun<'a> = dyn Fn(&Path) -> Result<(), TrainError> + 'a;
 
 /// The files in the folder of a run besides its checkpoints.
 pub(super) struct RunFiles<'a> {
     config_text: String,
     columns: Columns,
-    /// Writes what only a new run has.
+    /// Writes the files that only a new run has.
     begin: Box<BeginRun<'a>>,
 }
 
 impl<'a> RunFiles<'a> {
-    /// The files of a run of `task`.
+    /// Creates the files of a run of `task`.
     pub(super) fn new<T: Task>(task: &'a T) -> Self {
         Self {
             config_text: task.config_text(),
@@ -113,7 +113,7 @@ impl<'a> RunFiles<'a> {
         }
     }
 
-    /// Writes the run's effective configuration, replacing an older one at once.
+    /// Writes the run's effective configuration, replacing an older one atomically.
     fn write_config(&self, run_dir: &Path) -> Result<(), TrainError> {
         let path = run_dir.join(CONFIG_FILE);
         fs::create_dir_all(run_dir).map_err(TrainError::io(run_dir))?;
@@ -121,7 +121,7 @@ impl<'a> RunFiles<'a> {
     }
 }
 
-/// Removes the run that is in a folder whose `store` is open: its checkpoints, records and pages.
+/// Removes the run in a folder whose `store` is open: its checkpoints, records and pages.
 fn remove_run(run_dir: &Path, store: &Store) -> Result<(), TrainError> {
     store.remove_all()?;
     for name in [CONFIG_FILE, ORIGIN_FILE, METRICS_JSONL, METRICS_CSV, SAMPLES_JSONL, REPORT_HTML, "routing.html"] {
@@ -135,14 +135,14 @@ fn remove_run(run_dir: &Path, store: &Store) -> Result<(), TrainError> {
 }
 
 impl Output {
-    /// Makes the files of a new run, and its folder. A folder that was made for it and cannot be filled is removed again.
+    /// Creates the files of a new run and its folder. A newly created folder is removed again if it cannot be filled.
     pub(super) fn create(folder: &RunFolder, files: &RunFiles<'_>) -> Result<(Self, PathBuf), TrainError> {
         let was_there = folder.if_taken != IfTaken::Number && folder.path.exists();
         let run_dir = folder.make()?;
         let new = (!was_there).then(|| Unfinished::note(&run_dir));
         let output = Self::fill(&run_dir, folder.if_taken, files);
         if output.is_err() && new.is_some() {
-            // What is reported is why it could not be filled.
+            // The reported error is that of filling the folder.
             let _ = fs::remove_dir_all(&run_dir);
         }
         Ok((output?, run_dir))
@@ -153,21 +153,21 @@ impl Output {
         if if_taken == IfTaken::Replace {
             remove_run(run_dir, &store)?;
         } else if run_dir.join(CONFIG_FILE).exists() {
-            // Since the folder was looked at, another program has used it.
+            // Another program has used the folder since it was checked.
             RunFolder::new(run_dir.to_owned(), IfTaken::Refuse).check()?;
         }
         (files.begin)(run_dir)?;
         Self::begin(store, run_dir, files)
     }
 
-    /// Makes the files of a run that begins, or begins again, in a folder of its own.
+    /// Creates the files of a run that starts, or restarts, in its own folder.
     pub(super) fn begin(store: Store, run_dir: &Path, files: &RunFiles<'_>) -> Result<Self, TrainError> {
         let metrics = MetricsWriter::create(run_dir, &files.columns)?;
         files.write_config(run_dir)?;
         Ok(Self { store, metrics, last_checkpoint: None })
     }
 
-    /// Opens the files of a run that goes on from `checkpoint`; later records are removed.
+    /// Opens the files of a run that resumes from `checkpoint`; later records are removed.
     pub(super) fn go_on(
         store: Store,
         run_dir: &Path,

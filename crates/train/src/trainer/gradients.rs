@@ -13,9 +13,9 @@ use crate::parallel::{Ranks, SumsUnderWay};
 use crate::task::{Microbatch, ModelView, ParamsAndCopy, PassFigures, PassGradients, Task};
 
 impl<T: Task> Trainer<T> {
-    /// Loss and gradient of all micro-batches of `step`, summed into `self.grads` as of the mean over all targets. On several ranks
-    /// the sums of a layer's gradients over them begin in the last micro-batch, as soon as the layer is done; where ranks share
-    /// gradients out, in each.
+    /// Computes the loss and the gradient of all microbatches of `step`. The gradient of the mean over all targets is
+    /// summed into `self.grads`. On several ranks a layer's gradients are reduced in the last microbatch, as soon as
+    /// the layer is done; with sharded gradients, in every microbatch.
     pub(super) fn accumulate(&mut self, step: u64) -> Result<(PassFigures, SumsUnderWay), TrainError> {
         let num = self.settings.grad_accumulation;
         let begin = |ranks: &Arc<Ranks>| ranks.begin_sums(&self.ctx);
@@ -32,11 +32,11 @@ impl<T: Task> Trainer<T> {
         Ok((total.unwrap_or_default().of_step(num), sums))
     }
 
-    /// One micro-batch.
+    /// Runs one microbatch.
     fn pass(&mut self, batch: Microbatch, sums: &mut SumsUnderWay) -> Result<PassFigures, TrainError> {
         let is_last = batch.index + 1 == batch.num;
         let ranks = self.ranks.as_deref();
-        // Gradients that are shared out are added up elsewhere.
+        // Sharded gradients are accumulated in their slices.
         let write = if batch.index == 0 || sums.slices.is_some() { Write::Replace } else { Write::Add };
         if let (Some(ranks), Some(slices)) = (ranks, &sums.slices) {
             slices.begin_pass(ranks, &self.ctx, &mut self.grads);
@@ -57,7 +57,8 @@ impl<T: Task> Trainer<T> {
         Ok(figures)
     }
 
-    /// Sums this rank's gradients over ranks. Returns the global norm, and this rank's slices where these are all that it updates.
+    /// Sums this rank's gradients over the ranks. Returns the global norm, and this rank's slices if these are all
+    /// that it updates.
     pub(super) fn sum_gradients(&mut self, under_way: SumsUnderWay) -> Result<(f64, Option<Vec<Tensor>>), TrainError> {
         let Some(ranks) = &self.ranks else {
             return Ok((global_norm(&self.ctx, self.task.table(), &self.grads), None));
@@ -71,7 +72,7 @@ impl<T: Task> Trainer<T> {
         Ok((ranks.global_norm(&self.ctx, &self.grads)?, None))
     }
 
-    /// Moves the weights by the gradients: by all of them, or by `slices` of them on each rank.
+    /// Updates the weights by the gradients, or by this rank's `slices` of them.
     pub(super) fn update(&mut self, scale: UpdateScale, slices: Option<Vec<Tensor>>) -> Result<(), TrainError> {
         let ctx = self.settings.optimizer_context(&self.ctx);
         let copy = self.copy.as_mut().map(|copy| copy as &mut dyn ParamSet);
@@ -92,7 +93,7 @@ impl<T: Task> Trainer<T> {
         Ok(())
     }
 
-    /// Moves the state that has no gradient, after a step that is not skipped.
+    /// Updates state without gradients, after a step that is not skipped.
     pub(super) fn next_states(&mut self, figures: &PassFigures) {
         let progress = self.progress.step as f64 / self.settings.steps as f64;
         let params = ParamsAndCopy { params: &mut self.params, copy: self.copy.as_mut() };

@@ -1,4 +1,4 @@
-//! Requests to a running trainer, and what it tells meanwhile.
+//! Requests to a running trainer, and its events.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,20 +6,20 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::metrics::{Record, Sample};
 
-/// Requests to a running trainer from outside. They are set from signal handlers or other threads.
+/// Requests to a running trainer, set from signal handlers or other threads.
 #[derive(Clone, Debug, Default)]
 pub struct Requests {
     /// Finish the step, write a checkpoint and return.
     pub stop: Arc<AtomicBool>,
-    /// Write a checkpoint after this step and go on.
+    /// Write a checkpoint after this step and continue.
     pub save: Arc<AtomicBool>,
-    /// Trainers that are making steps and look at these requests between them.
+    /// The number of trainers that are making steps and check these requests between them.
     num_listening: Arc<AtomicUsize>,
 }
 
 impl Requests {
-    /// Asks to stop, if a trainer is making steps. Otherwise, before the first step and after the last, nobody would look at it:
-    /// returns false, and whoever asks may end the program.
+    /// Requests a stop if a trainer is making steps. Otherwise, before the first step and after the last, returns
+    /// false; the caller may then end the program.
     #[must_use]
     pub fn ask_to_stop(&self) -> bool {
         let is_heard = self.num_listening.load(Ordering::SeqCst) > 0;
@@ -35,7 +35,7 @@ impl Requests {
     }
 }
 
-/// A trainer that makes steps, until this is dropped.
+/// A guard for a trainer that is making steps.
 pub(super) struct Listening {
     count: Arc<AtomicUsize>,
 }
@@ -46,7 +46,7 @@ impl Drop for Listening {
     }
 }
 
-/// An event during training, for whoever shows it.
+/// An event during training, for display.
 pub enum Event<'a> {
     /// A step is done.
     Step {
@@ -57,15 +57,15 @@ pub enum Event<'a> {
         /// The newest validation loss.
         val_loss: Option<f64>,
     },
-    /// The model wrote a text.
+    /// A text was sampled.
     Sample(&'a Sample),
     /// A step's update was skipped: the loss or a gradient was not finite.
     Skipped {
         /// The step, counted from 1.
         step: u64,
-        /// Skipped steps in a row, this one included.
+        /// Consecutive skipped steps, this one included.
         in_a_row: u64,
-        /// The number in a row that ends the run.
+        /// The number of consecutive skipped steps that ends the run.
         max_in_a_row: u64,
     },
     /// A checkpoint was written.
@@ -77,6 +77,6 @@ pub enum Event<'a> {
 pub enum Outcome {
     /// All steps are done.
     Finished,
-    /// It was asked to stop, and wrote a checkpoint.
+    /// A stop was requested and a checkpoint written.
     Stopped,
 }

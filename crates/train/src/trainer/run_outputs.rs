@@ -1,5 +1,5 @@
-//! The outputs of a run while it goes: checkpoints and samples. Of several ranks the root writes both. For a checkpoint it
-//! puts the model together tensor by tensor, since the whole may be more than one rank has memory for.
+//! The outputs of a run during training: checkpoints and samples. On several ranks the root writes both. For a
+//! checkpoint it gathers the model tensor by tensor, since the whole may exceed one rank's memory.
 
 use std::cell::RefCell;
 use std::io;
@@ -26,14 +26,14 @@ impl<T: Task> Trainer<T> {
         Ok(())
     }
 
-    /// Gives memory back that a checkpoint took and no step does.
+    /// Frees memory that only a checkpoint needs.
     fn give_back(&self) {
         if self.ranks.as_ref().is_some_and(|ranks| ranks.shards_optimizer()) {
             self.ctx.pool().trim();
         }
     }
 
-    /// Gives the root this rank's part of the model, and then of the moments.
+    /// Sends this rank's part of the model, and then of the moments, to the root.
     fn help_to_save(&self) -> Result<(), TrainError> {
         let Some(ranks) = &self.ranks else { return Ok(()) };
         ranks.patiently(|| {
@@ -64,7 +64,7 @@ impl<T: Task> Trainer<T> {
         })
     }
 
-    /// Writes a checkpoint: the folder that `write_model` fills, and `moments` beside it.
+    /// Writes a checkpoint: the folder that `write_model` fills, and `moments` in it.
     fn write_checkpoint(
         &self,
         output: &mut Output,
@@ -81,7 +81,7 @@ impl<T: Task> Trainer<T> {
         Ok(checkpoint.path)
     }
 
-    /// Lets the model write a text and records it.
+    /// Samples a text from the model and records it.
     pub(super) fn write_sample(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(), TrainError> {
         let step = self.progress.step;
         let (task, model) = self.task_and_model();

@@ -1,4 +1,4 @@
-//! The settings of a trainer, whatever it trains.
+//! The settings of a trainer, for any task.
 
 use moeworks_ops::Context;
 use moeworks_tensor::DType;
@@ -6,41 +6,41 @@ use moeworks_tensor::DType;
 use crate::lr_schedule::{Decay, LrSchedule};
 use crate::optimizer::AdamWConfig;
 
-/// The settings of a trainer, whatever it trains.
+/// The settings of a trainer, for any task.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainerSettings {
-    /// Optimizer steps in all.
+    /// The total number of optimizer steps.
     pub steps: u64,
-    /// Microbatches of a step.
+    /// Microbatches per step.
     pub grad_accumulation: usize,
     /// The learning rate of each step.
     pub lr: LrSchedule,
     /// The constants of the optimizer.
     pub adamw: AdamWConfig,
-    /// The largest global norm of the gradient; 0 for no clipping.
+    /// The maximum global norm of the gradient; 0 for no clipping.
     pub clip_norm: f64,
-    /// Steps with a loss or gradient that is not finite, one after the other, that end the run.
+    /// Consecutive steps with a non-finite loss or gradient that end the run.
     pub max_bad_steps: u64,
-    /// Steps between evaluations; 0 for none but the last.
+    /// Steps between evaluations; 0 for a single one at the end.
     pub eval_every: u64,
     /// Steps between samples; 0 for none.
     pub sample_every: u64,
-    /// Steps between checkpoints; 0 for none but the last.
+    /// Steps between checkpoints; 0 for a single one at the end.
     pub checkpoint_every: u64,
     /// The number of the newest checkpoints that are kept, besides the best.
     pub keep_last: usize,
-    /// The seed of the first weights.
+    /// The seed of the initial weights.
     pub seed: u64,
-    /// The type of the operands of matrix products: of bf16 a copy of the weights is kept beside those in f32.
+    /// The type of GEMM operands. With bf16 a copy of the weights is kept besides the f32 weights.
     pub products: DType,
-    /// The type of the gradients of routed experts' matrices, f32 or bf16; on several ranks it is f32.
+    /// The type of the gradients of routed experts' matrices, f32 or bf16; must be f32 on several ranks.
     pub expert_gradients: DType,
-    /// Whether weights are updated in the host's memory where a GPU computes.
+    /// True to update weights in host memory when a GPU computes.
     pub offload_optimizer: bool,
 }
 
 impl Default for TrainerSettings {
-    /// A hundred steps at a constant rate in f32, with a checkpoint and an evaluation at the end.
+    /// Returns a hundred steps at a constant rate in f32, with a checkpoint and an evaluation at the end.
     fn default() -> Self {
         let steps = 100;
         Self {
@@ -63,7 +63,7 @@ impl Default for TrainerSettings {
 }
 
 impl TrainerSettings {
-    /// The context in which weights are updated.
+    /// Returns the context in which weights are updated.
     pub(super) fn optimizer_context(&self, ctx: &Context) -> Context {
         if self.offload_optimizer { ctx.on_host() } else { ctx.clone() }
     }

@@ -1,4 +1,4 @@
-//! The beginning of a trainer: a new run, or one that goes on, on one rank or on several.
+//! The start of a trainer: a new run or a resumed one, on one or several ranks.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::optimizer::Optimizer;
 use crate::parallel::Ranks;
 use crate::task::{KeepPart, Task};
 
-/// The circumstances of a new run.
+/// The options of a new run.
 pub struct StartOptions {
     /// The folder of the run.
     pub folder: RunFolder,
@@ -24,11 +24,11 @@ pub struct StartOptions {
     pub settings: TrainerSettings,
     /// The device and the threads that compute.
     pub ctx: Context,
-    /// This rank's place, if there are several; all of them start the run.
+    /// This rank's handle; none for a single rank. All ranks start the run.
     pub ranks: Option<Arc<Ranks>>,
 }
 
-/// The circumstances of a run that goes on.
+/// The options of a resumed run.
 pub struct ResumeOptions {
     /// The folder of the run.
     pub run_dir: PathBuf,
@@ -36,21 +36,21 @@ pub struct ResumeOptions {
     pub settings: TrainerSettings,
     /// The device and the threads that compute.
     pub ctx: Context,
-    /// This rank's place, if there are several; all of them resume the run. They need not be as many as before.
+    /// This rank's handle; none for a single rank. All ranks resume the run. Their number may differ from before.
     pub ranks: Option<Arc<Ranks>>,
 }
 
-/// A run that goes on, and the checkpoint from which.
+/// A run to resume, and its checkpoint.
 pub(crate) struct ResumePoint {
     run_dir: PathBuf,
     /// The store, on the rank that writes.
     store: Option<Store>,
-    /// None where the run was stopped before its first.
+    /// The checkpoint; none if the run stopped before its first one.
     pub(crate) checkpoint: Option<Checkpoint>,
 }
 
 impl ResumePoint {
-    /// Finds the newest whole checkpoint of the run in `run_dir`. On the rank that writes the run is then taken.
+    /// Finds the newest complete checkpoint of the run in `run_dir`. On the rank that writes, the run is then locked.
     pub(crate) fn find(run_dir: PathBuf, ranks: Option<&Ranks>) -> Result<Self, TrainError> {
         let is_root = is_root(ranks);
         let find = || {
@@ -70,7 +70,7 @@ impl ResumePoint {
     }
 }
 
-/// Does `work`, on several ranks on the root first and then on the others.
+/// Runs `work`; on several ranks first on the root, then on the others.
 pub(crate) fn root_first<R>(
     ranks: Option<&Ranks>,
     work: impl FnOnce() -> Result<R, TrainError>,
@@ -81,13 +81,13 @@ pub(crate) fn root_first<R>(
     }
 }
 
-/// Whether this rank is the one that writes.
+/// Returns whether this is the rank that writes.
 pub(crate) fn is_root(ranks: Option<&Ranks>) -> bool {
     ranks.is_none_or(Ranks::is_root)
 }
 
-/// Returns a function that keeps this rank's part of each tensor of a whole model: all of it on one rank, and where `are_shared` says so
-/// only a slice of the part.
+/// Returns a function that reduces each whole tensor to this rank's part: all of it on one rank, and only a slice of
+/// the part if `are_shared` is true of the ranks.
 fn keeper<'a>(ctx: &'a Context, ranks: Option<&'a Ranks>, are_shared: impl Fn(&Ranks) -> bool) -> Box<KeepPart<'a>> {
     match ranks {
         None => Box::new(|_: &WeightSpec, tensor: &Tensor| tensor.clone()),
@@ -95,7 +95,7 @@ fn keeper<'a>(ctx: &'a Context, ranks: Option<&'a Ranks>, are_shared: impl Fn(&R
     }
 }
 
-/// The parts of a trainer that its caller gives.
+/// The parts of a trainer that the caller provides.
 struct Setup<T: Task> {
     task: T,
     ctx: Context,
@@ -103,7 +103,7 @@ struct Setup<T: Task> {
     ranks: Option<Arc<Ranks>>,
 }
 
-/// The parts of a trainer that begin or go on with its run.
+/// The parts of a trainer that a new or resumed run provides.
 struct Begun<P> {
     run_dir: PathBuf,
     params: P,
@@ -116,10 +116,10 @@ struct Begun<P> {
 type BegunOutput = (Option<Output>, PathBuf);
 
 impl<T: Task> Trainer<T> {
-    /// Starts a new run of `task`. Nothing is written before its first weights are there.
+    /// Starts a new run of `task`. Nothing is written before its initial weights exist.
     ///
     /// # Errors
-    /// Where the folder is taken, the ranks cannot hold the model, or a file cannot be written.
+    /// If the folder is taken, the ranks cannot hold the model, or a file cannot be written.
     pub fn start(task: T, options: StartOptions) -> Result<Self, TrainError> {
         let StartOptions { folder, settings, ctx, ranks } = options;
         if is_root(ranks.as_deref()) {
@@ -133,16 +133,16 @@ impl<T: Task> Trainer<T> {
         })
     }
 
-    /// Goes on with a run of `task` from its newest whole checkpoint, or begins it again if it has none yet.
+    /// Resumes a run of `task` from its newest complete checkpoint, or starts it again if it has none.
     ///
     /// # Errors
-    /// Where the checkpoint is damaged or of another model, or a file cannot be written.
+    /// If the checkpoint is damaged or of another model, or a file cannot be written.
     pub fn resume(task: T, options: ResumeOptions) -> Result<Self, TrainError> {
         let point = ResumePoint::find(options.run_dir.clone(), options.ranks.as_deref())?;
         Self::resume_from(task, point, options)
     }
 
-    /// Goes on from a checkpoint that was found.
+    /// Resumes from a checkpoint that was found.
     pub(crate) fn resume_from(task: T, point: ResumePoint, options: ResumeOptions) -> Result<Self, TrainError> {
         let ResumeOptions { settings, ctx, ranks, .. } = options;
         let ResumePoint { run_dir, store, checkpoint } = point;
@@ -158,7 +158,7 @@ impl<T: Task> Trainer<T> {
 }
 
 impl<T: Task> Setup<T> {
-    /// Begins a run. `output` makes the files of the run, on the rank that writes, and its folder.
+    /// Starts a run. `output` creates the files of the run, on the rank that writes, and its folder.
     fn begin(
         mut self,
         output: impl FnOnce(bool, &RunFiles<'_>) -> Result<BegunOutput, TrainError>,
@@ -177,7 +177,7 @@ impl<T: Task> Setup<T> {
         self.finish(Begun { run_dir, params, optimizer, progress, output })
     }
 
-    /// Goes on from a checkpoint; `store` is that of the rank that writes.
+    /// Resumes from a checkpoint; `store` is that of the rank that writes.
     fn go_on(
         mut self,
         run_dir: PathBuf,
@@ -204,8 +204,8 @@ impl<T: Task> Setup<T> {
         self.finish(Begun { run_dir, params, optimizer, progress, output })
     }
 
-    /// Lets the ranks know the tensors that they hold. Fails where they were started with other settings, or the task cannot lie on them
-    /// like this.
+    /// Sets the tables of the tensors that the ranks hold. Fails if ranks were started with other settings, or if the
+    /// task does not support their parallelism.
     fn share_out(&self) -> Result<(), TrainError> {
         let Some(ranks) = &self.ranks else { return Ok(()) };
         let possible = self.task.parallelism();
@@ -252,7 +252,7 @@ impl<T: Task> Setup<T> {
     }
 }
 
-/// Operations a second of all ranks: this one's times their number, but no more than the cores of a node.
+/// Returns the operations a second of all ranks: this rank's times their number, limited by the cores of a node.
 fn peak_flops(ctx: &Context, products: DType, ranks: Option<&Ranks>) -> f64 {
     let own = peak::measure(ctx).flops(products);
     ranks.map_or(own, |ranks| {

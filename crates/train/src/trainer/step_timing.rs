@@ -1,4 +1,4 @@
-//! The times of the phases of a step: each rank measures itself, and all learn the times of all.
+//! The times of the phases of a step: each rank measures its own, and all gather them.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use crate::error::TrainError;
 use crate::metrics::{RankRecord, RanksRecord};
 use crate::parallel::Ranks;
 
-/// One rank's times of a step under way; nothing where there is only one.
+/// One rank's times in the current step; not measured on a single rank.
 pub(super) struct StepTiming<'a> {
     ranks: Option<&'a Ranks>,
     start: Instant,
@@ -18,32 +18,32 @@ pub(super) struct StepTiming<'a> {
 impl<'a> StepTiming<'a> {
     pub(super) fn begin(ranks: Option<&'a Ranks>) -> Self {
         if let Some(ranks) = ranks {
-            // What was before belongs to no step.
+            // Totals from before belong to no step.
             ranks.meter().take_totals();
             ranks.take_tensor_totals();
         }
         Self { ranks, start: Instant::now(), record: RankRecord::default() }
     }
 
-    /// Forward and backward are done.
+    /// Ends the phase of forward and backward.
     pub(super) fn passed(&mut self) {
         let standing_ms = self.account("forward and backward").standing_s * 1e3;
         self.record.work_ms = (self.lap() - standing_ms).max(0.0);
     }
 
-    /// Gradients are summed.
+    /// Ends the phase of summing gradients.
     pub(super) fn summed(&mut self) {
         self.account("sum of gradients");
         self.record.gradients_ms = self.lap();
     }
 
-    /// Weights are updated.
+    /// Ends the phase of the update.
     pub(super) fn updated(&mut self) {
         self.account("optimizer");
         self.record.update_ms = self.lap();
     }
 
-    /// The records of all ranks, on all of them.
+    /// Gathers the records of all ranks, on all of them.
     pub(super) fn join(self) -> Result<Option<RanksRecord>, TrainError> {
         let Some(ranks) = self.ranks else { return Ok(None) };
         Ok(Some(RanksRecord { ranks: ranks.all_records(&self.record)? }))
@@ -63,7 +63,7 @@ impl<'a> StepTiming<'a> {
         totals
     }
 
-    /// Milliseconds since the last lap.
+    /// Returns the milliseconds since the last lap.
     fn lap(&mut self) -> f64 {
         let start = std::mem::replace(&mut self.start, Instant::now());
         self.start.duration_since(start).as_secs_f64() * 1e3

@@ -73,7 +73,8 @@ impl Texts {
     }
 }
 
-/// Which source each of the first `num` training sequences is from: 0 for small letters, 1 for capitals, 2 for digits.
+/// Which source each of the first `num` training sequences is from: 0 for small letters, 1 for capitals, 2 for
+/// digits.
 fn sources(data: &Dataset, num: usize) -> Vec<usize> {
     let mut batch = moeworks_infer::data::Batch::default();
     data.fill_sequences(0, num, &mut batch);

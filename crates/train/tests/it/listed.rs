@@ -50,8 +50,8 @@ fn config() -> ModelConfig {
     }
 }
 
-/// Ids, targets, positions and what losses and statistics are made of: some numbers a token, where a row of the residual stream, of
-/// scores or of logits would be 32, 16 and 30,000. Logits come in several chunks.
+/// Ids, targets, positions and what losses and statistics are made of: some numbers a token, where a row of the
+/// residual stream, of scores or of logits would be 32, 16 and 30,000. Logits come in several chunks.
 #[test]
 fn a_training_pass_copies_a_few_numbers_a_token() {
     let deepseek = RouterConfig {
@@ -70,7 +70,8 @@ fn a_training_pass_copies_a_few_numbers_a_token() {
     for (name, config, more) in [("plain", plain, 0), ("Switch", switch, 0), ("DeepSeek-V3", deepseek, choices)] {
         let tokens = (SEQUENCES * SEQ_LEN) as u64;
         let (uploaded, downloaded) = copied(config);
-        // Seven lists of numbers of four bytes up (three of them for the embedding of ids that are all different), three down.
+        // Seven lists of numbers of four bytes up (three of them for the embedding of ids that are all different),
+        // three down.
         assert!(uploaded <= 8 * 4 * tokens, "{name}: {uploaded} bytes to the GPU for {tokens} tokens");
         assert!(
             downloaded <= (4 + more as u64) * 4 * tokens,

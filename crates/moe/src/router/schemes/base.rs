@@ -58,7 +58,7 @@ impl RoutingScheme for Base {
 
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, _: &Scores, ranking: &Tensor) -> Tensor {
         let e = ranking.cols();
-        let all = assign::auction(ctx, &router.of_all(ranking.f32s(), e), e);
+        let all = assign::auction(ctx, &router.gather_all(ranking.f32s(), e), e);
         let own = router.cross_rank.map_or(&all[..], |cross_rank| cross_rank.own_rows(&all, 1));
         Tensor::from_slice(ctx.pool(), &[ranking.rows(), 1], own)
     }

@@ -133,7 +133,7 @@ impl Cosines {
     /// <x, P^T m>`, are in f32, with E vectors of length D.
     fn forward(ctx: &Context, weights: &MoeWeights, x: &Tensor) -> (Tensor, Self) {
         let projection = weights.extra(PROJECTION);
-        let experts = Directions::of(ctx, weights.router.copied(ctx.pool()));
+        let experts = Directions::new(ctx, weights.router.copied(ctx.pool()));
         let (projected, mut cosines) = if x.dtype() == DType::BF16 {
             let back = linear_backward_input(ctx, &experts.units, projection, DType::F32);
             (linear(ctx, x, &cast(ctx, projection, DType::BF16), DType::F32), linear(ctx, x, &back, DType::F32))
@@ -144,8 +144,8 @@ impl Cosines {
         };
         let mut logits = ctx.empty(cosines.shape(), DType::F32);
         let (e, width, scale) = (cosines.cols(), projected.cols(), scale(weights).0);
-        let outputs = blocks::of_mut(cosines.f32s_mut(), e).zip(blocks::of_mut(logits.f32s_mut(), e));
-        blocks::for_each(ctx, outputs.zip(blocks::of(projected.f32s(), width)), |_, ((cosines, logits), rows)| {
+        let outputs = blocks::split_mut(cosines.f32s_mut(), e).zip(blocks::split_mut(logits.f32s_mut(), e));
+        blocks::for_each(ctx, outputs.zip(blocks::split(projected.f32s(), width)), |_, ((cosines, logits), rows)| {
             let rows = cosines.chunks_mut(e).zip(logits.chunks_mut(e)).zip(rows.chunks(width));
             for ((cosines, logits), row) in rows {
                 let share = 1.0 / norm(row);
@@ -164,7 +164,7 @@ impl SavedLogits for Cosines {
     fn backward_alone(&self, ctx: &Context, weights: &MoeWeights, grads: LogitGrads<'_>) -> (Tensor, Vec<Tensor>) {
         let Self { projected, experts, cosines } = self;
         let dlogits = grads.dlogits;
-        let tokens = Directions::of(ctx, projected.copied(ctx.pool()));
+        let tokens = Directions::new(ctx, projected.copied(ctx.pool()));
         let (scale, is_free) = scale(weights);
         let products = dlogits.f32s().iter().zip(cosines.f32s()).map(|(&d, &c)| f64::from(d) * f64::from(c));
         let dscale = products.sum::<f64>();
@@ -218,10 +218,10 @@ fn norm(row: &[f32]) -> f32 {
 }
 
 impl Directions {
-    fn of(ctx: &Context, mut rows: Tensor) -> Self {
+    fn new(ctx: &Context, mut rows: Tensor) -> Self {
         let width = rows.cols();
         let mut norms = vec![0.0; rows.rows()];
-        let blocks = blocks::of_mut(rows.f32s_mut(), width).zip(blocks::of_mut(&mut norms, 1));
+        let blocks = blocks::split_mut(rows.f32s_mut(), width).zip(blocks::split_mut(&mut norms, 1));
         blocks::for_each(ctx, blocks, |_, (rows, norms)| {
             for (row, of_row) in rows.chunks_mut(width).zip(norms) {
                 *of_row = norm(row);
@@ -235,8 +235,8 @@ impl Directions {
     /// Converts the gradients of the unit vectors to those of the rows.
     fn backward(&self, ctx: &Context, grads: &mut Tensor) {
         let width = grads.cols();
-        let units = blocks::of(self.units.f32s(), width).zip(blocks::of(&self.norms, 1));
-        blocks::for_each(ctx, blocks::of_mut(grads.f32s_mut(), width).zip(units), |_, (grads, (units, norms))| {
+        let units = blocks::split(self.units.f32s(), width).zip(blocks::split(&self.norms, 1));
+        blocks::for_each(ctx, blocks::split_mut(grads.f32s_mut(), width).zip(units), |_, (grads, (units, norms))| {
             for ((grad, unit), norm) in grads.chunks_mut(width).zip(units.chunks(width)).zip(norms) {
                 let along: f32 = grad.iter().zip(unit).map(|(g, u)| g * u).sum();
                 grad.iter_mut().zip(unit).for_each(|(g, u)| *g = (*g - u * along) / norm);

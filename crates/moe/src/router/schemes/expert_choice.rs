@@ -57,7 +57,7 @@ impl RoutingScheme for ExpertChoice {
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, scores: &Scores, _: &Tensor) -> Tensor {
         let e = scores.probs.cols();
         let own: Vec<f32> = scores.probs.f32s().iter().map(|score| if score.is_nan() { 0.0 } else { *score }).collect();
-        let all = router.of_all(&own, e);
+        let all = router.gather_all(&own, e);
         let factor = if router.config.capacity_factor == 0.0 { 1.0 } else { router.config.capacity_factor };
         let size = router.rule(None).group_size(all.len() / e).max(1);
         let range = router.own_tokens(own.len() / e);

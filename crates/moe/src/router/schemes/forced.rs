@@ -147,7 +147,7 @@ impl RoutingScheme for Forced {
         // The K highest logarithms with Gumbel noise are a draw of K experts without replacement (Gumbel top-k).
         let logs: Vec<f32> = probabilities.iter().map(|p| p.max(MIN_PROBABILITY).ln() as f32).collect();
         let random = Random::new(SEED, Purpose::Router, 0);
-        blocks::for_each(ctx, blocks::of_mut(ids.u32s_mut(), k), |block, ids| {
+        blocks::for_each(ctx, blocks::split_mut(ids.u32s_mut(), k), |block, ids| {
             let mut draws = vec![0.0; ids.len() / k * e];
             fill_gumbels(ctx.isa(), &random, Draw::Ranking.at((first + block * blocks::ROWS) * e), &mut draws);
             for (ids, draws) in ids.chunks_mut(k).zip(draws.chunks_mut(e)) {

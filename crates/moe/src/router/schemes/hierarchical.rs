@@ -221,6 +221,13 @@ impl Tree {
     }
 }
 
+/// A level of a tree, by its index from the top.
+#[derive(Clone, Copy)]
+struct LevelOf<'a> {
+    tree: &'a Tree,
+    index: usize,
+}
+
 /// The scores of all tokens at the nodes that they opened.
 struct TreeScores {
     tree: Tree,
@@ -248,8 +255,9 @@ impl TreeScores {
         // Every token opens the root.
         let mut parents = ctx.zeros(&[x.rows(), 1], DType::U32);
         for level in 0..scores.tree.arities.len() {
-            let (opened, raw) = Level::score(ctx, (&scores.tree, level), weights, x, parents);
-            parents = opened.spread(ctx, (&scores.tree, level), &raw, &mut logits);
+            let at = LevelOf { tree: &scores.tree, index: level };
+            let (opened, raw) = Level::score(ctx, at, weights, x, parents);
+            parents = opened.spread(ctx, at, &raw, &mut logits);
             scores.levels.push(opened);
         }
         (logits, scores)
@@ -265,7 +273,7 @@ impl SavedLogits for TreeScores {
     fn close(&self, ctx: &Context, ranking: &mut Tensor) {
         let (Some(last), e) = (self.levels.last(), ranking.cols()) else { return };
         let (width, size) = (last.parents.cols(), last.probs.cols());
-        let inputs = blocks::of_mut(ranking.f32s_mut(), e).zip(blocks::of(last.parents.u32s(), width));
+        let inputs = blocks::split_mut(ranking.f32s_mut(), e).zip(blocks::split(last.parents.u32s(), width));
         blocks::for_each(ctx, inputs, |_, (ranking, parents)| {
             for (ranking, parents) in ranking.chunks_mut(e).zip(parents.chunks(width)) {
                 let mut closed = 0;
@@ -299,8 +307,9 @@ impl SavedLogits for TreeScores {
         let mut dx: Option<Tensor> = None;
         let mut grads = Vec::with_capacity(self.levels.len());
         for (index, level) in self.levels.iter().enumerate() {
-            let grad = level.logit_grads(ctx, (&self.tree, index), dlogits, z);
-            let (matrix, groups) = level.groups((&self.tree, index), weights);
+            let at = LevelOf { tree: &self.tree, index };
+            let grad = level.logit_grads(ctx, at, dlogits, z);
+            let (matrix, groups) = level.groups(at, weights);
             let part = grouped_linear_backward_input(ctx, &grad, matrix, groups);
             match &mut dx {
                 Some(dx) => add_assign(ctx, dx, &part),
@@ -325,22 +334,22 @@ impl Level {
     /// Scores the children of the nodes `parents [T, opened]`. Returns the level and its logits `[R, children]`.
     fn score(
         ctx: &Context,
-        (tree, index): (&Tree, usize),
+        at: LevelOf<'_>,
         weights: &MoeWeights,
         x: &Tensor,
         parents: Tensor,
     ) -> (Self, Tensor) {
-        let num_parents = if index == 0 { 1 } else { tree.nodes(index - 1) };
+        let num_parents = if at.index == 0 { 1 } else { at.tree.nodes(at.index - 1) };
         let sorted = sort_choices(ctx, &parents, &ctx.zeros(parents.shape(), DType::F32), num_parents, None);
         let (probs, lse) = (ctx.empty(&[0], DType::F32), ctx.empty(&[sorted.tokens.len()], DType::F32));
         let mut level = Self { sorted, parents, probs, lse, squares: 0.0 };
-        let (matrix, groups) = level.groups((tree, index), weights);
+        let (matrix, groups) = level.groups(at, weights);
         let raw = grouped_linear(ctx, x, matrix, groups);
         level.squares = sum_of_squares(ctx, &raw);
         level.probs = ctx.empty(raw.shape(), DType::F32);
         let width = raw.cols();
-        let outputs = blocks::of_mut(level.probs.f32s_mut(), width).zip(blocks::of_mut(level.lse.f32s_mut(), 1));
-        blocks::for_each(ctx, outputs.zip(blocks::of(raw.f32s(), width)), |_, ((probs, lse), raw)| {
+        let outputs = blocks::split_mut(level.probs.f32s_mut(), width).zip(blocks::split_mut(level.lse.f32s_mut(), 1));
+        blocks::for_each(ctx, outputs.zip(blocks::split(raw.f32s(), width)), |_, ((probs, lse), raw)| {
             let mut sums = [RowSums::default(); ROWS];
             let sums = &mut sums[..lse.len()];
             softmax_rows(ctx.isa(), raw, probs, sums);
@@ -349,7 +358,7 @@ impl Level {
         (level, raw)
     }
 
-    fn groups<'a>(&'a self, (tree, index): (&Tree, usize), weights: &'a MoeWeights) -> (&'a Tensor, GroupedRows<'a>) {
+    fn groups<'a>(&'a self, LevelOf { tree, index }: LevelOf<'_>, weights: &'a MoeWeights) -> (&'a Tensor, GroupedRows<'a>) {
         let (is_last, first) = tree.place(index);
         let groups = GroupedRows { rows: self.sorted.rows(), first, width: tree.arities[index] };
         (if is_last { &weights.router } else { weights.extra(TREE) }, groups)
@@ -365,11 +374,11 @@ impl Level {
     ///
     /// The logits of the first level are unchanged, so that with a cluster for each expert they equal those of a flat
     /// router. Below it a child has its parent's logit plus the logarithm of its share.
-    fn spread(&self, ctx: &Context, (tree, index): (&Tree, usize), raw: &Tensor, logits: &mut Tensor) -> Tensor {
+    fn spread(&self, ctx: &Context, LevelOf { tree, index }: LevelOf<'_>, raw: &Tensor, logits: &mut Tensor) -> Tensor {
         let (e, children, width) = (logits.cols(), raw.cols(), self.parents.cols());
         let (leaves, opened) = (tree.leaves(index), tree.opened(index));
         let mut next = ctx.empty(&[logits.rows(), opened], DType::U32);
-        let inputs = blocks::of_mut(logits.f32s_mut(), e).zip(blocks::of_mut(next.u32s_mut(), opened));
+        let inputs = blocks::split_mut(logits.f32s_mut(), e).zip(blocks::split_mut(next.u32s_mut(), opened));
         blocks::for_each(ctx, inputs, |block, (logits, next)| {
             let mut scores = Vec::with_capacity(width * children);
             let rows = logits.chunks_mut(e).zip(next.chunks_mut(opened));
@@ -398,11 +407,11 @@ impl Level {
     }
 
     /// Returns the gradient of the level's logits, `[R, children]`.
-    fn logit_grads(&self, ctx: &Context, (tree, index): (&Tree, usize), dlogits: &Tensor, z: f32) -> Tensor {
+    fn logit_grads(&self, ctx: &Context, LevelOf { tree, index }: LevelOf<'_>, dlogits: &Tensor, z: f32) -> Tensor {
         let (e, children, leaves) = (dlogits.cols(), self.probs.cols(), tree.leaves(index));
         let z = if index > 0 && self.is_choice() { z } else { 0.0 };
         let mut grads = ctx.empty(self.probs.shape(), DType::F32);
-        let inputs = blocks::of_mut(grads.f32s_mut(), children).zip(blocks::of(self.probs.f32s(), children));
+        let inputs = blocks::split_mut(grads.f32s_mut(), children).zip(blocks::split(self.probs.f32s(), children));
         blocks::for_each(ctx, inputs, |block, (grads, probs)| {
             for (row, (grads, probs)) in (block * ROWS..).zip(grads.chunks_mut(children).zip(probs.chunks(children))) {
                 let token = self.sorted.tokens.u32s()[row] as usize;

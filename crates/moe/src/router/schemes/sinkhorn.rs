@@ -48,7 +48,7 @@ impl RoutingScheme for Sinkhorn {
     /// Chooses the highest logits after adding the experts' balancing factors.
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, _: &Scores, ranking: &Tensor) -> Tensor {
         let e = ranking.cols();
-        let factors = assign::sinkhorn(ctx, &router.of_all(ranking.f32s(), e), e);
+        let factors = assign::sinkhorn(ctx, &router.gather_all(ranking.f32s(), e), e);
         let mut balanced = ranking.copied(ctx.pool());
         for row in balanced.f32s_mut().chunks_mut(e) {
             row.iter_mut().zip(&factors).for_each(|(logit, factor)| *logit += factor);

@@ -1,4 +1,4 @@
-//! The schemes, one by one.
+//! Checks of each scheme.
 
 use super::*;
 
@@ -62,7 +62,7 @@ fn gshards_second_expert_comes_by_chance() {
     }
 }
 
-/// Groups of 4, 4 and 1 tokens, each with a loss of its own.
+/// Local groups of 4, 4 and 1 tokens, each with its own loss.
 #[test]
 fn gshards_loss_is_that_of_its_local_groups() {
     let mut config = with(RouterKind::Gshard, 2);
@@ -80,7 +80,7 @@ fn the_cosine_router_learns_directions_and_a_temperature() {
         config.normalize_weights = k == 2;
         check("cosine", &config, quiet(), &best(k));
     }
-    // Scaling a token changes nothing, and no logit is beyond one over the temperature.
+    // Scaling a token changes nothing, and no logit exceeds the inverse temperature.
     let config = with(RouterKind::Cosine, 2);
     let ctx = Context::cpu(1);
     let layer = MoeLayer::new(config.clone()).unwrap();
@@ -94,14 +94,14 @@ fn the_cosine_router_learns_directions_and_a_temperature() {
     }
     let rms = layer.forward(&ctx, &weights, &x, &RouterInput::default()).1.stats().logit_rms();
     assert!(rms <= 2.0, "the temperature is 0.5: {rms}");
-    // It never falls below 0.01, and then has no gradient.
+    // The temperature never falls below 0.01, where it has no gradient.
     weights.extras[1].tensor.f32s_mut()[0] = 9.0;
     let (_, saved) = layer.forward(&ctx, &weights, &x, &RouterInput::default());
     assert!(saved.stats().logit_rms() <= 100.0);
 }
 
-/// The decision about bf16 tokens is that of the projection in f64; the length of a token's projection, which all of its logits
-/// share, is that of one rounded to bf16.
+/// With bf16 tokens the choice equals that of a projection in f64. Only the norm of a token's projection, which all
+/// of its logits share, is rounded to bf16.
 #[test]
 fn the_cosine_router_decides_about_bf16_tokens_as_in_f64() {
     let ctx = Context::cpu(2);
@@ -123,7 +123,7 @@ fn the_cosine_router_decides_about_bf16_tokens_as_in_f64() {
         let lead = cosines[order[1] as usize] - cosines[order[2] as usize];
         let between = cosines[order[0] as usize] - cosines[order[1] as usize];
         assert!(chosen == order[..2] || lead.min(between) < 3e-6, "token {t}: {chosen:?}, {order:?}, lead {lead}");
-        // The temperature is 0.5 at first.
+        // The initial temperature is 0.5.
         let expected = softmax(&cosines.iter().map(|c| 2.0 * c).collect::<Vec<_>>());
         for (p, expected) in saved.probs()[t * e..(t + 1) * e].iter().zip(expected) {
             assert!((f64::from(*p) / expected - 1.0).abs() < 3e-3, "token {t}: {p}, {expected}");
@@ -142,7 +142,7 @@ fn gumbel_routing_is_straight_through() {
     assert!(outcome.saved.routing().expert_weights().iter().all(|&w| w == 0.5));
 }
 
-/// Logits 1, 2, 3 win with the probabilities of their softmax, whatever the temperature.
+/// Logits 1, 2, 3 win with their softmax probabilities at every temperature.
 #[test]
 fn gumbel_noise_draws_by_the_softmax() {
     let ctx = Context::cpu(2);
@@ -286,7 +286,7 @@ fn relu_takes_every_expert_with_a_positive_logit() {
     }
 }
 
-/// The weight of the L1 loss holds the mean number of experts at K.
+/// The coefficient of the L1 loss holds the mean number of experts at K.
 #[test]
 fn relus_loss_holds_the_number_of_experts() {
     let ctx = Context::cpu(2);
@@ -304,9 +304,9 @@ fn relus_loss_holds_the_number_of_experts() {
         let (_, saved) = layer.forward(&ctx, &weights, &tensor(&ctx, &[t, e], &x), &RouterInput::default());
         let stats = saved.stats();
         active.push(stats.num_choices as f64 / t as f64);
-        moeworks_moe::next_state(&config, &mut weights.state, (std::slice::from_ref(&stats), 0), 0.5);
+        moeworks_moe::next_state(&config, &mut weights.state, std::slice::from_ref(&stats), 0, 0.5);
         let weight = f64::from(weights.state[0].tensor.f32s()[0]);
-        // A pull of the loss against a push of the rest.
+        // The L1 loss pulls the logits down, the rest of the loss pushes them up.
         shift += 0.02 * (0.5 - shift) - 0.02 * weight.min(5.0);
     }
     let late: f64 = active[300..].iter().sum::<f64>() / 100.0;
@@ -321,7 +321,7 @@ fn experts_without_computation_are_nothing_a_copy_or_a_mixture() {
     check("moe++", &config, quiet(), &best(3));
     config.normalize_weights = true;
     check("moe++, normalised", &config, quiet(), &best(3));
-    // Null experts do not count in the weights.
+    // Null experts do not count in the normalised weights.
     config.router.null_experts = 3;
     let outcome = check("null experts", &config, quiet(), &best(3));
     let routing = outcome.saved.routing();
@@ -353,7 +353,7 @@ fn logits_of_the_layer_before_add_to_those_of_this_one() {
     let numbers = numbers(&config);
     let (layer, weights) = (MoeLayer::new(config.clone()).unwrap(), layer_weights(&ctx, &config, &numbers));
     let x = tensor(&ctx, &[T, D], &numbers.x);
-    // The first layer has none before it: its matrix learns nothing, and what stood in the gradient goes.
+    // The first layer has no previous one: its matrix learns nothing, and old values of the gradient are cleared.
     let (_, saved) = layer.forward(&ctx, &weights, &x, &quiet());
     let (_, task) = layer.backward(&ctx, &weights, &saved, &x, &LossGrad::default());
     assert!(task.d_previous_logits().is_none());
@@ -409,7 +409,7 @@ fn random_choices_fade() {
     let mut weights = MoeWeights::zeros(&ctx, &config, DType::F32);
     (0..e).for_each(|i| weights.router.f32s_mut()[i * e] = -(i as f32));
     let x = tensor(&ctx, &[n, e], &(0..n * e).map(|i| f64::from(u8::from(i % e == 0))).collect::<Vec<_>>());
-    // The router itself wants experts 0 and 1.
+    // The router ranks experts 0 and 1 highest.
     let share_of_others = |progress: f64| {
         let input = RouterInput { progress, ..RouterInput::with_noise(Random::new(2, Purpose::Router, 0)) };
         let stats = layer.forward(&ctx, &weights, &x, &input).1.stats();

@@ -1,4 +1,4 @@
-//! Dense-to-sparse gating.
+//! Checks of dense-to-sparse gating.
 
 use moeworks_moe::RampShape;
 use proptest::prelude::*;
@@ -65,9 +65,9 @@ fn a_start_below_top_k_or_above_the_experts_is_refused() {
 }
 
 proptest! {
-    /// After the fall, and in use at any time, it is plain top-k routing bit for bit, with one expert as with more.
+    /// After the fall, and in inference at any time, it equals plain top-k routing bit for bit.
     #[test]
-    fn what_is_left_is_top_k(k in 1_usize..4, late in 0.5_f64..1.0, in_use in any::<bool>(), seed in 0_u64..100) {
+    fn the_end_state_is_top_k(k in 1_usize..4, late in 0.5_f64..1.0, in_use in any::<bool>(), seed in 0_u64..100) {
         let ctx = Context::cpu(1);
         let (sparse, plain) = (falling(0, k), with(RouterKind::TopK, k));
         let weights = MoeWeights::random(&ctx, &plain, seed, 1.0);
@@ -81,7 +81,7 @@ proptest! {
         prop_assert_eq!(saved.stats(), plain.stats());
     }
 
-    /// K never rises, begins as it is told and ends at its final value.
+    /// K never rises, starts at its configured value and ends at its final one.
     #[test]
     fn k_only_falls(start in 2_usize..6, shape in 0_usize..4, share in 0.05_f64..1.0) {
         let ctx = Context::cpu(1);

@@ -1,11 +1,11 @@
-//! Forced routing.
+//! Checks of forced routing.
 
 use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
 
-/// Forced routing with these settings, as a file has them.
+/// Returns a layer with forced routing and these settings, given as in a file.
 fn forced(mut settings: serde_json::Value, top_k: usize) -> MoeConfig {
     settings["kind"] = json!("forced");
     let mut config = with(RouterKind::TopK, top_k);
@@ -40,7 +40,7 @@ fn a_forced_load_has_the_gradients_of_its_weights() {
     }
 }
 
-/// The load of `n` tokens, as shares of the choices.
+/// Returns the load of `n` tokens, as shares of the choices.
 fn shares(settings: serde_json::Value, top_k: usize, n: usize) -> Vec<f64> {
     let ctx = Context::cpu(2);
     let config = forced(settings, top_k);
@@ -67,7 +67,7 @@ fn the_loads_are_those_that_were_asked_for() {
     near(&shares(json!({"forced_load": "zipf", "forced_zipf": 1.5}), 1, n), &zipf);
     let hot = json!({"forced_load": "hot", "forced_hot_experts": 2, "forced_hot_share": 0.8});
     near(&shares(hot, 1, n), &[0.4, 0.4, 0.05, 0.05, 0.05, 0.05]);
-    // All on one expert; its tokens' second choices go to the others.
+    // All first choices go to one expert, and second choices to the others.
     let all = json!({"forced_load": "hot", "forced_hot_share": 1.0});
     assert_eq!(shares(all.clone(), 1, n)[0], 1.0);
     assert_eq!(shares(all, 2, n)[0], 0.5);
@@ -88,7 +88,8 @@ fn a_forced_load_that_cannot_be_is_refused() {
 }
 
 proptest! {
-    /// The choice follows from positions: a batch in pieces has the experts of the batch as a whole, in training and in use.
+    /// The choice follows from positions, so that pieces of a batch get the experts of the whole batch, in training
+    /// and inference.
     #[test]
     fn pieces_of_a_batch_have_its_experts(cut in 1_usize..T, load in 0_usize..3, k in 1_usize..4, in_use in any::<bool>()) {
         let ctx = Context::cpu(1);

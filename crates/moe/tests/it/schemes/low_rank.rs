@@ -1,4 +1,4 @@
-//! The low-rank router.
+//! Checks of the low-rank router.
 
 use proptest::prelude::*;
 
@@ -14,7 +14,7 @@ fn low_rank(dim: usize, normalize: bool, top_k: usize) -> MoeConfig {
 #[test]
 fn low_rank_logits_are_those_of_the_projection() {
     for normalize in [false, true] {
-        // A normed token of one dimension is a sign.
+        // Normalising a token of one dimension would leave only its sign.
         for (dim, k) in [(1, 1), (2, 2), (3, 3), (4, 1)].into_iter().filter(|(dim, _)| *dim > 1 || !normalize) {
             let mut config = low_rank(dim, normalize, k);
             config.normalize_weights = k == 2;
@@ -66,8 +66,7 @@ fn a_projection_that_changes_nothing_makes_low_rank_the_plain_router() {
 }
 
 proptest! {
-    /// With the norm a token's length has no part in its choice, and no logit is beyond the length of its expert's vector times
-    /// the root of P.
+    /// With the norm a token's length does not affect its choice.
     #[test]
     fn a_normalised_low_rank_router_looks_at_directions_alone(scale in 0.25_f64..4096.0, seed in 0_u64..50) {
         let ctx = Context::cpu(1);

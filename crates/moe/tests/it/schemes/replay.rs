@@ -1,11 +1,11 @@
-//! Expert ids that are handed in to a layer.
+//! Checks of expert ids passed to a layer.
 
 use moeworks_moe::{ExpertIds, FixedCapacity, Overflow, RoutingError};
 
 use super::*;
 use crate::kinds;
 
-/// Experts that no router would choose: a run of neighbours for each token.
+/// Returns experts that no router would choose: a run of neighbours for each token.
 fn neighbours(k: usize, num_experts: usize) -> Vec<Vec<u32>> {
     (0..T).map(|t| (0..k).map(|i| ((5 * t + i) % num_experts) as u32).collect()).collect()
 }
@@ -14,7 +14,7 @@ fn expert_ids(config: &MoeConfig, ids: &[Vec<u32>]) -> ExpertIds {
     MoeLayer::new(config.clone()).unwrap().expert_ids(&Context::cpu(1), T, &ids.concat()).unwrap()
 }
 
-/// Checks a pass that is handed the experts of [`neighbours`].
+/// Checks a pass with the experts of [`neighbours`].
 fn check_given(name: &str, config: &MoeConfig, k: usize, input: RouterInput<'_>) {
     let ids = neighbours(k, config.num_choosable());
     let given = expert_ids(config, &ids);
@@ -35,9 +35,9 @@ fn weights_and_gradients_are_those_of_the_experts_handed_in() {
         (scores.router.scores, scores.router.expert_bias) = (ScoreFunction::Sigmoid, true);
         (scores.router.num_groups, scores.router.top_groups, scores.router.routed_scale) = (3, 2, 1.5);
         check_given("sigmoid", &scores, 3, quiet());
-        let mut free = plain;
-        (free.router.copy_experts, free.router.constant_experts, free.router.null_experts) = (1, 1, 1);
-        check_given("experts without computation", &free, 3, quiet());
+        let mut mixed = plain;
+        (mixed.router.copy_experts, mixed.router.constant_experts, mixed.router.null_experts) = (1, 1, 1);
+        check_given("zero-computation experts", &mixed, 3, quiet());
     }
     let falling = RouterInput { progress: 0.1, ..noisy() };
     for (kind, k, input) in [
@@ -54,7 +54,7 @@ fn weights_and_gradients_are_those_of_the_experts_handed_in() {
     ] {
         check_given(kind.name(), &with(kind, k), k, input);
     }
-    // Another number of experts than K.
+    // A number of experts other than K.
     for (kind, k, given) in [(RouterKind::TopP, 2, 3), (RouterKind::Relu, 2, 4), (RouterKind::DenseToSparse, 2, 4)] {
         check_given(kind.name(), &with(kind, k), given, quiet());
     }
@@ -74,7 +74,7 @@ fn a_token_may_be_handed_fewer_experts_than_others() {
     assert_eq!(outcome.stats.num_choices, 3 * T - 6);
 }
 
-/// Layers of every scheme that takes ids, and of options of all routers.
+/// Returns layers of every scheme that accepts ids, and with every option of the router.
 fn layers() -> Vec<MoeConfig> {
     let mut layers = Vec::new();
     for (kind, k) in kinds() {
@@ -126,7 +126,7 @@ fn handing_back_the_ids_of_a_pass_gives_its_bits() {
             let second = run(&ctx, &config, &RouterInput { expert_ids: Some(&ids), ..input }, &numbers, &dy);
             assert!(first.saved.routing() == second.saved.routing(), "{config:?}");
             assert!(first.y.bytes() == second.y.bytes() && first.grads == second.grads, "{config:?}");
-            // A choice that was moved is not moved again.
+            // A rerouted choice is not rerouted again.
             let stats = LayerStats { num_rerouted: first.stats.num_rerouted, ..second.stats };
             assert_eq!(stats, first.stats, "{config:?}");
         }

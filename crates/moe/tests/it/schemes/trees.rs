@@ -1,10 +1,10 @@
-//! Hierarchical routing against its reference, and what it must have in common with a flat router.
+//! Checks of hierarchical routing against its reference and against a flat router.
 
 use super::*;
 
 impl Scheme<'_> {
-    /// The logits of a tree of clusters, node by node: the first level's as they are, below that the parent's plus the
-    /// logarithm of the share; a closed node's are spread evenly.
+    /// Computes the logits of a tree of clusters, node by node. Logits of the first level are unchanged; below it a
+    /// child has its parent's logit plus the logarithm of its share. Those of a closed node are spread evenly.
     pub(super) fn tree(&self, numbers: &Numbers, x: &[f64]) -> (Vec<f64>, Vec<bool>, f64) {
         let router = &self.config.router;
         let mut arities: Vec<usize> =
@@ -50,7 +50,7 @@ fn tree(shape: &str, beam: usize, top_k: usize) -> MoeConfig {
     config
 }
 
-/// The best `k` in open clusters.
+/// Chooses the best `k` in open clusters.
 fn best_open(k: usize) -> impl Fn(&[Token]) -> Vec<Vec<u32>> {
     let of_token = move |token: &Token| {
         let scores = token.logits.iter().zip(&token.open);
@@ -78,7 +78,7 @@ fn a_tree_opens_the_likeliest_clusters() {
     check("a tree under noise", &config, noisy(), &best_open(2));
 }
 
-/// With a cluster for each expert, or without clusters, the decision and the weights are those of the flat router.
+/// With a cluster for each expert, or without clusters, the decision and the weights equal those of a flat router.
 #[test]
 fn a_tree_of_one_level_is_a_flat_router() {
     let ctx = Context::cpu(2);
@@ -92,7 +92,7 @@ fn a_tree_of_one_level_is_a_flat_router() {
     };
     let weights = MoeWeights::random(&ctx, &flat, 3, 1.0);
     let expected = run(&flat, &weights);
-    // Every cluster is one expert; what is below chooses nothing.
+    // Every cluster has one expert, so that the level below chooses nothing.
     let config = tree("6", 6, 2);
     let mut clusters = MoeWeights::random(&ctx, &config, 4, 1.0);
     clusters.extras[0].tensor.f32s_mut().copy_from_slice(weights.router.f32s());
@@ -104,7 +104,7 @@ fn a_tree_of_one_level_is_a_flat_router() {
     }
 }
 
-/// With every cluster open the choice is that of the products of the probabilities, whatever the shape.
+/// With every cluster open the choice follows the products of the probabilities, for every shape.
 #[test]
 fn open_clusters_hide_nothing() {
     for (shape, k) in [("2", 2), ("3", 3), ("3, 2", 1)] {
@@ -145,7 +145,7 @@ fn a_random_choice_is_one_of_all_clusters() {
     assert!(stats.tokens_per_expert.iter().all(|&n| (60..140).contains(&n)), "{:?}", stats.tokens_per_expert);
 }
 
-/// What one token chooses does not depend on those beside it.
+/// A token's choice does not depend on the tokens in the same batch.
 #[test]
 fn a_tree_chooses_token_by_token() {
     let ctx = Context::cpu(2);

@@ -1,4 +1,5 @@
-//! A model that is no decoder: it tells the class of a point by a linear layer, an MoE layer and another linear layer.
+//! A model that is no decoder: it tells the class of a point by a linear layer, an MoE layer and another linear
+//! layer.
 //!
 //! Shape letters: N points, P numbers of a point, D width, C classes.
 
@@ -104,7 +105,7 @@ impl Classifier {
         table.freeze(&frozen).expect("names of weights");
         let layer = match ranks {
             None => MoeLayer::new(config),
-            Some(ranks) => MoeLayer::over_ranks(config, ranks.experts().layer(0)),
+            Some(ranks) => MoeLayer::expert_parallel(config, ranks.experts().layer(0)),
         };
         Self { layer: layer.expect("a layer"), table: Arc::new(table) }
     }
@@ -122,7 +123,8 @@ impl Classifier {
         Points { x, classes: which.map(|point| (cluster(point) % NUM_CLASSES) as u32).collect() }
     }
 
-    /// The results of the layers for points: the input `[N, D]` of the MoE layer, its output with that, and what backward needs.
+    /// The results of the layers for points: the input `[N, D]` of the MoE layer, its output with that, and what
+    /// backward needs.
     fn hidden(
         &self,
         ctx: &Context,
@@ -215,7 +217,7 @@ impl Task for Classifier {
         progress: f64,
     ) {
         for weights in std::iter::once(params.params).chain(params.copy) {
-            next_state(self.layer.config(), &mut weights.moe.state, (&figures.layers, 0), progress);
+            next_state(self.layer.config(), &mut weights.moe.state, &figures.layers, 0, progress);
         }
     }
 
