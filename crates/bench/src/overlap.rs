@@ -56,8 +56,8 @@ pub fn measure(
     link: Option<Link>,
     machine: &MachineOptions,
 ) -> Result<Option<Overlap>, CommError> {
-    let ctx = Context::cpu((num_cores() / comm.size()).max(1)).on_machine(machine);
     let passes = layer_passes(comm, link, machine)?;
+    let ctx = Context::cpu((num_cores() / comm.size()).max(1)).on_machine(machine);
     let gradient_sums = gradient_sums::measure(comm, part(comm, link)?, &ctx, TOKENS, PASSES)?;
     Ok(passes.map(|passes| Overlap { num_ranks: comm.size(), passes, gradient_sums }))
 }
