@@ -53,7 +53,7 @@ impl From<usize> for Arg<'_> {
     /// Converts a 32-bit size or count. Panics from 2^32 on, which no tensor's dim reaches; [`Arg::elements`] has no
     /// such bound.
     fn from(value: usize) -> Self {
-        Self::from(u32::try_from(value).expect("a size of at least 2^32 is given to a kernel"))
+        Self::from(u32::try_from(value).expect("a kernel argument of 32 bits for a size of at least 2^32"))
     }
 }
 
