@@ -159,7 +159,11 @@ impl Emulated {
             return Ok(());
         };
         if launch.shared > self.most_shared() {
-            return Err(failed(format!("{} bytes of shared memory: must be at most {}", launch.shared, self.most_shared())));
+            return Err(failed(format!(
+                "{} bytes of shared memory: must be at most {}",
+                launch.shared,
+                self.most_shared()
+            )));
         }
         let name = format!("emulated_{}\0", launch.kernel);
         // SAFETY: every such function of the library has this type (`EMULATED_KERNEL`).

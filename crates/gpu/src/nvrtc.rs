@@ -69,7 +69,10 @@ impl Nvrtc {
                 Ok(found) if found.version.0 <= driver_major => return Ok(found),
                 Ok(found) => {
                     let path = path.display();
-                    tried.push(format!("{path} is of CUDA {}, newer than the driver, which is of CUDA {driver_major}", found.version.0));
+                    tried.push(format!(
+                        "{path} is of CUDA {}, newer than the driver, which is of CUDA {driver_major}",
+                        found.version.0
+                    ));
                 }
                 Err(GpuError::NoCompiler { tried: reasons }) => tried.extend(reasons),
                 Err(error) => return Err(error),
@@ -89,7 +92,8 @@ impl Nvrtc {
     }
 
     fn new(functions: Functions, folder: PathBuf) -> Result<Self, GpuError> {
-        let failed = || GpuError::NoCompiler { tried: vec!["the library does not report its version and targets".into()] };
+        let failed =
+            || GpuError::NoCompiler { tried: vec!["the library does not report its version and targets".into()] };
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: each call writes one number to each pointer.
         let status =
