@@ -14,13 +14,13 @@ fn main() -> Result<(), CommError> {
         let report = |rank: usize, error: &dyn Display| eprintln!("rank {rank}: {error}");
         return run_mpi(&MpiOptions::default().with_checks(false), report, |comm| {
             let raw = RawMpi::from_run().map_err(CommError::from)?;
-            print_all((comm, most_bytes), Some(&raw))
+            print_all(comm, Some(&raw), most_bytes)
         });
     }
-    try_run_ranks(&RankOptions::new(num_ranks), |comm| print_all((comm, most_bytes), None)).map(drop)
+    try_run_ranks(&RankOptions::new(num_ranks), |comm| print_all(comm, None, most_bytes)).map(drop)
 }
 
-fn print_all((comm, most_bytes): (&dyn Communicator, usize), raw: Option<&RawMpi>) -> Result<(), CommError> {
+fn print_all(comm: &dyn Communicator, raw: Option<&RawMpi>, most_bytes: usize) -> Result<(), CommError> {
     let is_first = comm.rank() == 0;
     if is_first {
         println!("{} ranks, {}", comm.size(), raw.map_or_else(|| "threads".to_owned(), RawMpi::version));

@@ -1,9 +1,9 @@
 //! Times the experts with few tokens against the rate of reading memory: `cargo bench -p moeworks-bench --bench
 //! few_tokens`. With `-- TEXT` only the cases whose name contains the text.
 //!
-//! Each run sends the tokens to other experts than the one before, so that weights come from memory as they do in a
-//! model of many layers. Counted are the bytes of weights that are touched: read once forward and once backward; for
-//! the gradients of the weights, written once.
+//! Each run sends the tokens to experts other than those of the previous run, so that weights are read from memory as
+//! in a model of many layers. Counted are the bytes of the used weights: read once forward and once backward; for the
+//! gradients of the weights, written once.
 
 use std::time::Instant;
 
@@ -32,11 +32,11 @@ const SHAPES: [Shape; 4] = [
     Shape { name: "d", d: 1024, f: 384, e: 128, k: 8, activation: Activation::SwiGlu },
 ];
 
-/// Runs of each case; the median counts.
+/// The number of runs of each case, of which the median counts.
 const TRIES: usize = 9;
 
 fn main() {
-    // `cargo test` runs benches with this argument and means only that they start.
+    // `cargo test` runs benches with this argument, only to check that they start.
     if std::env::args().any(|arg| arg == "--test") {
         return;
     }
@@ -65,9 +65,9 @@ fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     tensor
 }
 
-/// Every token to `k` experts, scattered; `turn` moves all of them.
+/// Assigns every token to `k` scattered experts; `turn` shifts all of them.
 fn choices(t: usize, e: usize, k: usize, turn: usize) -> Choices {
-    // A multiplier without a factor in common with E: the choices of a token differ.
+    // The multiplier is coprime to E, so that the choices of a token differ.
     let counts = ChoiceCounts { tokens: t, experts: e, top_k: k };
     Choices::new(counts, |token, choice| (turn * k + token * 5 + choice * 7 + token * token / 3) % e)
 }

@@ -6,7 +6,7 @@ use moeworks_ops::{Context, Isa, MachineOptions, peak};
 use moeworks_tensor::DType;
 
 fn main() {
-    // `cargo test` runs benches with this argument and means only that they start.
+    // `cargo test` runs benches with this argument, only to check that they start.
     if std::env::args().any(|arg| arg == "--test") {
         return;
     }

@@ -1,8 +1,8 @@
-//! The whole MoE layer, forward and backward with all gradients, against the dense product's rate measured in the
-//! same run: `cargo bench -p moeworks-bench --bench layer`.
+//! Times the whole MoE layer, forward and backward with all gradients, against the rate of a dense product measured
+//! in the same run: `cargo bench -p moeworks-bench --bench layer`.
 //!
-//! The layer's rate counts the experts' operations alone (18 R D F for the three phases), so that everything else it
-//! does shows as a loss.
+//! The layer's rate counts only the experts' operations (18 R D F for the three phases), so that all other work
+//! lowers it.
 
 use std::hint::black_box;
 
@@ -16,11 +16,11 @@ use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward
 use moeworks_ops::{Context, MachineOptions};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
-/// The time of each case is the best of so many.
+/// The number of runs of each case, of which the best counts.
 const TRIES: usize = 5;
 
 fn main() {
-    // `cargo test` runs benches with this argument and means only that they start.
+    // `cargo test` runs benches with this argument, only to check that they start.
     if std::env::args().any(|arg| arg == "--test") {
         return;
     }

@@ -1,17 +1,17 @@
-//! A timed case: its operations and bytes, and the rate of the machine that binds it.
+//! A timed case: its operations and bytes, and the rate of the machine that limits it.
 
 use moeworks_ops::gemm_plan::GemmPlan;
 use moeworks_ops::peak::Peaks;
 use moeworks_tensor::DType;
 
-/// The least work of a case.
+/// The minimal work of a case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
-    /// Floating-point operations of one run; a multiply-add counts as two.
+    /// The floating-point operations of one run; a multiply-add counts as two.
     pub flops: f64,
-    /// Bytes of operands and results, each read or written once.
+    /// The bytes of operands and results, each read or written once.
     pub bytes: f64,
-    /// Bytes of results alone.
+    /// The bytes of the results.
     pub written: f64,
     /// The type of the operands of its products.
     pub dtype: DType,
@@ -24,14 +24,14 @@ impl Cost {
         Self { flops: 0.0, bytes: (read + written) as f64, written: written as f64, dtype: DType::F32 }
     }
 
-    /// Returns the cost of `factor` runs, which may be a part of one.
+    /// Returns the cost of `factor` runs, which may be a fraction.
     #[must_use]
     pub fn times(self, factor: f64) -> Self {
         Self { flops: factor * self.flops, bytes: factor * self.bytes, written: factor * self.written, ..self }
     }
 
-    /// Returns the least seconds that the machine's rates allow, and the rate that binds. Bytes that are read and
-    /// written in equal number pass at the rate of copying, the rest at the rate of reading.
+    /// Returns the shortest possible time by the machine's rates, in seconds, and the limiting rate. Bytes that are
+    /// read and written in equal number count at the rate of copying, the rest at the rate of reading.
     #[must_use]
     pub fn limit(&self, peaks: &Peaks) -> (f64, Limit) {
         let copied = 2.0 * self.written.min(self.bytes - self.written);
@@ -52,7 +52,7 @@ impl std::ops::Add for Cost {
     }
 }
 
-/// The rate that binds a case.
+/// The rate that limits a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limit {
     /// The peak of the type's products.
@@ -77,20 +77,20 @@ impl Limit {
 pub struct CaseResult {
     /// The operation, with its sizes.
     pub name: String,
-    /// The least work of it.
+    /// The minimal work.
     pub cost: Cost,
     /// Seconds of the shortest run, or of the median one for whole layers.
     pub seconds: f64,
-    /// The least seconds by the measured rates.
+    /// The shortest possible time by the measured rates, in seconds.
     pub least_seconds: f64,
-    /// The rate that binds.
+    /// The limiting rate.
     pub limit: Limit,
-    /// The kernel that takes its product, or the first of its products, on the host.
+    /// The kernel of its product, or of the first of its products, on the CPU.
     pub plan: Option<GemmPlan>,
 }
 
 impl CaseResult {
-    /// A case that took `seconds`, on a machine of these rates.
+    /// Creates a case that took `seconds` on a machine with these rates.
     #[must_use]
     pub fn new(name: String, cost: Cost, seconds: f64, peaks: &Peaks) -> Self {
         let (least_seconds, limit) = cost.limit(peaks);
@@ -109,7 +109,7 @@ impl CaseResult {
         self.cost.bytes / self.seconds
     }
 
-    /// Returns the share of the binding rate that was reached.
+    /// Returns the achieved share of the limiting rate.
     #[must_use]
     pub fn share_of_limit(&self) -> f64 {
         self.least_seconds / self.seconds

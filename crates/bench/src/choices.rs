@@ -1,19 +1,19 @@
-//! Choices of experts that a benchmark makes up.
+//! Synthetic choices of experts for benchmarks.
 
 use moeworks_ops::experts::ExpertRows;
 
 /// The sizes of a set of choices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChoiceCounts {
-    /// T.
+    /// The number of tokens, T.
     pub tokens: usize,
-    /// E.
+    /// The number of experts, E.
     pub experts: usize,
-    /// K: experts of each token.
+    /// The number of experts per token, K.
     pub top_k: usize,
 }
 
-/// Dispatched rows of tokens that have K different experts each, with equal weights.
+/// The dispatched rows of tokens that each choose K different experts with equal weights.
 pub struct Choices {
     offsets: Vec<u32>,
     tokens: Vec<u32>,

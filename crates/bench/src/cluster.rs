@@ -1,5 +1,5 @@
-//! Times of all collectives by size among all ranks, inside a node and between nodes, and the topology that they
-//! make.
+//! Times of all collectives by size among all ranks, inside a node and between nodes, and the topology derived from
+//! them.
 
 use moeworks_comm::mpi::RawMpi;
 use moeworks_comm::{CommError, Communicator, Reduce, cores_by_numa_node};
@@ -14,25 +14,25 @@ use crate::collectives::{self, Collective, Links, Timing};
 use crate::ranks::num_cores;
 use crate::timing::best_seconds_of_many;
 
-/// Bytes that each rank holds in the cases.
+/// The numbers of bytes that each rank holds in the cases.
 pub const SIZES: [usize; 6] = [64, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20];
 
-/// Memory of a machine that does not say.
+/// The memory assumed for a machine that does not report its own.
 const UNKNOWN_MEMORY: u64 = 8 << 30;
 
-/// Ranks that are measured together.
+/// The ranks that are measured together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Among {
-    /// All of them.
+    /// All ranks.
     All,
     /// The ranks of a node, on all nodes at the same time.
     Node,
-    /// One rank of each node, while the other ranks do likewise.
+    /// One rank of each node; all such groups at the same time.
     Nodes,
 }
 
 impl Among {
-    /// All of them, in the order of a table.
+    /// All variants, in the order of a table.
     pub const EVERY: [Self; 3] = [Self::All, Self::Node, Self::Nodes];
 
     /// Returns the name that tables print.
@@ -49,9 +49,9 @@ impl Among {
 /// The times of one collective among some ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TimingAmong {
-    /// The ranks.
+    /// The ranks of the measurement.
     pub among: Among,
-    /// The times.
+    /// The measured times.
     pub timing: Timing,
 }
 
@@ -70,8 +70,8 @@ pub struct ClusterTimes {
     pub topology: Topology,
 }
 
-/// Times every collective with all of [`SIZES`] up to `max_bytes`, and the links. A call that all ranks make; rank 0
-/// gets the times.
+/// Times every collective with all of [`SIZES`] up to `max_bytes`, and the links. All ranks must call it; rank 0 gets
+/// the times.
 ///
 /// # Errors
 /// [`CommError`], as all calls.
@@ -116,7 +116,7 @@ fn time_sizes(
     Ok(timings)
 }
 
-/// Measures the rates of a rank while all ranks compute, and puts them together with the links.
+/// Measures the rates of a rank while all ranks compute, and combines them with the links into a topology.
 fn topology(comm: &dyn Communicator, links: &Links, machine: &MachineOptions) -> Result<Topology, CommError> {
     let nodes = comm.nodes();
     let num_nodes = nodes.iter().max().map_or(0, |last| last + 1);
@@ -133,7 +133,7 @@ fn topology(comm: &dyn Communicator, links: &Links, machine: &MachineOptions) ->
     ];
     comm.all_reduce(&mut rates, Reduce::Min)?;
     let rank = RankSpec { flops: rates[0], memory_bytes: rates[2], memory_bytes_per_s: rates[1] };
-    // A kind of link that is absent costs as much as the other.
+    // A missing kind of link is assumed to be as fast as the other.
     let any = links.node.or(links.cluster).unwrap_or(Link { latency_s: 1e-6, bytes_per_s: rates[1] / 2.0 });
     let (node_link, cluster_link) = (links.node.unwrap_or(any), links.cluster.unwrap_or(any));
     Ok(Topology { node_sizes, rank, node_link, cluster_link, numa_cores: cores_by_numa_node() })

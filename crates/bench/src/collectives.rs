@@ -1,4 +1,4 @@
-//! Times of communication: each collective by size, beside a copy in memory and the MPI library's own call, and the
+//! Times of communication: each collective by size, next to a memory copy and the MPI library's own call, and the
 //! links between ranks.
 
 use std::time::Instant;
@@ -7,28 +7,28 @@ use moeworks_comm::mpi::{EqualPieces, RawMpi};
 use moeworks_comm::{CommError, Communicator, Reduce};
 use moeworks_plan::Link;
 
-/// A collective that is timed.
+/// The collectives that are timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Collective {
-    /// Nothing moves.
+    /// A barrier, which moves no data.
     Barrier,
-    /// No collective: ranks in pairs send the bytes to and fro, and half of that counts. A rank without another does
-    /// nothing.
+    /// A pair of messages, not a collective: ranks in pairs send the bytes to each other and back, and half of that
+    /// time counts. A rank without a partner does nothing.
     Message,
-    /// Everybody gets the bytes of rank 0.
+    /// Every rank gets the bytes of rank 0.
     Broadcast,
-    /// Everybody gets a share of the bytes from each.
+    /// Every rank gets a share of the bytes from each rank.
     AllGather,
-    /// Everybody sends a share of its bytes to each.
+    /// Every rank sends a share of its bytes to each rank.
     AllToAll,
-    /// The sum of the bytes as f32, a share to each.
+    /// Every rank gets a share of the sum of the bytes as f32.
     ReduceScatter,
-    /// The sum of the bytes as f32, all of it to each.
+    /// Every rank gets the whole sum of the bytes as f32.
     AllReduce,
 }
 
 impl Collective {
-    /// All, in the order of a table.
+    /// All collectives, in the order of a table.
     pub const ALL: [Self; 7] = [
         Self::Barrier,
         Self::Message,
@@ -39,7 +39,7 @@ impl Collective {
         Self::AllReduce,
     ];
 
-    /// Returns how many collectives one run makes.
+    /// Returns the number of collectives in one run.
     fn per_run(self) -> f64 {
         if self == Self::Message { 2.0 } else { 1.0 }
     }
@@ -50,21 +50,21 @@ impl Collective {
 pub struct Timing {
     /// The collective.
     pub collective: Collective,
-    /// Bytes that each rank holds, before or after.
+    /// The bytes that each rank holds before or after the collective.
     pub bytes: usize,
-    /// The median of many.
+    /// The median of many runs, in seconds.
     pub seconds: f64,
-    /// The MPI library's own call, where ranks are processes.
+    /// The time of the MPI library's own call, if ranks are processes.
     pub raw_seconds: Option<f64>,
-    /// All ranks copying as many bytes in their memory at the same time.
+    /// The time in which all ranks copy as many bytes in memory at once.
     pub copy_seconds: f64,
 }
 
-/// Seconds to spend on each case.
+/// The measurement time of each case, in seconds.
 const CASE_SECONDS: f64 = 0.3;
 
-/// An implementation that is compared. They take turns on the same memory, so that what else the machine does, and
-/// where the memory lies, meets all of them.
+/// The implementations that are compared. They run in turns on the same memory, so that other load of the machine and
+/// the placement of the memory affect all of them alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Implementation {
     Ours,
@@ -79,15 +79,22 @@ struct Case<'a> {
     collective: Collective,
     send: Vec<f32>,
     recv: Vec<f32>,
-    /// For each rank its numbers of `send`.
+    /// The number of elements of `send` for each rank.
     shares: Vec<usize>,
-    /// The shares in the form that the MPI library takes: counts of numbers to add up, or of bytes to send.
+    /// The shares in the form that the MPI library takes: the number of elements to sum, or of bytes to send.
     pieces: EqualPieces,
-    /// The ranks that send to each other in [`Collective::Message`].
-    pairs: Vec<(usize, usize)>,
+    /// The pairs of ranks in [`Collective::Message`].
+    pairs: Vec<RankPair>,
 }
 
-/// Times a collective with `bytes` bytes (rounded up to whole shares) on all ranks: a call that all of them make.
+/// Two ranks that send messages to each other.
+#[derive(Clone, Copy)]
+struct RankPair {
+    first: usize,
+    second: usize,
+}
+
+/// Times a collective with `bytes` bytes, rounded up to whole shares. All ranks must call it.
 ///
 /// # Errors
 /// [`CommError`], as all calls.
@@ -97,7 +104,7 @@ pub fn time(
     collective: Collective,
     bytes: usize,
 ) -> Result<Timing, CommError> {
-    let mut case = Case::new((comm, raw), collective, bytes);
+    let mut case = Case::new(comm, raw, collective, bytes);
     let ways: &[Implementation] = if raw.is_some() {
         &[Implementation::Ours, Implementation::Copy, Implementation::Raw]
     } else {
@@ -115,7 +122,7 @@ pub fn time(
 }
 
 impl<'a> Case<'a> {
-    fn new((comm, raw): (&'a dyn Communicator, Option<&'a RawMpi>), collective: Collective, bytes: usize) -> Self {
+    fn new(comm: &'a dyn Communicator, raw: Option<&'a RawMpi>, collective: Collective, bytes: usize) -> Self {
         let size = comm.size();
         let share = bytes.div_ceil(4 * size);
         let data = vec![1.0_f32; share * size];
@@ -128,7 +135,7 @@ impl<'a> Case<'a> {
             recv: data,
             shares: vec![share; size],
             pieces: EqualPieces::new(size, piece),
-            pairs: (1..size).step_by(2).map(|rank| (rank - 1, rank)).collect(),
+            pairs: (1..size).step_by(2).map(|rank| RankPair { first: rank - 1, second: rank }).collect(),
         }
     }
 
@@ -149,7 +156,7 @@ impl<'a> Case<'a> {
         let (send, recv) = (&self.send, &mut self.recv);
         match self.collective {
             Collective::Barrier => comm.barrier(),
-            Collective::Message => to_and_fro(comm, recv, &self.pairs),
+            Collective::Message => ping_pong(comm, recv, &self.pairs),
             Collective::Broadcast => comm.broadcast(recv, 0),
             Collective::AllGather => comm.all_gather(&send[..share], recv),
             Collective::AllToAll => comm.all_to_all(send, recv),
@@ -165,7 +172,7 @@ impl<'a> Case<'a> {
         let received: &mut [u8] = bytemuck::cast_slice_mut(&mut self.recv);
         match self.collective {
             Collective::Barrier => raw.barrier(),
-            Collective::Message => raw_to_and_fro(raw, received, (self.comm.rank(), &self.pairs)),
+            Collective::Message => raw_ping_pong(raw, received, self.comm.rank(), &self.pairs),
             Collective::Broadcast => raw.broadcast(received, 0),
             Collective::AllGather => raw.all_gather(&sent[..4 * share], received, size),
             Collective::AllToAll => raw.all_to_all(sent, received, &self.pieces),
@@ -175,40 +182,36 @@ impl<'a> Case<'a> {
     }
 }
 
-/// Each pair's first rank sends, and gets it back.
-fn to_and_fro<T: bytemuck::Pod>(
-    comm: &dyn Communicator,
-    data: &mut [T],
-    pairs: &[(usize, usize)],
-) -> Result<(), CommError> {
+/// Sends data from each pair's first rank to its partner and back.
+fn ping_pong<T: bytemuck::Pod>(comm: &dyn Communicator, data: &mut [T], pairs: &[RankPair]) -> Result<(), CommError> {
     let rank = comm.rank();
-    for &(a, b) in pairs {
-        if rank == a {
-            comm.send(data, b, 0)?;
-            comm.receive(data, b, 0)?;
-        } else if rank == b {
-            comm.receive(data, a, 0)?;
-            comm.send(data, a, 0)?;
+    for &RankPair { first, second } in pairs {
+        if rank == first {
+            comm.send(data, second, 0)?;
+            comm.receive(data, second, 0)?;
+        } else if rank == second {
+            comm.receive(data, first, 0)?;
+            comm.send(data, first, 0)?;
         }
     }
     Ok(())
 }
 
-/// Sends between pairs by the MPI library's own calls.
-fn raw_to_and_fro(raw: &RawMpi, data: &mut [u8], (rank, pairs): (usize, &[(usize, usize)])) {
-    for &(a, b) in pairs {
-        if rank == a {
-            raw.send(data, b);
-            raw.receive(data, b);
-        } else if rank == b {
-            raw.receive(data, a);
-            raw.send(data, a);
+/// Sends data within pairs by the MPI library's own calls.
+fn raw_ping_pong(raw: &RawMpi, data: &mut [u8], rank: usize, pairs: &[RankPair]) {
+    for &RankPair { first, second } in pairs {
+        if rank == first {
+            raw.send(data, second);
+            raw.receive(data, second);
+        } else if rank == second {
+            raw.receive(data, first);
+            raw.send(data, first);
         }
     }
 }
 
-/// For each of `num_ways` ways the median of many batches, each as long as on the slowest rank. `run` is told which
-/// one.
+/// Returns for each of `num_ways` implementations the median of many batches, each with the time of the slowest rank.
+/// `run` gets the index of the implementation.
 fn medians(
     comm: &dyn Communicator,
     num_ways: usize,
@@ -227,8 +230,7 @@ fn medians(
         one_batch(way, 2)?;
         slowest = slowest.max(one_batch(way, 3)?);
     }
-    // All ranks do the same number of runs: a batch is long beside the barrier before it, and there are enough of
-    // them.
+    // All ranks make the same number of runs per batch, large enough that the barrier before it does not matter.
     let mut agreed = [slowest];
     comm.all_reduce(&mut agreed, Reduce::Max)?;
     let num_runs = (300e-6 / agreed[0]).clamp(1.0, 1000.0) as usize;
@@ -237,7 +239,7 @@ fn medians(
     let mut times = vec![0.0; num_batches * num_ways];
     for batch in 0..num_batches {
         for turn in 0..num_ways {
-            // To and fro: what comes first leaves the memory in the caches of what comes next.
+            // The order alternates, because an implementation leaves data in the caches for the next one.
             let way = if batch % 2 == 0 { turn } else { num_ways - 1 - turn };
             times[way * num_batches + batch] = one_batch(way, num_runs)?;
         }
@@ -251,19 +253,20 @@ fn median(times: &mut [f64]) -> f64 {
     times[times.len() / 2]
 }
 
-/// The two kinds of links.
+/// The two kinds of links between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Links {
-    /// Between ranks of a node; `None` where each stands alone.
+    /// The link between ranks of a node; `None` if each node has one rank.
     pub node: Option<Link>,
-    /// Between nodes, while all ranks of a node send; `None` where there is one node.
+    /// The link between nodes while all ranks of a node send; `None` if there is one node.
     pub cluster: Option<Link>,
 }
 
-/// Bytes of a message that is long beside the latency.
+/// The size of a message whose time exceeds the latency by far, in bytes.
 const LONG: usize = 4 << 20;
 
-/// Measures the links: ranks in pairs send to and fro, all pairs at the same time. A call that all ranks make.
+/// Measures the links: ranks in pairs send messages to each other and back, all pairs at the same time. All ranks
+/// must call it.
 ///
 /// # Errors
 /// [`CommError`], as all calls.
@@ -271,12 +274,13 @@ pub fn links(comm: &dyn Communicator) -> Result<Links, CommError> {
     let nodes = comm.nodes();
     let ranks_of = |node: usize| (0..comm.size()).filter(|&rank| nodes[rank] == node).collect::<Vec<_>>();
     let (first, second) = (ranks_of(0), ranks_of(1));
-    let in_node: Vec<(usize, usize)> = first.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect();
-    let between: Vec<(usize, usize)> = first.into_iter().zip(second).collect();
+    let pair = |(first, second)| RankPair { first, second };
+    let in_node: Vec<RankPair> = first.chunks_exact(2).map(|ranks| pair((ranks[0], ranks[1]))).collect();
+    let between: Vec<RankPair> = first.into_iter().zip(second).map(pair).collect();
     Ok(Links { node: link(comm, &in_node)?, cluster: link(comm, &between)? })
 }
 
-fn link(comm: &dyn Communicator, pairs: &[(usize, usize)]) -> Result<Option<Link>, CommError> {
+fn link(comm: &dyn Communicator, pairs: &[RankPair]) -> Result<Option<Link>, CommError> {
     if pairs.is_empty() {
         return Ok(None);
     }
@@ -285,7 +289,7 @@ fn link(comm: &dyn Communicator, pairs: &[(usize, usize)]) -> Result<Option<Link
     Ok(Some(Link { latency_s, bytes_per_s: LONG as f64 / (long - latency_s).max(1e-9) }))
 }
 
-fn half_round_trip(comm: &dyn Communicator, pairs: &[(usize, usize)], bytes: usize) -> Result<f64, CommError> {
+fn half_round_trip(comm: &dyn Communicator, pairs: &[RankPair], bytes: usize) -> Result<f64, CommError> {
     let mut data = vec![0_u8; bytes];
-    Ok(medians(comm, 1, &mut |_| to_and_fro(comm, &mut data, pairs))?[0] / 2.0)
+    Ok(medians(comm, 1, &mut |_| ping_pong(comm, &mut data, pairs))?[0] / 2.0)
 }

@@ -1,10 +1,10 @@
-//! Reasons why nothing is measured.
+//! Errors of measurements.
 
 use moeworks_comm::CommError;
 use moeworks_model::{BatchError, LoadError};
 use moeworks_moe::{ConfigError, RoutingError};
 
-/// Why nothing was measured.
+/// The reason why nothing was measured.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// A request or a model cannot be timed, for the reason given.
@@ -19,7 +19,7 @@ pub enum BenchError {
     /// A model's configuration cannot be read.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// A model cannot compute with what it was given.
+    /// A model cannot compute with the given input.
     #[error(transparent)]
     Batch(#[from] BatchError),
     /// A rank failed.

@@ -1,4 +1,4 @@
-//! The share of the all-reduce of replicated gradients that is hidden under the backward pass.
+//! The share of the all-reduce of replicated gradients that is hidden behind the backward pass.
 
 use std::sync::Arc;
 
@@ -9,21 +9,21 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::pass::Pass;
 
-/// Matrices one behind the other, each of `WIDTH` by `WIDTH`.
+/// The number of consecutive matrices, each of `WIDTH` by `WIDTH`.
 const LAYERS: usize = 8;
 const WIDTH: usize = 512;
 
 /// The medians of both orders of a backward pass and its all-reduces.
 #[derive(Clone, Copy, Debug)]
 pub struct GradientSums {
-    /// All-reduces that begin after the whole backward pass.
+    /// All-reduces that start after the whole backward pass.
     pub after: Pass,
-    /// All-reduces that begin as soon as a matrix has its gradient.
+    /// All-reduces that start as soon as a matrix has its gradient.
     pub overlapped: Pass,
 }
 
-/// Times both orders in turns, `passes` times each, with `tokens` tokens. `group` holds the ranks of `comm` on the
-/// links that are measured.
+/// Times both orders in turns, `passes` times each, with `tokens` tokens. `group` contains the ranks of `comm` on the
+/// measured links.
 ///
 /// # Errors
 /// [`CommError`], as all calls.

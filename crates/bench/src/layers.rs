@@ -1,8 +1,8 @@
-//! Times whole MoE layers of four published shapes from one token to thousands, forward and both passes, in f32 and
-//! bf16.
+//! Times whole MoE layers of four published shapes with one to thousands of tokens, forward and with backward, in f32
+//! and bf16.
 //!
-//! The limit is the peak of products, or the time of reading the touched weights at the rate of memory meanwhile;
-//! with both passes, of reading them again and writing their gradients at the rate of copying.
+//! The limit is the peak of products, or the time of reading the used weights at the rate of memory measured in
+//! between. With backward, the weights are read again and their gradients written at the rate of copying.
 
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ use crate::case::{CaseResult, Cost};
 use crate::moe_layer::{LayerShape, TimedLayer};
 use crate::timing::{best_seconds_of_many, median};
 
-/// A published MoE layer.
+/// The shape of a published MoE layer.
 struct PublishedLayer {
     name: &'static str,
     width: usize,
@@ -64,18 +64,19 @@ const LAYERS: [PublishedLayer; 4] = [
 
 const TOKENS: [usize; 4] = [1, 16, 512, 4096];
 
-/// Sets of few tokens, each for other experts, so that weights come from memory as in a model of many layers.
+/// The number of sets of few tokens. Each set uses other experts, so that weights are read from memory as in a model
+/// of many layers.
 const SETS: usize = 8;
 const MAX_TOKENS_IN_SETS: usize = 16;
 
-/// Seconds that a case is timed for, and its least number of runs.
+/// The measurement time of a case in seconds, and its smallest number of runs.
 const SECONDS: f64 = 0.4;
 const MIN_TIMES: usize = 3;
 
-/// Seconds of a case between two measurements of memory, whose rate changes within seconds on a shared machine.
+/// The time between two measurements of memory in seconds. Its rate changes within seconds on a shared machine.
 const SECONDS_APART: f64 = 0.02;
 
-/// Returns the least work of a pass of `tokens` tokens through a layer of which they touch `num_used` experts.
+/// Returns the minimal work of a pass of `tokens` tokens through a layer in which they use `num_used` experts.
 fn cost(shape: LayerShape, tokens: usize, num_used: usize, is_both: bool) -> Cost {
     let LayerShape { d, f, e, k, activation, dtype, gradients } = shape;
     let of_expert = (activation.num_inputs() + 1) * d * f;
@@ -86,7 +87,7 @@ fn cost(shape: LayerShape, tokens: usize, num_used: usize, is_both: bool) -> Cos
     if !is_both {
         return forward;
     }
-    // Backward reads the weights once more, writes gradients of them, and reads and writes those of rows.
+    // Backward reads the weights again, writes their gradients, and reads and writes the gradients of rows.
     let backward = Cost::from_bytes(weights * size + rows * wide, weights * gradients.size() + rows * wide);
     forward + Cost { flops: 2.0 * forward.flops, ..backward }
 }
@@ -124,14 +125,15 @@ pub fn measure(
                 report(&CaseResult::new(name, cost, seconds, &peaks));
             }
             drop(layer);
-            // The next layer's tensors are of other sizes.
+            // The next layer's tensors have other sizes, so the pool's memory is freed.
             ctx.pool().trim();
         }
     }
     Ok(())
 }
 
-/// Returns the work of a pass, the median of its seconds, and the peaks with medians of the memory's rates meanwhile.
+/// Returns the work of a pass, its median time in seconds, and the peaks with the median rates of memory measured in
+/// between.
 fn time(
     ctx: &Context,
     layer: &mut TimedLayer,
@@ -170,7 +172,7 @@ fn time(
 }
 
 /// Times one whole MoE layer, forward and backward with weight gradients, router, dispatch and combine included.
-/// Returns nothing where `filter` is not in the name of the case.
+/// Returns nothing if the name of the case does not contain `filter`.
 ///
 /// # Errors
 /// [`ConfigError`] where the layer cannot have its shape.

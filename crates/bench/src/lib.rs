@@ -1,5 +1,5 @@
-//! Measurements: kernels, MoE layers, routing, decoding, training steps and communication, each against the limit of
-//! the machine that binds it.
+//! Measurements of kernels, MoE layers, routing, decoding, training steps and communication, each compared with the
+//! limit of the machine.
 //!
 //! A measurement is a function that returns values or passes them to a callback; `moeworks bench` prints them. The
 //! rates of the machine itself are measured in [`moeworks_ops::peak`].

@@ -6,13 +6,13 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::timing::best_seconds_of_many;
 
-/// Returns the GPU's name or that of the CPU, with family and model, because virtual machines often hide the rest.
+/// Returns the name of the GPU or of the CPU, with family and model, because virtual machines often hide the rest.
 #[must_use]
 pub fn name(ctx: &Context) -> String {
     if let Some(gpu) = ctx.gpu() {
         return gpu.name().to_owned();
     }
-    // Linux alone has this file; elsewhere the architecture must do.
+    // Only Linux has this file; elsewhere the architecture is used.
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |key: &str| {
         let mut fields = text.lines().filter_map(|line| line.split_once(':'));
@@ -21,7 +21,7 @@ pub fn name(ctx: &Context) -> String {
     match (field("model name"), field("cpu family"), field("model")) {
         (Some(name), Some(family), Some(model)) => format!("{name} (family {family}, model {model})"),
         (Some(name), ..) => name.to_owned(),
-        // Arm processors report numbers alone: `lscpu` has a table of their names.
+        // Arm processors report only numbers, which `lscpu` translates with a table of names.
         _ => match (field("CPU implementer"), field("CPU part")) {
             (Some(implementer), Some(part)) => {
                 format!("{} (implementer {implementer}, part {part})", std::env::consts::ARCH)
@@ -37,7 +37,7 @@ pub fn describe(ctx: &Context) -> String {
     if ctx.gpu().is_some() { name(ctx) } else { format!("{}, {}", name(ctx), ctx.describe()) }
 }
 
-/// Measures operations per second of a large bf16 GEMM of random numbers, on a GPU.
+/// Measures the operations per second of a large bf16 GEMM of random numbers on a GPU.
 #[must_use]
 pub fn dense_rate(ctx: &Context) -> Option<f64> {
     const SIZE: usize = 8192;

@@ -1,4 +1,4 @@
-//! An MoE layer with random weights that is timed.
+//! An MoE layer with random weights, for timing.
 
 use std::collections::HashSet;
 
@@ -29,7 +29,7 @@ pub(crate) struct TimedLayer {
     pub(crate) shape: LayerShape,
     layer: MoeLayer,
     pub(crate) weights: MoeWeights,
-    /// Made at the first backward pass, since they are twice as large as the weights.
+    /// Allocated at the first backward pass, because they are twice as large as the weights.
     grads: Option<MoeWeights>,
 }
 
@@ -40,7 +40,7 @@ impl TimedLayer {
             router: router.clone(),
             ..MoeConfig::plain(shape.d, shape.f, shape.e, shape.k)
         })?;
-        // On the host, so that a GPU never holds the f32 weights as well.
+        // The weights are drawn on the CPU, so that a GPU never holds their f32 form as well.
         let host = ctx.on_host();
         let mut weights = MoeWeights::random(&host, layer.config(), 0, 0.02);
         for experts in [&mut weights.gate_up, &mut weights.down] {
@@ -60,7 +60,7 @@ impl TimedLayer {
         (&self.layer, &self.weights, self.grads.get_or_insert_with(new))
     }
 
-    /// Draws inputs and gradients of outputs in the type of the weights; each `set` is another.
+    /// Draws inputs and gradients of outputs in the type of the weights; each `set` is different.
     pub(crate) fn tokens(&self, ctx: &Context, count: usize, set: usize) -> (Tensor, Tensor) {
         let draw = |stream, dtype| {
             let mut tensor: Tensor = ctx.empty(&[count, self.shape.d], DType::F32);
@@ -70,7 +70,7 @@ impl TimedLayer {
         (draw(0, self.shape.dtype), draw(1, self.shape.dtype))
     }
 
-    /// Returns the number of experts that some tokens go to.
+    /// Returns the number of experts that have tokens.
     pub(crate) fn num_used(&self, ctx: &Context, x: &Tensor) -> usize {
         let input = RouterInput { is_forward_only: true, ..RouterInput::default() };
         let (_, saved) = self.layer.forward(ctx, &self.weights, x, &input);

@@ -1,17 +1,17 @@
-//! Times MoE layers that requests describe, each a line of JSON that is answered with a line: `moeworks bench moe`.
+//! Timing of MoE layers on request: `moeworks bench moe` reads requests and writes answers, each a line of JSON.
 //!
 //! A comparison can thus take turns with another program while both keep their weights. The layer, its weights and
-//! the gradients stay from one line to the next while only tokens and passes differ. Gradients are those of the
-//! experts that got tokens, as in a program whose experts' gradients are apart; the others stay zero.
+//! the gradients are kept from one line to the next as long as only tokens and passes differ. Gradients are computed
+//! for the experts that have tokens, as in a program with separate gradients of experts; the others stay zero.
 //!
-//! `"dtype"` is that of the experts' weights; `"fp8"` are bf16 ones that multiply in eight-bit floats, in the whole
-//! layer alone. `"router"` are settings of the router as a configuration has them below `model.router`, such as
-//! `{"kind": "forced", "forced_load": "zipf"}`, for the whole layer; without it the K highest of a softmax are
-//! chosen. `"gradients"` is the type of the gradients of these weights, f32 unless it says `"bf16"`. `"part": "sort"`
-//! times the counting sort of the tokens' choices alone, `"part": "dispatch"` the sort and a copy of the rows in its
-//! order, which the layer itself does not make (it gathers while it multiplies). `"part": "routing"` times all that
-//! is not the experts' (`routing_parts.rs`). `"part": "products"` times the grouped products of the layer alone, two
-//! forward and with `"both"` six, of as many rows sorted by random experts.
+//! `"dtype"` is the type of the experts' weights; `"fp8"` means bf16 weights with fp8 products, for the whole layer
+//! only. `"router"` has settings of the router as below `model.router` in a configuration, such as `{"kind":
+//! "forced", "forced_load": "zipf"}`, for the whole layer only; without it the K highest probabilities of a softmax
+//! are chosen. `"gradients"` is the type of the gradients of these weights: f32 by default, or `"bf16"`. `"part":
+//! "sort"` times only the counting sort of the tokens' choices, `"part": "dispatch"` the sort and a copy of the rows
+//! in its order, which the layer itself does not make (it gathers while it multiplies). `"part": "routing"` times
+//! everything but the experts (`routing_parts.rs`). `"part": "products"` times only the grouped products of the
+//! layer, two forward and with `"both"` six, of as many rows sorted by random experts.
 
 use moeworks_moe::RouterConfig;
 use moeworks_ops::counting_sort::sort_all_choices;
@@ -31,10 +31,10 @@ use crate::moe_layer::{LayerShape, TimedLayer};
 use crate::routing_parts::Routed;
 use crate::timing::run_seconds;
 
-/// Sorts that a GPU is given at a time.
+/// The number of sorts that a GPU gets at a time.
 const SORTS_AT_ONCE: usize = 16;
 
-/// Rows that operands of products are made of, again and again.
+/// The number of distinct rows of which the operands of products consist.
 const REPEATED_ROWS: usize = 61;
 
 /// The part of a layer that is timed.
@@ -47,10 +47,10 @@ enum Part {
     Sort,
 }
 
-/// A request.
+/// The content of a request.
 struct Case {
     shape: LayerShape,
-    /// Whether the experts, in bf16, multiply in eight-bit floats.
+    /// True if the experts have bf16 weights and fp8 products.
     is_fp8: bool,
     tokens: usize,
     part: Part,
@@ -110,8 +110,8 @@ impl Case {
     }
 }
 
-/// Refuses what does not fit in memory: weights as they are drawn, as they are stored, and their gradients; rows,
-/// some times over.
+/// Returns an error if the case does not fit in memory: weights as drawn and as stored, their gradients, and several
+/// copies of the rows.
 fn check_memory(shape: LayerShape, tokens: usize) -> Result<(), String> {
     let [d, f, e, k, tokens] = [shape.d, shape.f, shape.e, shape.k, tokens].map(|size| size as u128);
     let weights = e * d * f * (shape.activation.num_inputs() as u128 + 1);
@@ -124,7 +124,7 @@ fn check_memory(shape: LayerShape, tokens: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// Random choices of experts for each token, and weights of one.
+/// Draws choices of experts for each token, with weights of one.
 fn random_choices(ctx: &Context, tokens: usize, shape: LayerShape) -> (Tensor, Tensor) {
     let random = Random::new(0, Purpose::Test, 2);
     let (mut ids, mut weights) = (ctx.empty(&[tokens, shape.k], DType::U32), ctx.empty(&[tokens, shape.k], DType::F32));
@@ -133,7 +133,7 @@ fn random_choices(ctx: &Context, tokens: usize, shape: LayerShape) -> (Tensor, T
     (ids, weights)
 }
 
-/// Seconds of the grouped products that a layer's experts are made of, and of nothing else.
+/// Times only the grouped products of a layer's experts, in seconds.
 fn product_times(ctx: &Context, layer: &mut TimedLayer, tokens: usize, is_both: bool) -> Vec<f64> {
     let LayerShape { d, f, e, k, activation, dtype, .. } = layer.shape;
     let af = f * activation.num_inputs();
@@ -145,7 +145,7 @@ fn product_times(ctx: &Context, layer: &mut TimedLayer, tokens: usize, is_both: 
         ExpertRows { tokens: (&in_order).into(), token_rows: (&in_order).into(), num_choices: 1, ..sorted.rows() };
     let (to_h, to_y) = (GroupedRows { rows, ..by_token }, GroupedRows { rows, first: 0, width: d });
     let (x, _) = layer.tokens(ctx, tokens, 0);
-    // Numbers that look random: a GPU multiplies zeros faster.
+    // The operands are not zero, because a GPU multiplies zeros faster.
     let repeated: Vec<u32> = (0..tokens * k).map(|row| (row % REPEATED_ROWS) as u32).collect();
     let [a, h, y] = [f, af, d].map(|columns| {
         let mut rows = ctx.empty(&[REPEATED_ROWS, columns], DType::F32);
@@ -165,12 +165,12 @@ fn product_times(ctx: &Context, layer: &mut TimedLayer, tokens: usize, is_both: 
     })
 }
 
-/// Seconds of sorting random choices of experts, and of copying the tokens' rows in that order.
+/// Times the sort of random choices of experts, and the copy of the tokens' rows in that order, in seconds.
 fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
     let LayerShape { d, e, dtype, .. } = case.shape;
     let (ids, weights) = random_choices(ctx, case.tokens, case.shape);
     let x = if case.part == Part::Dispatch { ctx.zeros(&[case.tokens, d], dtype) } else { ctx.zeros(&[0, d], dtype) };
-    // A GPU is given several at a time: what is timed is its work, not how long the host waits for the end of each.
+    // A GPU gets several at a time, so that its work is timed and not the latency of each call.
     let at_once = if ctx.gpu().is_some() { SORTS_AT_ONCE } else { 1 };
     let times = run_seconds(ctx, || {
         for _ in 0..at_once {
@@ -183,7 +183,7 @@ fn dispatch_times(ctx: &Context, case: &Case) -> Vec<f64> {
     times.into_iter().map(|seconds| seconds / at_once as f64).collect()
 }
 
-/// Answers requests one after the other. A layer with its weights stays from one to the next while its shape stays.
+/// Answers requests one after the other. A layer and its weights are kept as long as the shape is the same.
 #[derive(Default)]
 pub struct MoeRequests {
     layer: Option<TimedLayer>,
@@ -193,7 +193,7 @@ impl MoeRequests {
     /// Returns the answer to a request, both lines of JSON.
     ///
     /// # Errors
-    /// [`BenchError`] where the line asks for nothing that can be timed.
+    /// [`BenchError`] if the line does not describe a case that can be timed.
     pub fn answer(&mut self, ctx: &Context, line: &str) -> Result<Value, BenchError> {
         let case = Case::parse(line)?;
         let ctx = &ctx.clone().with_fp8_experts(case.is_fp8);

@@ -1,8 +1,8 @@
-//! The share of a layer's communication that runs under its computation, by the number of chunks, and of the
-//! all-reduce of gradients.
+//! The share of a layer's communication that is hidden behind its computation, by the number of chunks, and the same
+//! for the all-reduce of gradients.
 //!
-//! In one piece nothing is hidden: a rank waits for all of its communication. Time in communication that is saved
-//! with chunks counts as hidden; waiting for slower ranks is told apart ([`Pass`]).
+//! Without chunks nothing is hidden: a rank waits for all of its communication. Communication time saved with chunks
+//! counts as hidden; waiting for slower ranks is measured separately ([`Pass`]).
 
 use std::sync::Arc;
 
@@ -17,16 +17,16 @@ use crate::gradient_sums::{self, GradientSums};
 use crate::pass::Pass;
 use crate::ranks::num_cores;
 
-/// Numbers of chunks that are compared.
+/// The numbers of chunks that are compared.
 pub const CHUNKS: [usize; 4] = [1, 2, 4, 8];
-/// Tokens of a rank.
+/// The number of tokens per rank.
 pub const TOKENS: usize = 1024;
-/// Passes of each; the median counts.
+/// The number of passes of each kind, of which the median counts.
 const PASSES: usize = 5;
 /// The seed of weights and inputs.
 const SEED: u64 = 1;
 
-/// Makes a group of all ranks, with messages as slow as over `link` where one is given.
+/// Creates a group of all ranks; with `link`, messages are delayed as over that link.
 fn part(comm: &dyn Communicator, link: Option<Link>) -> Result<Box<dyn Communicator>, CommError> {
     let part = comm.split(Some(0), comm.rank())?.expect("a rank with a color is in a group");
     Ok(match link {
@@ -46,8 +46,8 @@ pub struct Overlap {
     pub gradient_sums: GradientSums,
 }
 
-/// Times passes of a layer and all-reduces of gradients, with messages as slow as over `link` where one is given. A
-/// call that all ranks make; rank 0 gets the times.
+/// Times passes of a layer and all-reduces of gradients; with `link`, messages are delayed as over that link. All
+/// ranks must call it; rank 0 gets the times.
 ///
 /// # Errors
 /// [`CommError`], as all calls.
@@ -62,7 +62,7 @@ pub fn measure(
     Ok(passes.map(|passes| Overlap { num_ranks: comm.size(), passes, gradient_sums }))
 }
 
-/// Times passes with each number of chunks; rank 0 gets the medians.
+/// Times passes with each number of chunks. Rank 0 gets the medians.
 fn layer_passes(
     comm: &dyn Communicator,
     link: Option<Link>,
@@ -71,7 +71,7 @@ fn layer_passes(
     let mut layers =
         CHUNKS.into_iter().map(|chunks| Layer::new(comm, link, chunks, machine)).collect::<Result<Vec<_>, _>>()?;
     let mut passes = vec![Vec::new(); layers.len()];
-    // In turns, so that other work of the machine meets all alike.
+    // The passes take turns, so that other load of the machine affects all alike.
     for _ in 0..PASSES {
         for (passes, layer) in passes.iter_mut().zip(&mut layers) {
             passes.push(layer.pass(comm)?);
@@ -80,12 +80,13 @@ fn layer_passes(
     Ok((comm.rank() == 0).then(|| passes.iter().map(|passes| Pass::median(passes)).collect()))
 }
 
-/// Returns a layer of two experts a rank, each of width 1024, two of them for each token of width 512.
+/// Returns the configuration of a layer of width 512 with two experts per rank, each of width 1024, and two experts
+/// per token.
 fn config(num_ranks: usize) -> MoeConfig {
     MoeConfig::plain(512, 1024, 2 * num_ranks, 2)
 }
 
-/// A layer over all ranks with its inputs.
+/// An expert-parallel layer over all ranks, and its inputs.
 struct Layer {
     ctx: Context,
     layer: MoeLayer,

@@ -1,9 +1,8 @@
-//! A pass of ranks that compute and communicate: its time, the part of it that is communication which nothing hides,
-//! and the part that is waiting for slower ranks.
+//! A pass of ranks that compute and communicate: its time, the communication that is not hidden, and the time spent
+//! waiting for slower ranks.
 //!
-//! The rank that comes last to a communication waits for nobody: its time there is that of the communication itself.
-//! The shortest time that any rank spends in a communication counts therefore as communication, and the rest as
-//! waiting.
+//! The last rank to start a communication waits for no other: its time is that of the communication itself. Therefore
+//! the shortest time that any rank spends in a communication counts as communication, and the rest as waiting.
 
 use std::time::Instant;
 
@@ -12,14 +11,14 @@ use serde_json::{Value, json};
 
 use crate::timing::median;
 
-/// Seconds of a pass.
+/// The times of a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Pass {
-    /// From begin to end on the slowest rank.
+    /// The duration on the slowest rank, in seconds.
     pub seconds: f64,
-    /// In communication while no other rank is late.
+    /// The time in communication while no other rank is late, in seconds.
     pub communication_s: f64,
-    /// In communication while another rank is late, on the rank that waits most.
+    /// The time in communication while another rank is late, on the rank that waits longest, in seconds.
     pub waiting_s: f64,
 }
 
@@ -59,7 +58,7 @@ impl Pass {
         }
     }
 
-    /// Returns the share of the communication of `whole`, a pass that hides nothing, that this pass hides; 0 where it
+    /// Returns the share of the communication of `whole`, a pass that hides nothing, that this pass hides; 0 if it
     /// takes as long.
     #[must_use]
     pub fn hidden(&self, whole: &Self) -> f64 {

@@ -1,4 +1,4 @@
-//! The ranks that communication is measured among.
+//! The ranks for measurements of communication.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use moeworks_comm::{CommError, Communicator, RankOptions, try_run_ranks};
 
 use crate::error::BenchError;
 
-/// The time that ranks wait for each other, since on a busy machine some measure much longer than others.
+/// The time that ranks wait for each other. On a busy machine some measure much longer than others.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Runs `work` on all ranks and returns the result of rank 0. The ranks are the processes of an MPI launcher, or
-/// `num_ranks` threads; with 0 one for each core and at least two.
+/// `num_ranks` threads; 0 means one per core and at least two.
 ///
 /// # Errors
 /// [`BenchError`] where a rank fails, or where `num_ranks` is given though a launcher started the ranks.
@@ -25,7 +25,7 @@ pub fn on_ranks<T: Send>(
             return Err(BenchError::Request(problem.to_owned()));
         }
         let report = |rank: usize, error: &dyn std::fmt::Display| eprintln!("moeworks: rank {rank}: {error}");
-        // Without comparing calls first, also in a debug build, as in programs where speed counts.
+        // Calls are not compared between ranks first, even in a debug build, as in programs where speed matters.
         let options = MpiOptions::default().with_checks(false).with_timeout(TIMEOUT);
         return Ok(run_mpi(&options, report, work)?);
     }

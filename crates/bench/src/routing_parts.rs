@@ -1,9 +1,9 @@
-//! The work of an MoE layer besides its experts: `"part": "routing"` of `moeworks bench moe`.
+//! The work of an MoE layer except its experts: `"part": "routing"` of `moeworks bench moe`.
 //!
-//! By the operations of the layer itself (a softmax of linear logits, the K largest): logits, choices and their sums,
-//! the counting sort, and rows added up behind the experts; with `"both"` also the way back: gradients of the
-//! choices' weights, of logits, of the router and of its input, and rows of inputs' gradients added up. Rows are
-//! gathered by the experts' products, which is not in it.
+//! Uses the operations of the layer itself (a softmax of linear logits, the K largest). Forward: logits, choices and
+//! their sums, the counting sort, and the sum of rows after the experts. With `"both"` also backward: gradients of
+//! the choices' weights, of the logits, of the router and of its input, and the sum of rows of the inputs' gradients.
+//! Rows are gathered within the experts' products, which is not included.
 
 use moeworks_ops::counting_sort::sort_all_choices;
 use moeworks_ops::experts::{choice_weight_grads, combine};
@@ -15,7 +15,8 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::moe_layer::LayerShape;
 
-/// The operands: inputs, the router, what the experts make of the choices' rows, and the gradients of their weights.
+/// The operands: inputs, the router, the experts' outputs for the rows of choices, and the gradients of their
+/// weights.
 pub(crate) struct Routed {
     shape: LayerShape,
     x: Tensor,

@@ -1,4 +1,4 @@
-//! The cost of routing, scheme by scheme, beside the layer that it routes for: the table of `moeworks bench routing`.
+//! The cost of routing by each scheme, compared with its layer: the table of `moeworks bench routing`.
 
 use moeworks_moe::{
     ConfigError, MoeConfig, MoeLayer, MoeWeights, Overflow, Ramp, RouterInput, RouterKind, RoutingError, ScoreFunction,
@@ -9,44 +9,45 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use crate::timing::best_seconds_of_many;
 
-/// The layer that routing is measured for.
+/// The shape of the layer whose routing is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoutingShape {
-    /// T.
+    /// The number of tokens, T.
     pub num_tokens: usize,
-    /// D.
+    /// The width, D.
     pub width: usize,
-    /// F.
+    /// The width of an expert, F.
     pub expert_width: usize,
-    /// E.
+    /// The number of experts, E.
     pub num_experts: usize,
-    /// K of the schemes that take any.
+    /// The number of experts per token, K, of the schemes that have one.
     pub top_k: usize,
 }
 
 /// The cost of one scheme's routing.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RoutingCost {
-    /// The scheme.
+    /// The name of the scheme.
     pub name: String,
     /// The shortest time of a routing decision in training, from tokens to [`Routing`](moeworks_moe::Routing), in
     /// seconds.
     pub seconds: f64,
-    /// The shortest time of the forward pass of a layer with as many experts a token by the plain scheme, in seconds.
+    /// The shortest time of the forward pass of a layer with as many experts per token and the plain scheme, in
+    /// seconds.
     pub layer_seconds: f64,
-    /// Experts a token has got.
+    /// The mean number of experts per token.
     pub experts_per_token: f64,
 }
 
 impl RoutingCost {
-    /// The part of the forward pass that routing is: of one that has this router in place of the plain one.
+    /// Returns the share of routing in the forward pass of a layer with this router in place of the plain one.
     #[must_use]
     pub fn share(&self, plain_seconds: f64) -> f64 {
         self.seconds / (self.layer_seconds - plain_seconds + self.seconds)
     }
 }
 
-/// Why nothing was measured.
+/// The reason why nothing was measured.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum MeasureError {
     /// A scheme cannot have this shape.
@@ -59,7 +60,7 @@ pub enum MeasureError {
 
 type Options = (&'static str, fn(&mut MoeConfig));
 
-/// Parts of `top_k` that cost something of their own.
+/// Options of `top_k` with a cost of their own.
 const OPTIONS: [Options; 7] = [
     ("top_k, sigmoid and expert bias", |c| {
         (c.router.scores, c.router.expert_bias) = (ScoreFunction::Sigmoid, true);
@@ -78,7 +79,7 @@ const OPTIONS: [Options; 7] = [
     ("top_k, random choices", |c| c.router.random_share = 1.0),
 ];
 
-/// Every scheme, and the parts of others that cost something of their own, with their layers.
+/// Lists every scheme and every option with a cost of its own, with its layer.
 fn cases(plain: &MoeConfig) -> Vec<(String, MoeConfig)> {
     let of_kind = |&kind: &RouterKind| {
         let mut config = plain.clone();
@@ -101,11 +102,11 @@ impl RoutingShape {
         MoeConfig::plain(self.width, self.expert_width, self.num_experts, self.top_k)
     }
 
-    /// Measures every scheme whose name has `schemes` in it with tokens and experts of type `dtype`, and shows
-    /// `found` each cost and the share that it is of the layer's forward pass.
+    /// Measures every scheme whose name contains `schemes`, with tokens and experts of type `dtype`. `found` gets
+    /// each cost and its share of the layer's forward pass.
     ///
-    /// Logits have a deviation of 2, as those of trained routers, and lie so low for ReLU routing that a token has
-    /// about [`top_k`](Self::top_k) experts.
+    /// Logits have a standard deviation of 2, as those of trained routers. For ReLU routing they are shifted down so
+    /// that a token has about [`top_k`](Self::top_k) experts.
     pub fn measure(
         &self,
         ctx: &Context,
@@ -121,7 +122,7 @@ impl RoutingShape {
         }
         let mut x = ctx.empty(&[self.num_tokens, self.width], DType::F32);
         fill_normal(ctx, &Random::new(0, Purpose::Test, 0), 1.0, &mut x);
-        // The last element of each token is the same: what lies on it shifts all logits of an expert.
+        // The last element of all tokens is equal, so that its weight shifts all logits of an expert.
         x.f32s_mut().chunks_exact_mut(self.width).for_each(|x| x[self.width - 1] = 1.0);
         let x = cast(ctx, &x, dtype);
         let mut plain_times = Vec::new();
@@ -140,7 +141,7 @@ impl RoutingShape {
         Ok(())
     }
 
-    /// The forward pass of the layer of `config` in training.
+    /// Times the forward pass of the layer of `config` in training.
     fn layer_seconds(&self, ctx: &Context, config: &MoeConfig, x: &Tensor) -> Result<f64, MeasureError> {
         let layer = MoeLayer::new(config.clone())?;
         let mut weights = MoeWeights::random(ctx, config, 0, 0.02);
@@ -153,14 +154,14 @@ impl RoutingShape {
         Ok(seconds)
     }
 
-    /// The time of a routing decision, and the experts that a token got.
+    /// Times a routing decision, and counts the experts per token.
     fn routing(&self, ctx: &Context, config: &MoeConfig, x: &Tensor) -> Result<(f64, f64), MeasureError> {
-        // No expert is asked for anything: small ones do.
+        // The experts do not compute here, so they can be small.
         let config = MoeConfig { expert_width: 1, ..config.clone() };
         let layer = MoeLayer::new(config.clone())?;
         let mut weights = MoeWeights::random(ctx, &config, 0, 2.0 / (self.width as f32).sqrt());
         if config.router.has_relu_gates(config.top_k) {
-            // The share K/E of a normal distribution lies above about this many deviations.
+            // The share K/E of a normal distribution lies above about this many standard deviations.
             let share = self.top_k as f32 / self.num_experts as f32;
             let shift = -2.0 * (-2.0 * (share * 2.5).min(0.9).ln()).sqrt();
             weights.router.f32s_mut().chunks_exact_mut(self.width).for_each(|row| row[self.width - 1] = shift);

@@ -1,17 +1,17 @@
-//! Repeated runs of a closure, and the statistics that are reported of them.
+//! Repeated runs of a closure, and statistics of their times.
 
 use std::time::Instant;
 
 use moeworks_ops::Context;
 pub use moeworks_ops::peak::best_seconds;
 
-/// Seconds that the runs of [`run_seconds`] take together, about.
+/// The approximate total time of the runs of [`run_seconds`], in seconds.
 const SECONDS: f64 = 0.3;
 const MIN_RUNS: usize = 3;
 const MAX_RUNS: usize = 40;
 
-/// Returns the shortest of as many runs as take a quarter of a second, at least three, in seconds. A run ends when
-/// the device has finished.
+/// Runs a closure for a quarter of a second, at least three times, and returns the shortest time in seconds. A run
+/// ends when the device has finished.
 pub fn best_seconds_of_many(ctx: &Context, mut run: impl FnMut()) -> f64 {
     let mut run = || {
         run();
@@ -39,10 +39,10 @@ pub fn run_seconds(ctx: &Context, mut run: impl FnMut()) -> Vec<f64> {
     (0..num_runs).map(|_| run()).collect()
 }
 
-/// Returns the median of some values, the greater of the middle two where their number is even.
+/// Returns the median of the values, the greater of the middle two if their number is even.
 ///
 /// # Panics
-/// Without a value.
+/// If there is no value.
 #[must_use]
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);

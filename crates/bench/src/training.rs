@@ -14,27 +14,27 @@ use moeworks_train::{TrainError, context};
 
 use crate::timing::median;
 
-/// Memory that the measurement may take.
+/// The memory that the measurement may use.
 const MAX_BYTES: f64 = (2_u64 << 30) as f64;
-/// Floating-point operations of a measured step at most: about a second on two cores.
+/// The largest number of floating-point operations of a measured step: about a second on two cores.
 const MAX_STEP_FLOPS: f64 = 3e11;
-/// Steps that are timed, after one that is not.
+/// The number of timed steps, after one that is not timed.
 const TIMED_STEPS: usize = 3;
 
 /// A measured or scaled training speed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Speed {
-    /// Tokens per second.
+    /// The number of tokens per second.
     pub tokens_per_s: f64,
-    /// Share of the machine's measured peak (model FLOPs utilisation).
+    /// The share of the machine's measured peak (model FLOPs utilisation).
     pub mfu: f64,
-    /// The measurement in words, for the reader.
+    /// A description of the measurement for the reader.
     pub how: String,
 }
 
-/// Trains a few steps of `config`, whose vocabulary is set, and returns the speed. A model too large for a short
-/// measurement is measured with fewer layers, tokens, words or experts, and the share of the peak that these reach is
-/// taken for the whole.
+/// Trains a few steps of `config`, whose vocabulary size must be set, and returns the speed. A model too large for a
+/// short measurement is measured with fewer layers, tokens, words or experts, and its share of the peak is taken for
+/// the whole model.
 ///
 /// # Errors
 /// [`TrainError`] where the configuration or its device cannot be used.
@@ -60,7 +60,7 @@ pub fn tokens_per_second(config: &RunConfig, machine: &MachineOptions) -> Result
     Ok(Speed { tokens_per_s, mfu, how })
 }
 
-/// Measures the bytes per second that the threads of `config` read from memory together.
+/// Measures the bytes per second that all threads of `config` together read from memory.
 ///
 /// # Errors
 /// [`TrainError`] where the device is not there.
@@ -68,7 +68,7 @@ pub fn memory_bytes_per_s(config: &RunConfig, machine: &MachineOptions) -> Resul
     Ok(peak::measure(&context(config, None, machine)?).read_bytes_per_s)
 }
 
-/// The largest model of the same layer shape, and the number of sequences, that fit the bounds.
+/// Finds the largest model of the same layer shape, and the number of sequences, within the limits.
 fn shrink(config: &ModelConfig, batch_size: usize, seq_len: usize, precision: Precision) -> (ModelConfig, usize) {
     let mut model = config.clone();
     let mut num_sequences = batch_size;
@@ -111,7 +111,7 @@ fn time_steps(
     let random = Random::new(0, Purpose::Test, 0);
     let ids: Vec<u32> =
         (0..(num_sequences * seq_len) as u64).map(|i| random.below(i, model.vocab_size as u64) as u32).collect();
-    // An encoder reads as much as is answered.
+    // An encoder reads as many tokens as the decoder predicts.
     let sources = if model.variant.encoder.is_some() { &ids[..] } else { &[] };
     let batch = TokenBatch { sources, inputs: &ids, targets: &ids, num_sequences, seq_len, ..TokenBatch::default() };
     let options = PassOptions { grad_scale: 1.0 / ids.len() as f32, balance_coef: 0.01, ..PassOptions::default() };
@@ -119,7 +119,7 @@ fn time_steps(
     for _ in 0..=TIMED_STEPS {
         let start = Instant::now();
         let current = compute.as_ref().unwrap_or(&weights);
-        // Random ids are in range by construction; a batch that does not fit would be a bug found by the tests.
+        // Random ids are in range by construction, so an error here is a bug.
         if let Err(error) =
             decoder.forward_backward(ctx, current, &[batch], &options, GradTarget::new(Write::Replace, &mut grads))
         {

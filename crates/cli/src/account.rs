@@ -1,4 +1,4 @@
-//! Tables of what a model has and costs, shared by `inspect` and `estimate`.
+//! Tables of a model's parameters, memory and floating-point operations, shared by `inspect` and `estimate`.
 
 use moeworks_model::account::{self, Parameters};
 use moeworks_model::{ModelConfig, WeightTable};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::progress::{bytes, thousands};
 use crate::tables;
 
-/// Prints the table of parameters by part, with those that are trained if some are not.
+/// Prints the table of parameters by part; with a column of trained ones if some are frozen.
 pub(crate) fn print_parameters(config: &ModelConfig, table: &WeightTable) {
     let parameters = Parameters::of_table(config, table);
     let has_frozen = parameters.trainable() < parameters.total();
@@ -35,16 +35,16 @@ pub(crate) fn print_parameters(config: &ModelConfig, table: &WeightTable) {
     }
 }
 
-/// The operations that a layer's router takes for a token, and those of scoring every expert, where they are fewer.
+/// Returns the operations of a layer's router for a token and those of scoring every expert, if the former are fewer.
 fn routing_flops(config: &ModelConfig) -> Option<(u64, u64)> {
     let has_experts = (0..config.num_layers).any(|layer| config.is_moe_layer(layer));
     Some(account::routing_flops_per_token(config)).filter(|(taken, flat)| has_experts && taken < flat)
 }
 
-/// Settings of training that its memory depends on, besides the model and the precision.
+/// The settings of training that its memory depends on, besides the model and the precision.
 #[derive(Clone, Copy)]
 pub(crate) struct Training {
-    /// Tokens of a micro-batch.
+    /// The number of tokens of a micro-batch.
     pub(crate) tokens: usize,
     pub(crate) expert_gradients: GradientType,
 }
@@ -81,7 +81,7 @@ pub(crate) fn print_training_memory(config: &ModelConfig, table: &WeightTable, t
     );
 }
 
-/// Memory for inference at each precision.
+/// Prints the memory for inference at each precision.
 pub(crate) fn print_inference_memory(config: &ModelConfig, seq_len: usize) {
     let parameters = Parameters::of(config);
     let cache = account::kv_cache_bytes(config, seq_len);

@@ -1,5 +1,5 @@
-//! `moeworks bench`: this machine's peaks, and the share of them that kernels, the MoE layer and a training step
-//! reach.
+//! `moeworks bench`: the peak rates of this machine, and the share of them that kernels, the MoE layer and a training
+//! step reach.
 
 mod comm;
 mod decode;
@@ -39,7 +39,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
     }
 }
 
-/// Measures the cases of a kind that its filter leaves, by `measure`.
+/// Runs `measure` on the cases of a kind that pass its filter, and prints the results.
 fn cases(
     kind: &str,
     args: &CasesArgs,
@@ -60,7 +60,7 @@ fn time_kernels(args: &CasesArgs) -> Result<ExitCode, Failure> {
             kernels::time_kernels(ctx, peaks, dtype, filter, |result| output.case(result));
             layers::measure_backward(ctx, peaks, dtype, filter)?.iter().for_each(|result| output.case(result));
         }
-        // Elsewhere eight-bit floats are computed with as bf16.
+        // Without hardware support, fp8 is computed as bf16 and need not be timed.
         let fp8 = peaks.fp8_flops.map(|_| Precision::Fp8);
         for precision in [Precision::F32, Precision::Bf16].into_iter().chain(fp8) {
             output.training(args, precision)?;
@@ -88,7 +88,7 @@ fn answer_moe_requests(args: &MoeArgs) -> Result<ExitCode, Failure> {
     for line in stdin().lock().lines() {
         let line = line.map_err(|error| Failure::input(format!("standard input: {error}")))?;
         println!("{}", requests.answer(&ctx, &line)?);
-        // The other program waits for the answer.
+        // The other program waits for the answer, so it must not stay in the buffer.
         crate::output::flush();
     }
     Ok(ExitCode::SUCCESS)
@@ -98,7 +98,7 @@ fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
-/// Prints as it goes, or keeps everything for one JSON value.
+/// The output of measurements: printed as they are made, or collected for one JSON value.
 struct Output {
     is_json: bool,
     cases: Vec<Value>,
@@ -149,8 +149,8 @@ impl Output {
         }
     }
 
-    /// Training steps of the comparison model: 4 layers, D 256, 8 experts of 512, K 2, byte vocabulary, S 256, batch
-    /// 16.
+    /// Times training steps of the comparison model: 4 layers, D 256, 8 experts of width 512, K 2, byte vocabulary, S
+    /// 256, batch 16.
     fn training(&mut self, args: &CasesArgs, precision: Precision) -> Result<(), Failure> {
         let name = format!("training steps of the comparison model, {precision:?}");
         if !name.contains(&args.filter()) {
@@ -172,7 +172,8 @@ impl Output {
         Ok(())
     }
 
-    /// What the routing of every scheme whose name has `schemes` in it costs beside the layer's forward pass.
+    /// Times the routing of every scheme whose name contains `schemes`, and compares it with the layer's forward
+    /// pass.
     fn routing(&mut self, ctx: &Context, schemes: &str) -> Result<(), Failure> {
         let shape = RoutingShape { num_tokens: 4096, width: 1024, expert_width: 2048, num_experts: 64, top_k: 2 };
         let mut rows = Vec::new();
@@ -198,7 +199,7 @@ impl Output {
         Ok(())
     }
 
-    /// Says so where `filter` leaves no case.
+    /// Prints the summary. Returns an error if no case passed the filter.
     fn finish(self, ctx: &Context, peaks: &Peaks, filter: &str) -> Result<(), Failure> {
         if self.cases.is_empty() {
             let kinds = "kernels, layers, routing, decode, overlap, comm, moe";

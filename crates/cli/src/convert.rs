@@ -1,4 +1,4 @@
-//! `moeworks convert` and `moeworks upcycle`: a model folder from another.
+//! `moeworks convert` and `moeworks upcycle`: write a model folder derived from another model.
 
 use std::path::Path;
 
@@ -85,10 +85,10 @@ fn parameters(config: &ModelConfig) -> String {
     format!("{} parameters, {} active per token", thousands(parameters.total()), thousands(parameters.active()))
 }
 
-/// Refuses to write into the folder that is read, and over what somebody may want to keep.
+/// Returns an error if the target is the folder that is read, or holds something that the user may want to keep.
 fn check_target(from: &Path, to: &Path, is_forced: bool) -> Result<(), Failure> {
     let shown = to.display();
-    // Weights are read from the folder while the new one is written.
+    // The weights are read from the source folder while the target is written.
     if let (Ok(from), Ok(to)) = (from.canonicalize(), to.canonicalize())
         && from == to
     {
@@ -109,7 +109,7 @@ fn check_target(from: &Path, to: &Path, is_forced: bool) -> Result<(), Failure> 
     }
 }
 
-/// Writes the model folder `out`, whole or not at all: `write` gets a folder with a temporary name.
+/// Writes the model folder `out` atomically: `write` fills a folder with a temporary name, which is then renamed.
 fn write_folder<R>(out: &Path, write: impl FnOnce(&Path) -> Result<R, Failure>) -> Result<R, Failure> {
     let folder = NewFolder::begin(out)?;
     let named = |failure: Failure| {

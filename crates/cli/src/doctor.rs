@@ -1,4 +1,4 @@
-//! `moeworks doctor`: what of this machine the program can use, what is missing, and what to do about it.
+//! `moeworks doctor`: what the program can use of this machine, what is missing, and how to fix it.
 
 mod devices;
 mod machine;
@@ -10,14 +10,14 @@ use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::version;
 
-/// The state of something.
+/// The state of a part of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Nothing is to be done.
+    /// Everything is in order.
     Ok,
-    /// Usable; something would be better otherwise, or an option is not there.
+    /// Usable, but it could be better, or an optional part is missing.
     Note,
-    /// The program cannot work without it.
+    /// Missing, and the program cannot work without it.
     Missing,
 }
 
@@ -31,15 +31,15 @@ impl State {
     }
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 struct Finding {
     state: State,
     topic: &'static str,
-    /// The things that there are.
+    /// A description of what was found.
     text: String,
     /// Advice, if something should be done.
     advice: Option<String>,
-    /// The numbers behind it.
+    /// The measured numbers, for JSON.
     facts: Value,
 }
 

@@ -1,4 +1,4 @@
-//! `moeworks estimate`: what training a configuration would cost on this machine, before training it.
+//! `moeworks estimate`: the memory and time of training a configuration on this machine, without training it.
 
 use moeworks_bench::training::tokens_per_second;
 use moeworks_model::account::training_flops_per_token;
@@ -13,7 +13,7 @@ use crate::failure::Failure;
 use crate::progress::{duration, thousands};
 use crate::train::resolve_config;
 
-/// Vocabulary of the byte tokenizer; what a `tokenizer.json` has is known once it is read.
+/// The vocabulary size of the byte tokenizer. That of a `tokenizer.json` is only known once the file is read.
 pub(crate) const BYTE_VOCABULARY: usize = 257;
 
 pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
@@ -59,7 +59,7 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// V as far as it is known before the data is read.
+/// Returns the vocabulary size as far as it is known before the data is read.
 pub(crate) fn vocabulary(config: &RunConfig) -> usize {
     use moeworks_train::config::TokenizerChoice::{Bpe, Bytes, File};
     match (&config.data.tokenizer, config.model.vocab_size) {

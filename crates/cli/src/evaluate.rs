@@ -1,6 +1,6 @@
-//! `moeworks evaluate`: how well a model predicts a text, and where its tokens go.
+//! `moeworks evaluate`: how well a model predicts a text, and which experts its tokens use.
 //!
-//! A model with an encoder predicts what is left out of a text, in the way that T5 is trained.
+//! A model with an encoder predicts masked spans of the text, as in the training of T5.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
 
 fn as_json(model: &Model, result: &Evaluation) -> Value {
     let has_encoder = model.decoder.config().variant.encoder.is_some();
-    // The MoE layers, with whether they are the encoder's.
+    // The MoE layers, each with a flag for layers of the encoder.
     let layers = model.decoder.config().moe_layers().into_iter().zip(&result.stats.layers);
     let layers: Vec<Value> = layers
         .map(|((is_encoder, i), layer)| {
@@ -72,7 +72,7 @@ fn print(model: &Model, result: &Evaluation) {
     }
 }
 
-/// The tokens of the texts, through the same cache as in training.
+/// Returns the tokens of the texts, using the same cache as training.
 fn tokens_of(model: &Model, args: &EvaluateArgs) -> Result<TokenStore, Failure> {
     let sources = Sources::find(&args.text.texts(), &reading::watch(Arc::default()))?;
     let place = RunConfig::default().cache_place(sources.watch().user_cache());

@@ -1,15 +1,15 @@
-//! The code by which a command says how it ended.
+//! Exit codes of commands.
 
-/// The exit code of a command: 0 done, 2 something that was given is wrong, and others as the library's documentation
-/// says.
+/// The exit code of a command: 0 for success, 2 for invalid input, and others as listed in the library's
+/// documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ExitCode(u8);
 
 impl ExitCode {
-    /// The command is done.
+    /// The command succeeded.
     pub(crate) const SUCCESS: Self = Self(0);
 
-    /// The number.
+    /// Returns the code as a number.
     pub(crate) fn number(self) -> u8 {
         self.0
     }

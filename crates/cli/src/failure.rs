@@ -1,8 +1,8 @@
-//! Failures of commands: one line for the user and an exit code.
+//! Failures of commands: a one-line message for the user and an exit code.
 
 use std::fmt::{self, Display};
 
-/// Says what is wrong on a line of its own on standard error, in one write: a launcher may end this process at any
+/// Prints an error on a line of its own on standard error, in one write: a launcher may end this process at any
 /// moment.
 pub(crate) fn say_error(message: impl Display) {
     crate::output::end_line();
@@ -12,16 +12,16 @@ pub(crate) fn say_error(message: impl Display) {
 /// A failed command.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// The fault, its place, and what would be right, on one line.
+    /// One line with the problem, its place and its fix.
     pub(crate) message: String,
-    /// The program's exit code.
+    /// The exit code of the program.
     pub(crate) code: u8,
 }
 
 impl Failure {
-    /// Something that the user gave is wrong.
+    /// Creates a failure because of invalid input.
     pub(crate) fn input(message: impl Display) -> Self {
-        // Messages may quote file names with line breaks in them: the line stays one line.
+        // A message may quote a file name with line breaks; it must stay one line.
         let message = message.to_string().replace(['\n', '\r'], " ");
         Self { message, code: 2 }
     }
@@ -34,7 +34,7 @@ impl Display for Failure {
 }
 
 impl<E: std::error::Error> From<E> for Failure {
-    /// Every error of the crates below stems from input: a setting, a file, a full disk.
+    /// Converts an error of another crate. All of these are caused by input: a setting, a file, a full disk.
     fn from(error: E) -> Self {
         let mut message = error.to_string();
         let mut source = error.source();

@@ -1,4 +1,4 @@
-//! `moeworks generate`: continues a prompt, printing as it goes.
+//! `moeworks generate`: continues a prompt and prints the text while it is generated.
 
 use std::io::{Read as _, stdin};
 use std::ops::ControlFlow;
@@ -14,11 +14,16 @@ use moeworks_infer::open::{Model, Source};
 use crate::args::GenerateArgs;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
+use crate::generate_many::{self, Files};
+use crate::host::Call;
 use crate::model::{open, with_options};
 use crate::sampling::{Sampling, warn_of_unused};
 use crate::terminal::shown;
 
-pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
+pub(crate) fn run(args: &GenerateArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
+    if let (Some(data), Some(out)) = (&args.batch.data, &args.batch.out) {
+        return generate_many::run(args, &Files { data, out }, call);
+    }
     let text = prompt_text(args)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
@@ -29,7 +34,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let prompt = prompt_ids(&model, &text, args.special).map_err(with_options)?;
     let limits = TokenLimits { asked: args.max_tokens, of_model: sampling.limit_of_model };
     let max_new_tokens = max_new_tokens(&model, prompt.len(), limits).map_err(with_options)?;
-    // A model with an encoder answers its prompt and does not continue it.
+    // A model with an encoder answers the prompt instead of continuing it, so the prompt is not printed.
     if !model.has_encoder() {
         print!("{}", shown(&text));
         crate::output::flush();
@@ -37,7 +42,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &model.stop_ids };
     let start = Instant::now();
     let answer = print_answer(&model, &request, &mut sampling);
-    // An error stands on a line of its own.
+    // The line is ended so that an error is on a line of its own.
     println!();
     let Answer { num_tokens, end, .. } = answer?;
     let speed = num_tokens as f64 / start.elapsed().as_secs_f64();
@@ -46,7 +51,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Generates and prints as it goes. No line end is printed behind.
+/// Generates an answer and prints it in pieces, without a newline at the end.
 fn print_answer(model: &Model, request: &GenerateRequest<'_>, sampling: &mut Sampling) -> Result<Answer, Failure> {
     if request.max_new_tokens == 0 {
         return Ok(Answer::default());
@@ -59,7 +64,7 @@ fn print_answer(model: &Model, request: &GenerateRequest<'_>, sampling: &mut Sam
     answer(model, &mut sequence, request, &mut sampling.sampler, &sampling.stops, on_text).map_err(with_options)
 }
 
-/// Prints a piece of an answer, which reaches its reader at once.
+/// Prints a piece of an answer and flushes it.
 pub(crate) fn print_piece(piece: &str) {
     if !piece.is_empty() {
         print!("{}", shown(piece));
@@ -87,7 +92,7 @@ fn tell_expert_cache(model: &Model) {
     }
 }
 
-/// Reads the text to continue, from wherever it is to come.
+/// Reads the prompt from the command line, a file or standard input.
 fn prompt_text(args: &GenerateArgs) -> Result<String, Failure> {
     match &args.prompt_file {
         Some(path) => prompt_of_file(path),
@@ -110,7 +115,7 @@ fn prompt_of_file(path: &Path) -> Result<String, Failure> {
     Ok(without_line_end(text.strip_prefix('\u{feff}').map_or(text.clone(), str::to_owned)))
 }
 
-/// Leaves out the end of the last line, which is the editor's or the shell's, not the author's.
+/// Removes the newline at the end, which an editor or the shell added.
 fn without_line_end(mut text: String) -> String {
     text.truncate(text.strip_suffix('\n').map_or(text.len(), |line| line.strip_suffix('\r').unwrap_or(line).len()));
     text

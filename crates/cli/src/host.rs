@@ -1,4 +1,4 @@
-//! The process around a call, and the call itself.
+//! The process around a call of a command, and the call itself.
 
 use std::ffi::OsString;
 use std::panic::{self, AssertUnwindSafe};
@@ -16,73 +16,73 @@ use crate::interrupts::{Interrupts, Receiving};
 use crate::log::Log;
 use crate::output::{self, OutputGone};
 use crate::{
-    bench, chat, completions, convert, doctor, estimate, evaluate, generate, inspect, plan, ranks, routing, serve,
-    simulate, study, train,
+    balance, bench, chat, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan, ranks,
+    routing, serve, simulate, study, train,
 };
 
-/// The exit code where the arguments are wrong.
+/// The exit code for invalid arguments.
 const REFUSED: u8 = 2;
-/// The exit code of a call that ended by a panic, as of a program of Rust.
+/// The exit code of a call that panicked, as of any Rust program.
 const PANICKED: u8 = 101;
 
-/// One call at a time: standard output, standard error and the log are the process's.
+/// Serializes calls, because standard output, standard error and the log belong to the process.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The process that calls commands: what it lends them. By default it lends nothing, and a command does no more to it
-/// than to print.
+/// The resources that the calling process provides to commands. The default provides none, and a command then only
+/// prints.
 #[derive(Clone, Debug, Default)]
 pub struct Host {
-    /// Set where the process watches for signals.
+    /// The signals, if the process watches for them.
     interrupts: Option<Interrupts>,
-    /// Ends the process.
+    /// A function that ends the process.
     end: Option<fn(u8)>,
-    /// Whether the process has no standard output.
+    /// True if the process has no standard output.
     is_output_closed: bool,
-    /// The program that carries chat templates out; none for that of the process itself.
+    /// The program that renders chat templates; `None` for the program of the process itself.
     sandbox: Option<Sandbox>,
 }
 
-/// A call of a command, as the command sees it.
+/// A call of a command.
 pub(crate) struct Call<'a> {
-    /// The process around it.
+    /// The process around the call.
     host: &'a Host,
-    /// The command line, the program's name first.
+    /// The command line, starting with the program's name.
     words: &'a [OsString],
     interrupts: Interrupts,
 }
 
 impl Host {
-    /// Lends the signals that the process watches for.
+    /// Provides the signals that the process watches for.
     #[must_use]
     pub fn with_interrupts(self, interrupts: Interrupts) -> Self {
         Self { interrupts: Some(interrupts), ..self }
     }
 
-    /// Lends a way to end the process, which is used for one thing: where a rank, a thread of the process, hangs
-    /// after others have failed. No thread can be ended from outside; without this the call waits for it.
+    /// Provides a function that ends the process. It is used in one case: a rank (a thread of the process) hangs
+    /// after others have failed. A thread cannot be ended from outside, so that the call would otherwise wait for it.
     #[must_use]
     pub fn with_end(self, end: fn(u8)) -> Self {
         Self { end: Some(end), ..self }
     }
 
-    /// Says that the process was started without a standard output, so that printing is an error.
+    /// Declares that the process was started without a standard output, so that printing is an error.
     #[must_use]
     pub fn with_closed_output(self, is_output_closed: bool) -> Self {
         Self { is_output_closed, ..self }
     }
 
-    /// Names the program that carries chat templates out. Otherwise it is the program of the process, called with
-    /// `render-template`: one whose `main` hands its arguments to [`Host::run`].
+    /// Names the program that renders chat templates. The default is the program of the process, called with
+    /// `render-template`; this requires that its `main` passes its arguments to [`Host::run`].
     #[must_use]
     pub fn with_sandbox(self, sandbox: Sandbox) -> Self {
         Self { sandbox: Some(sandbox), ..self }
     }
 
-    /// Runs the command that `args` names, the program's name first, and returns its exit code. It may be called
-    /// again and again; calls from several threads take turns.
+    /// Runs the command in `args`, which start with the program's name, and returns its exit code. It can be called
+    /// any number of times; calls from several threads run one after the other.
     ///
-    /// It does not end the process and does not panic. There is one exception, which is MPI's: where a launcher has
-    /// started the process beside others that train, a rank that fails ends them all.
+    /// It does not end the process and does not panic, with one exception caused by MPI: if a launcher has started
+    /// the process together with others for training, a rank that fails ends them all.
     pub fn run(&self, args: impl IntoIterator<Item = impl Into<OsString>>) -> u8 {
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let words: Vec<OsString> = args.into_iter().map(Into::into).collect();
@@ -117,7 +117,7 @@ impl Call<'_> {
         }
     }
 
-    /// Says what is wrong with the arguments, or what was asked about them.
+    /// Prints the error of an invalid command line, or the help or version that was requested.
     fn refuse(&self, error: &clap::Error) -> ExitCode {
         let code = ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(REFUSED));
         if !error.use_stderr() {
@@ -138,13 +138,15 @@ impl Call<'_> {
     fn carry_out(&self, command: Command) -> Result<ExitCode, Failure> {
         match command {
             Command::Train(args) => train::run(args, self),
-            Command::Generate(args) => generate::run(&args),
+            Command::Generate(args) => generate::run(&args, self),
             Command::Chat(args) => chat::run(&args, self),
             Command::Serve(args) => serve::run(&args, self),
+            Command::Gateway(args) => gateway::run(&args, self),
             Command::Evaluate(args) => evaluate::run(&args),
             Command::Inspect(args) => inspect::run(&args),
             Command::Estimate(args) => estimate::run(&args),
             Command::Plan(args) => plan::run(&args),
+            Command::Balance(args) => balance::run(&args),
             Command::Simulate(args) => simulate::run(&args),
             Command::Routing(args) => routing::run(&args),
             Command::Study(args) => study::run(&args, self),
@@ -158,29 +160,29 @@ impl Call<'_> {
         }
     }
 
-    /// The command line, the program's name first.
+    /// Returns the command line, starting with the program's name.
     pub(crate) fn words(&self) -> &[OsString] {
         self.words
     }
 
-    /// The signals of the call.
+    /// Returns the signals of the call.
     pub(crate) fn interrupts(&self) -> &Interrupts {
         &self.interrupts
     }
 
-    /// Gives signals to a run until the result is dropped; where the process watches for signals, SIGUSR1 asks for a
+    /// Directs signals to a run until the result is dropped. If the process watches for signals, SIGUSR1 requests a
     /// checkpoint.
     pub(crate) fn give_signals_to(&self, requests: &Requests) -> Result<Receiving<'_>, Failure> {
         let receiving = self.interrupts.give_to_run(requests);
         if self.host.interrupts.is_some() { receiving.saving_on_usr1(requests) } else { Ok(receiving) }
     }
 
-    /// The way to end the process, if there is one.
+    /// Returns the function that ends the process, if there is one.
     pub(crate) fn end(&self) -> Option<fn(u8)> {
         self.host.end
     }
 
-    /// The program that carries chat templates out.
+    /// Returns the program that renders chat templates.
     pub(crate) fn sandbox(&self) -> Result<Sandbox, Failure> {
         if let Some(sandbox) = &self.host.sandbox {
             return Ok(sandbox.clone());
@@ -191,18 +193,18 @@ impl Call<'_> {
     }
 }
 
-/// Returns the exit code of `work`, also where it ended by a panic.
+/// Returns the exit code of `work`, also if it panicked.
 fn caught(work: impl FnOnce() -> ExitCode) -> u8 {
     let payload = match panic::catch_unwind(AssertUnwindSafe(work)) {
         Ok(code) => return code.number(),
         Err(payload) => payload,
     };
-    // The message was printed where the panic began.
+    // The message was printed when the panic started.
     payload.downcast_ref::<OutputGone>().map_or(PANICKED, |gone| gone.code)
 }
 
-/// Returns what `work` returns, or, where a GPU failed in it, the GPU's error: operations have no error results, and
-/// end with a panic then.
+/// Returns the result of `work`, or the GPU's error if a GPU failed. Operations do not return errors, and panic in
+/// that case.
 fn or_device_failure(work: impl FnOnce() -> Result<ExitCode, Failure>) -> Result<ExitCode, Failure> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|payload| match payload.downcast::<GpuError>() {
         Ok(error) => Err(Failure::from(*error)),
@@ -210,8 +212,8 @@ fn or_device_failure(work: impl FnOnce() -> Result<ExitCode, Failure>) -> Result
     })
 }
 
-/// Makes panics with an error of a GPU print nothing of their own, once and for all: they are said as errors. Ranks
-/// that run in threads, or under MPI, say them for themselves.
+/// Installs a panic hook, once, that prints nothing for a GPU error: it is reported as an error instead. Ranks in
+/// threads or under MPI report theirs themselves.
 fn describe_device_failures() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -1,4 +1,4 @@
-//! `moeworks inspect`: what a run or a model folder holds.
+//! `moeworks inspect`: the contents of a run or a model folder.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +26,7 @@ const TRAINING: Training = Training { tokens: 4096, expert_gradients: GradientTy
 pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     let ctx = Context::cpu_all_cores();
-    // Loading checks the shape of every tensor.
+    // Loading also checks the shape of every tensor.
     let (config, weights) = load(&source, &ctx, args.check.check_weights)?;
     let sharding = args.sharding.sharding.then(|| View::new(&source, &config, &args.sharding)).transpose()?;
     let table = weight_table(&source, &config);
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The bytes of the weights by their type.
+/// Returns the bytes of the weights by their type.
 fn stored_bytes(weights: &DecoderWeights) -> BTreeMap<&'static str, u64> {
     let mut sums = BTreeMap::new();
     for (_, tensor) in weights.tensors() {

@@ -1,4 +1,4 @@
-//! Signals that a command has a use for, in the hands of the process that watches for them.
+//! Signals that a command handles; the process that watches for them passes them on.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,51 +10,51 @@ use signal_hook::consts::{SIGINT, SIGUSR1};
 
 use crate::failure::Failure;
 
-/// The exit code of a command that Ctrl-C ended, where the signal itself is not known any more.
+/// The exit code of a command that Ctrl-C ended, for use where the signal itself is not known.
 const EXIT_INTERRUPTED: u8 = 130;
 
-/// The answer to a signal.
+/// The reaction of a command to a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reaction {
-    /// The command ends what it is at, and goes on or returns by itself.
+    /// The command stops its current work, and continues or returns by itself.
     Handled,
-    /// The command has no use for the signal: the process may do what it does to any command, which is to end.
+    /// The command does not handle the signal. The process should end, as for any command.
     End,
 }
 
-/// The signals of a call. The process that watches for signals hands them on by [`Interrupts::receive`]; clones are
-/// the same.
+/// The signals of a call. The process that watches for signals passes them to [`Interrupts::receive`]. Clones share
+/// their state.
 #[derive(Clone, Debug, Default)]
 pub struct Interrupts(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
     receiver: Receiver,
-    /// The signal that asked a run to stop.
+    /// The signal that stopped a run.
     signal: Option<i32>,
 }
 
-/// The part of a command that has a use for signals.
+/// The part of a command that handles signals.
 #[derive(Clone, Debug, Default)]
 enum Receiver {
     #[default]
     Nobody,
-    /// A run that can be asked to finish its step.
+    /// A run, which finishes its step and stops.
     Run(Requests),
-    /// A chat whose answer can be ended.
+    /// A chat, which ends its answer.
     Chat(ChatSignals),
-    /// A server that can be told to end.
+    /// A server, which shuts down.
     Server(StopSignal),
 }
 
-/// The interrupts of a chat.
+/// The signals of a chat.
 #[derive(Clone, Debug)]
 pub(crate) struct ChatSignals {
     /// Set by Ctrl-C.
     pub(crate) is_asked: Arc<AtomicBool>,
-    /// Whether an answer is under way.
+    /// True while an answer is generated.
     is_answering: Arc<AtomicBool>,
-    /// Whether the line editor reads Ctrl-C as a key.
+    /// True if the line editor reads Ctrl-C as a key.
     reads_interrupts: bool,
 }
 
@@ -63,13 +63,13 @@ impl ChatSignals {
         Self { is_asked: Arc::default(), is_answering: Arc::default(), reads_interrupts }
     }
 
-    /// Says whether an answer is under way.
+    /// Sets whether an answer is being generated.
     pub(crate) fn set_answering(&self, is_answering: bool) {
         self.is_asked.store(false, Ordering::Relaxed);
         self.is_answering.store(is_answering, Ordering::Relaxed);
     }
 
-    /// Ends an answer. Between answers Ctrl-C ends the process, unless the line editor reads it as a key.
+    /// Ends the current answer. Between answers Ctrl-C ends the process, unless the line editor reads it as a key.
     fn receive(&self, signal: i32) -> Reaction {
         if signal != SIGINT || !(self.reads_interrupts || self.is_answering.load(Ordering::Relaxed)) {
             return Reaction::End;
@@ -80,7 +80,8 @@ impl ChatSignals {
 }
 
 impl Interrupts {
-    /// Takes a signal, SIGINT, SIGTERM or SIGHUP by its number, from whoever watches for it.
+    /// Handles a signal given by its number (SIGINT, SIGTERM or SIGHUP), on behalf of the process that watches for
+    /// it.
     #[must_use]
     pub fn receive(&self, signal: i32) -> Reaction {
         let mut state = self.state();
@@ -95,22 +96,22 @@ impl Interrupts {
         }
     }
 
-    /// The exit code of a run that was asked to stop and did so.
+    /// Returns the exit code of a run that a signal stopped.
     pub(crate) fn exit_code(&self) -> u8 {
         self.state().signal.and_then(|signal| u8::try_from(128 + signal).ok()).unwrap_or(EXIT_INTERRUPTED)
     }
 
-    /// Gives signals to a run until the result is dropped.
+    /// Directs signals to a run until the result is dropped.
     pub(crate) fn give_to_run(&self, requests: &Requests) -> Receiving<'_> {
         self.give_to(Receiver::Run(requests.clone()))
     }
 
-    /// Gives signals to a chat until the result is dropped.
+    /// Directs signals to a chat until the result is dropped.
     pub(crate) fn give_to_chat(&self, chat: &ChatSignals) -> Receiving<'_> {
         self.give_to(Receiver::Chat(chat.clone()))
     }
 
-    /// Gives signals to a server until the result is dropped: the first tells it to end.
+    /// Directs signals to a server until the result is dropped: the first one starts its shutdown.
     pub(crate) fn give_to_server(&self, stop: &StopSignal) -> Receiving<'_> {
         self.give_to(Receiver::Server(stop.clone()))
     }
@@ -125,14 +126,14 @@ impl Interrupts {
     }
 }
 
-/// A command's hold on signals. It ends when this is dropped, so that the next call finds nothing of it.
+/// A command's claim to signals. Dropping it releases them, so that the next call starts without any.
 pub(crate) struct Receiving<'a> {
     interrupts: &'a Interrupts,
     save: Option<SigId>,
 }
 
 impl Receiving<'_> {
-    /// Makes SIGUSR1 ask for a checkpoint, which only sets a flag.
+    /// Makes SIGUSR1 request a checkpoint; the handler only sets a flag.
     pub(crate) fn saving_on_usr1(mut self, requests: &Requests) -> Result<Self, Failure> {
         let id = signal_hook::flag::register(SIGUSR1, Arc::clone(&requests.save))
             .map_err(|error| Failure::input(format!("cannot watch for signals: {error}")))?;

@@ -1,22 +1,23 @@
-//! The commands of `moeworks`: raw arguments, one resolved configuration, printing. The work is done in the crates
-//! below.
+//! The commands of `moeworks`: they resolve raw arguments to one configuration and print results. The work is done in
+//! the other crates.
 //!
-//! A program calls [`run`] with its arguments and ends with the exit code that it returns. It can be called again and
-//! again in a process:
+//! A program calls [`run`] with its arguments and ends with the exit code that it returns. It can be called any
+//! number of times in a process:
 //!
 //! ```
 //! assert_eq!(moeworks::run(["moeworks", "simulate", "--no-such-option"]), 2);
 //! assert_eq!(moeworks::run(["moeworks", "--version"]), 0);
 //! ```
 //!
-//! Exit codes: 0 done; 2 something the user gave is wrong; 130, 143 and 129 stopped by Ctrl-C, SIGTERM and SIGHUP, of
-//! which the process tells ([`Interrupts`]); 101 the program's own fault.
+//! Exit codes: 0 for success; 2 for invalid input; 130, 143 and 129 if stopped by Ctrl-C, SIGTERM or SIGHUP, which
+//! the process passes on ([`Interrupts`]); 101 for a fault of the program itself.
 
 #[macro_use]
 mod output;
 
 mod account;
 mod args;
+mod balance;
 mod bench;
 mod chat;
 mod completions;
@@ -27,10 +28,13 @@ mod estimate;
 mod evaluate;
 mod exit_code;
 mod failure;
+mod gateway;
 mod generate;
+mod generate_many;
 mod host;
 mod inspect;
 mod interrupts;
+mod listening;
 mod log;
 mod model;
 mod page;
@@ -55,8 +59,8 @@ use std::ffi::OsString;
 pub use host::Host;
 pub use interrupts::{Interrupts, Reaction};
 
-/// Runs the command that `args` names, the program's name first, and returns its exit code. The process lends
-/// nothing: see [`Host`].
+/// Runs the command in `args`, which start with the program's name, and returns its exit code. The command gets no
+/// resources of the process: see [`Host`].
 pub fn run(args: impl IntoIterator<Item = impl Into<OsString>>) -> u8 {
     Host::default().run(args)
 }

@@ -1,8 +1,7 @@
-//! The log on standard error: what the crates below say.
+//! The log on standard error, with the messages of all crates.
 //!
-//! A process has one subscriber, for the threads of all calls. The first call installs it; every call sets what it
-//! lets through, and nothing is left of that afterwards. Where a process has a subscriber of its own, that one
-//! decides.
+//! A process has one subscriber for the threads of all calls. The first call installs it. Every call sets its filter,
+//! and resets it at the end. If the process already has a subscriber of its own, that one is used unchanged.
 
 use std::sync::OnceLock;
 
@@ -14,14 +13,14 @@ use tracing_subscriber::{EnvFilter, Registry};
 use crate::args::TalkArgs;
 use crate::{environment, output, terminal};
 
-/// The filter of the subscriber that this library installed; none where it found another.
+/// The filter of the subscriber that this library installed; `None` inside if it found another subscriber.
 static FILTER: OnceLock<Option<Handle<EnvFilter, Registry>>> = OnceLock::new();
 
-/// The log of a call. It ends when this is dropped.
+/// The log of a call, which ends when this is dropped.
 pub(crate) struct Log(());
 
 impl Log {
-    /// Begins a log of warnings, or of as much as `RUST_LOG`, `--quiet` or `--verbose` asks for.
+    /// Starts the log of a call, for warnings or for the level that `RUST_LOG`, `--quiet` or `--verbose` asks for.
     pub(crate) fn begin(talk: TalkArgs) -> Self {
         let level = match talk {
             TalkArgs { quiet: true, .. } => Some("error"),
@@ -41,12 +40,12 @@ impl Drop for Log {
     }
 }
 
-/// Lets through what `filter` says, installing the subscriber at first.
+/// Sets the filter; installs the subscriber at the first call.
 fn set(filter: EnvFilter) {
     let mut first = Some(filter);
     let handle = FILTER.get_or_init(|| install(first.take().unwrap_or_default()));
     if let (Some(filter), Some(handle)) = (first, handle) {
-        // The subscriber lives as long as the process.
+        // Reloading cannot fail: the subscriber lives as long as the process.
         let _ = handle.reload(filter);
     }
 }

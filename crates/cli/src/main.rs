@@ -1,4 +1,4 @@
-//! The `moeworks` program: the library's commands in a process of their own.
+//! The `moeworks` program: runs the library's commands in a process.
 
 mod signals;
 
@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moeworks::{Host, Interrupts};
 
-/// Whether the program was started without a standard output. The standard library opens `/dev/null` in its place
+/// True if the program was started without a standard output. The standard library opens `/dev/null` in its place
 /// before `main`.
 static WAS_CLOSED: AtomicBool = AtomicBool::new(false);
 
 #[cfg(unix)]
 ctor::declarative::ctor! {
-    /// Runs before `main`, and before the standard library looks at its streams.
+    /// Runs before `main`, and before the standard library checks its streams.
     #[ctor(unsafe)]
     fn note_closed_output() {
         let is_closed = rustix::io::fcntl_getfd(rustix::stdio::stdout()).is_err();

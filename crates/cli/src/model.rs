@@ -1,4 +1,4 @@
-//! The model that a path means, opened as the options say.
+//! Opening of the model at a path, as the options say.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ pub(crate) fn open(source: &Source, compute: &ComputeArgs) -> Result<Model, Fail
     Ok(model)
 }
 
-/// Loads configuration and weights as they are stored.
+/// Loads the configuration and the weights in their stored types.
 pub(crate) fn load(
     source: &Source,
     ctx: &Context,
@@ -37,8 +37,8 @@ pub(crate) fn load(
     Ok((config, weights))
 }
 
-/// Says what is wrong with the weights that `find` looks at, which is told the bytes above which experts are left
-/// out.
+/// Returns an error if `find` finds NaN or infinity in the weights. `find` gets the number of bytes above which
+/// experts are skipped.
 pub(crate) fn check_weights(
     path: &Path,
     which: impl Into<WeightsToCheck>,
@@ -59,7 +59,7 @@ fn say_part_checked(part: Option<&PartChecked>) {
     }
 }
 
-/// Makes the context that computes, as asked for.
+/// Creates the compute context that the options ask for.
 pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
     let MachineArgs { threads, device, expert_cache, batch_invariant } = *machine;
     if threads > MAX_THREADS {
@@ -100,7 +100,7 @@ fn weight_format(name: &str) -> Result<WeightFormat, Failure> {
     }
 }
 
-/// Says an error of a model in the words of the command line: which option would be right.
+/// Rewrites an error of a model in terms of command-line options.
 pub(crate) fn with_options(error: InferError) -> Failure {
     match error {
         InferError::EmptyPrompt => {

@@ -1,10 +1,10 @@
-//! Printing. The standard macros panic where a stream cannot be written; these do what a program in a pipeline is
-//! expected to do.
+//! Printing macros. The standard ones panic if a stream cannot be written; these behave as expected of a program in a
+//! pipeline.
 //!
-//! Standard output that was closed at the other end, as by `moeworks bench | head`, ends the call quietly: nobody
-//! reads what is still to come. Standard output that is full, or was closed from the start, is an error. The call
-//! ends by unwinding with [`OutputGone`], which it catches. What standard error does not take is lost; there is
-//! nowhere to say it.
+//! If the reader of standard output has closed it, as in `moeworks bench | head`, the call ends quietly. If standard
+//! output is full, or was closed from the start, that is an error. The call ends by unwinding with [`OutputGone`],
+//! which it catches. If standard error cannot be written, the message is lost, because there is no other place to
+//! report it.
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write, stderr, stdout};
@@ -13,10 +13,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::failure::say_error;
 
-/// The exit code where standard output cannot be written.
+/// The exit code if standard output cannot be written.
 const FAILED: u8 = 2;
 
-/// The streams of the call under way: there is one call at a time, since the process has one standard output.
+/// The streams of the current call. Calls run one at a time, because the process has one standard output.
 static STREAMS: Streams = Streams {
     is_quiet: AtomicBool::new(false),
     is_closed: AtomicBool::new(false),
@@ -24,17 +24,17 @@ static STREAMS: Streams = Streams {
 };
 
 struct Streams {
-    /// Whether notes are left out.
+    /// True if notes are suppressed.
     is_quiet: AtomicBool,
-    /// Whether there is no standard output.
+    /// True if there is no standard output.
     is_closed: AtomicBool,
-    /// Whether the last print did not end its line.
+    /// True if the last print did not end its line.
     is_mid_line: AtomicBool,
 }
 
-/// The end of a call whose standard output cannot be written.
+/// The panic payload that ends a call whose standard output cannot be written.
 pub(crate) struct OutputGone {
-    /// The call's exit code.
+    /// The exit code of the call.
     pub(crate) code: u8,
 }
 
@@ -44,7 +44,7 @@ macro_rules! println {
     ($($arg:tt)*) => { $crate::output::print(format_args!("{}\n", format_args!($($arg)*))) };
 }
 
-/// Prints without a line end.
+/// Prints without a newline.
 macro_rules! print {
     ($($arg:tt)*) => { $crate::output::print(format_args!($($arg)*)) };
 }
@@ -55,7 +55,7 @@ macro_rules! eprintln {
     ($($arg:tt)*) => { $crate::output::print_error(format_args!("{}\n", format_args!($($arg)*))) };
 }
 
-/// Prints on standard error without a line end.
+/// Prints on standard error without a newline.
 macro_rules! eprint {
     ($($arg:tt)*) => { $crate::output::print_error(format_args!($($arg)*)) };
 }
@@ -66,36 +66,36 @@ macro_rules! notice {
     ($($arg:tt)*) => { $crate::output::print_note(format_args!("{}\n", format_args!($($arg)*))) };
 }
 
-/// Begins a call, with nothing of the one before.
+/// Resets the state at the start of a call.
 pub(crate) fn begin(is_closed: bool) {
     STREAMS.is_quiet.store(false, Ordering::Relaxed);
     STREAMS.is_closed.store(is_closed, Ordering::Relaxed);
     STREAMS.is_mid_line.store(false, Ordering::Relaxed);
 }
 
-/// Ends a call: brings out what a failed command has printed, if that is possible.
+/// Flushes at the end of a call what a failed command has printed, if possible.
 pub(crate) fn end() {
     let _ = stdout().flush();
 }
 
-/// Leaves out notes from now on, or does not.
+/// Sets whether notes are suppressed.
 pub(crate) fn set_quiet(is_quiet: bool) {
     STREAMS.is_quiet.store(is_quiet, Ordering::Relaxed);
 }
 
-/// Whether notes are left out.
+/// Returns whether notes are suppressed.
 pub(crate) fn is_quiet() -> bool {
     STREAMS.is_quiet.load(Ordering::Relaxed)
 }
 
-/// Writes a note in one piece: other ranks write there, too.
+/// Prints a note in one write, because other ranks write to the same stream.
 pub(crate) fn print_note(text: Arguments<'_>) {
     if !is_quiet() {
         print_error(text);
     }
 }
 
-/// Prints on standard output, or ends the call where that is not possible.
+/// Prints on standard output, or ends the call if that is impossible.
 pub(crate) fn print(text: Arguments<'_>) {
     let text = text.to_string();
     let Some(&last) = text.as_bytes().last() else { return };
@@ -103,20 +103,20 @@ pub(crate) fn print(text: Arguments<'_>) {
     or_end(write(text.as_bytes()));
 }
 
-/// Prints on standard error in one write: other ranks write there, too.
+/// Prints on standard error in one write, because other ranks write to the same stream.
 pub(crate) fn print_error(text: Arguments<'_>) {
     let _ = stderr().write_all(text.to_string().as_bytes());
 }
 
-/// Brings what was printed to its reader.
+/// Flushes standard output.
 pub(crate) fn flush() {
     or_end(stdout().flush());
 }
 
-/// Ends a line of standard output that is not ended, before something else is said.
+/// Ends the current line of standard output, before a message on standard error.
 pub(crate) fn end_line() {
     if STREAMS.is_mid_line.swap(false, Ordering::Relaxed) {
-        // Whoever reads it may be gone; what follows is not for them.
+        // If the reader is gone, an error here is irrelevant.
         let _ = stdout().write_all(b"\n").and_then(|()| stdout().flush());
     }
 }
@@ -138,7 +138,7 @@ fn or_end(result: io::Result<()>) {
     panic::resume_unwind(Box::new(OutputGone { code: FAILED }));
 }
 
-/// Log lines on standard error, which take no harm where it cannot be written.
+/// A writer of log lines to standard error that ignores write errors.
 pub(crate) struct LogWriter;
 
 impl Write for LogWriter {

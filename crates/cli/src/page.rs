@@ -1,5 +1,4 @@
-//! Files that a command writes where the user says: they may replace what the same command made before, and nothing
-//! else.
+//! Output files at paths that the user gives. A command overwrites only files that the same command wrote.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -9,22 +8,23 @@ use moeworks_model::files;
 
 use crate::failure::Failure;
 
-/// How much of a file is looked at to see who made it.
+/// The number of bytes at the start of a file in which the mark is searched.
 const BEGINNING: u64 = 4096;
 
-/// A file that is to be written.
+/// A file to write.
 pub(crate) struct Target<'a> {
-    /// The option that names it.
+    /// The option that gives the path.
     pub(crate) option: &'a str,
     pub(crate) path: &'a Path,
-    /// A text in the beginning of every such file that this program makes.
+    /// A text near the start of every file that the command writes.
     pub(crate) mark: &'a str,
-    /// Whether somebody else's file may be replaced.
+    /// True if a file of other origin may be overwritten.
     pub(crate) is_forced: bool,
 }
 
 impl Target<'_> {
-    /// Refuses a place where no file can be, or where somebody else's is, before any work is done.
+    /// Returns an error if the path cannot be written or holds a file of other origin. Called before any work is
+    /// done.
     pub(crate) fn check(&self) -> Result<(), Failure> {
         let Self { option, path, .. } = self;
         let shown = path.display();
@@ -45,12 +45,12 @@ impl Target<'_> {
     fn is_ours(&self) -> bool {
         let mut beginning = Vec::new();
         let read = File::open(self.path).and_then(|file| file.take(BEGINNING).read_to_end(&mut beginning));
-        // An empty file is nobody's loss.
+        // An empty file may be overwritten.
         read.is_ok_and(|count| count == 0 || String::from_utf8_lossy(&beginning).contains(self.mark))
     }
 }
 
-/// Writes a whole file or none.
+/// Writes a file atomically.
 pub(crate) fn write_whole(out: &Path, page: &str) -> Result<(), Failure> {
     files::write_whole(out, page.as_bytes())
         .map_err(|error| Failure::input(format!("cannot write {}: {error}", out.display())))

@@ -1,4 +1,4 @@
-//! `moeworks plan`: how to lay a model out on ranks, and what that costs, before any rank starts.
+//! `moeworks plan`: layouts of a model on ranks and their costs, without starting any rank.
 
 mod explain;
 mod json;
@@ -25,26 +25,26 @@ use crate::progress::thousands;
 use crate::tables;
 use crate::train::resolve_config;
 
-/// Layouts that are shown.
+/// The number of layouts shown.
 const SHOWN: usize = 8;
-/// Ranks of the smallest cluster that is simulated.
+/// The number of ranks of the smallest simulated cluster.
 const LEAST_SIMULATED_RANKS: usize = 8;
-/// Ranks of the largest cluster that is simulated, unless told.
+/// The number of ranks of the largest simulated cluster, by default.
 const SIMULATED_RANKS: usize = 2048;
-/// Tokens of a rank in the table on paper.
+/// The number of tokens per rank in the simulated table.
 const SIMULATED_TOKENS: usize = 8192;
-/// Ranks that a plan is made for at most.
+/// The largest number of ranks for which a plan is made.
 const MAX_RANKS: usize = 1 << 16;
-/// The last stage of ZeRO.
+/// The highest stage of ZeRO.
 const MAX_ZERO: u8 = 3;
-/// Memory of a machine that does not say.
+/// The memory assumed for a machine that does not report its own.
 const UNKNOWN_MEMORY: u64 = 16 << 30;
 
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if args.ranks.is_some_and(|ranks| !(1..=MAX_RANKS).contains(&ranks)) {
         return Err(Failure::input(format!("--ranks must be from 1 to {MAX_RANKS}")));
     }
-    if args.simulate { simulate(args) } else { proposals(args) }
+    if args.scaling { scaling(args) } else { proposals(args) }
 }
 
 fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
@@ -79,7 +79,7 @@ fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The configuration, its vocabulary set, of a model that can be on several ranks.
+/// Returns the configuration with its vocabulary size set. The model must be one that can be divided among ranks.
 fn config_to_lay_out(args: &PlanArgs) -> Result<RunConfig, Failure> {
     let mut config = resolve_config(&args.config, Vec::new())?;
     if config.model.variant.encoder.is_some() {
@@ -91,8 +91,7 @@ fn config_to_lay_out(args: &PlanArgs) -> Result<RunConfig, Failure> {
     Ok(config)
 }
 
-/// The layouts, best first, with as much shared out among copies as the configuration says, or more if nothing fits
-/// otherwise.
+/// Finds the layouts, best first. The stage of ZeRO is the configured one, or a higher one if nothing fits otherwise.
 fn find(shape: &ModelShape, workload: Workload, topology: &Topology) -> (Vec<Estimate>, Workload) {
     let with = |zero| {
         let workload = Workload { zero, ..workload };
@@ -102,11 +101,11 @@ fn find(shape: &ModelShape, workload: Workload, topology: &Topology) -> (Vec<Est
     all.find(|(found, _)| found.first().is_some_and(|best| best.fits)).unwrap_or_else(|| with(MAX_ZERO))
 }
 
-fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
+fn scaling(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if let Some(ranks) = args.ranks.filter(|&ranks| ranks < LEAST_SIMULATED_RANKS) {
         return Err(Failure::input(format!(
-            "--simulate --ranks {ranks}: the table begins at {LEAST_SIMULATED_RANKS} ranks; give at least as many, or leave \
-             --simulate out for layouts on {ranks}"
+            "--scaling --ranks {ranks}: the table begins at {LEAST_SIMULATED_RANKS} ranks; give at least as many, or leave \
+             --scaling out for layouts on {ranks}"
         )));
     }
     let is_own_model = args.config.config.is_some() || args.config.preset.is_some() || !args.config.settings.is_empty();
@@ -143,7 +142,7 @@ fn simulate(args: &PlanArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The file that is given, or what `bench comm` left in this folder.
+/// Returns the given topology file, or the one that `bench comm` wrote to the current folder.
 fn topology_file(args: &PlanArgs) -> Option<PathBuf> {
     let measured = RunConfig::default().parallel.topology;
     args.topology.clone().or_else(|| measured.exists().then_some(measured))
@@ -155,7 +154,7 @@ fn read_topology(file: &Path) -> Result<Topology, Failure> {
     Topology::parse(&text).map_err(|error| Failure::input(format!("{shown}: {error}")))
 }
 
-/// This machine, from a short measurement of `config`.
+/// Describes this machine by a short measurement of `config`.
 fn this_machine(config: &RunConfig, num_ranks: usize) -> Result<Topology, Failure> {
     let machine = environment::machine();
     let speed = tokens_per_second(config, &machine)?;

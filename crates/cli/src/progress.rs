@@ -1,4 +1,4 @@
-//! The live line of a training run, on standard error. Standard output is kept for what the user asked for.
+//! The live line of a training run on standard error. Standard output is kept for results.
 
 use std::time::{Duration, Instant};
 
@@ -8,11 +8,11 @@ use moeworks_train::metrics::Record;
 use crate::output::is_quiet;
 use crate::terminal::stderr_takes_escapes;
 
-/// Without a terminal a line is printed at most this often.
+/// The shortest time between two lines without a terminal.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Shows a run step by step: one line that is drawn anew on a terminal that takes escape codes, a plain line now and
-/// then elsewhere.
+/// The display of a run's progress: one line that is redrawn on a terminal with escape codes, and a plain line at
+/// intervals elsewhere.
 pub(crate) struct Display {
     bar: Option<ProgressBar>,
     started: Instant,
@@ -28,7 +28,7 @@ impl Display {
 
     /// Shows the state after a step.
     pub(crate) fn step(&mut self, record: &Record, total_steps: u64, val_loss: Option<f64>) {
-        // A mean over about ten steps, so that the figure can be read.
+        // A moving average over about ten steps, so that the figure is legible.
         let speed = self.speed.map_or(record.tokens_per_s, |old| 0.9 * old + 0.1 * record.tokens_per_s);
         self.speed = Some(speed);
         let line = self.line(record, total_steps, val_loss, speed);
@@ -61,7 +61,7 @@ impl Display {
         )
     }
 
-    /// Prints something above the live line.
+    /// Prints a line above the live line.
     pub(crate) fn note(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| notice!("{text}")),
@@ -69,7 +69,7 @@ impl Display {
         }
     }
 
-    /// Takes the live line away, leaving its last state to be read.
+    /// Stops redrawing the live line and leaves its last state on the screen.
     pub(crate) fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.abandon();
@@ -77,7 +77,7 @@ impl Display {
     }
 }
 
-/// A line that is drawn anew, on a terminal that takes escape codes, unless `--quiet` was given.
+/// Creates a line that is redrawn, on a terminal with escape codes and without `--quiet`.
 pub(crate) fn live_line() -> Option<ProgressBar> {
     (stderr_takes_escapes() && !is_quiet()).then(|| {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(10));
@@ -88,7 +88,7 @@ pub(crate) fn live_line() -> Option<ProgressBar> {
     })
 }
 
-/// Seconds as people say them.
+/// Formats a duration for people.
 pub(crate) fn duration(seconds: f64) -> String {
     let seconds = if seconds.is_finite() { seconds.max(0.0).round() as u64 } else { 0 };
     match (seconds / 86_400, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60) {
@@ -99,7 +99,7 @@ pub(crate) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Bytes as people say them.
+/// Formats a number of bytes for people.
 pub(crate) fn bytes(bytes: u64) -> String {
     match bytes {
         0..1_000 => format!("{bytes} B"),
@@ -109,7 +109,7 @@ pub(crate) fn bytes(bytes: u64) -> String {
     }
 }
 
-/// A large number with its thousands set apart.
+/// Formats a large number with thousands separators.
 pub(crate) fn thousands(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();

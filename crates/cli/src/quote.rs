@@ -1,11 +1,11 @@
-//! Command lines to be pasted into a shell.
+//! Quoting of command lines that the user can paste into a shell.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// `word` as a POSIX shell reads it back: as it is, in single quotes, or as `$'...'` where it holds what cannot be
-/// shown.
+/// Quotes `word` for a POSIX shell: unchanged, in single quotes, or as `$'...'` if it contains characters that cannot
+/// be printed.
 pub(crate) fn word(word: impl AsRef<OsStr>) -> String {
     let bytes = word.as_ref().as_encoded_bytes();
     let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"_@%+=:,./-".contains(byte);
@@ -18,7 +18,7 @@ pub(crate) fn word(word: impl AsRef<OsStr>) -> String {
     }
 }
 
-/// The inside of `$'...'`.
+/// Returns the part inside `$'...'`.
 fn escaped(bytes: &[u8]) -> String {
     let mut quoted = String::new();
     for chunk in bytes.utf8_chunks() {
@@ -35,7 +35,7 @@ fn escaped(bytes: &[u8]) -> String {
     quoted
 }
 
-/// Three digits each: a digit that follows is not taken for one of them.
+/// Appends bytes as octal escapes of three digits, so that a following digit is not part of one.
 fn octal(quoted: &mut String, bytes: &[u8]) {
     for byte in bytes {
         // Writing to a String cannot fail.
@@ -43,17 +43,17 @@ fn octal(quoted: &mut String, bytes: &[u8]) {
     }
 }
 
-/// A path as an argument: one that begins with a dash would be taken for an option.
+/// Quotes a path as an argument, such that one that starts with a dash is not read as an option.
 pub(crate) fn path(path: &Path) -> String {
     if path.as_os_str().as_encoded_bytes().starts_with(b"-") { word(Path::new(".").join(path)) } else { word(path) }
 }
 
-/// An option with its value.
+/// Quotes an option with its value.
 pub(crate) fn option(name: &str, value: &str) -> String {
     if value.starts_with('-') { format!("{name}={}", word(value)) } else { format!("{name} {}", word(value)) }
 }
 
-/// The program as it was called, the first of the words.
+/// Quotes the name by which the program was called, the first of the words.
 pub(crate) fn program(words: &[OsString]) -> String {
     words.first().map_or_else(|| "moeworks".to_owned(), |name| path(Path::new(name)))
 }
@@ -62,7 +62,7 @@ pub(crate) fn program(words: &[OsString]) -> String {
 mod tests {
     use super::*;
 
-    /// The arguments that a shell makes of `line`.
+    /// Returns the arguments that a shell makes of `line`.
     fn read_back(line: &str) -> Vec<u8> {
         let command = format!("printf '%s\\0' {line}");
         let output = std::process::Command::new("bash").args(["-c", &command]).output().expect("a shell");

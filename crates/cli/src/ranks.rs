@@ -9,13 +9,13 @@ use moeworks_train::{Ranks, TrainError};
 use crate::failure::{Failure, say_error};
 use crate::host::Call;
 
-/// The time that a rank that hangs may keep the program after the others have failed.
+/// The time that a hanging rank may delay the program's end after the others have failed.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Ranks that are threads of one process, and threads of a rank, at most.
+/// The largest number of ranks that are threads of one process, and of threads of a rank.
 pub(crate) use moeworks_infer::compute::MAX_THREADS;
 
-/// Says what is wrong with more ranks than that.
+/// Returns the error text for more ranks than that.
 pub(crate) fn too_many_ranks() -> String {
     format!("but threads of one process can be at most {MAX_THREADS}; start processes with mpirun for more")
 }
@@ -26,14 +26,14 @@ const FAILED: u8 = 2;
 /// The ranks of a run.
 #[derive(Clone, Copy)]
 pub(crate) struct RunRanks<'a> {
-    /// Says how many there are, and how they share the work out.
+    /// The configuration, with the number of ranks and the division of work among them.
     pub(crate) config: &'a RunConfig,
-    /// Whether a trace will be written.
+    /// True if a trace will be written.
     pub(crate) is_traced: bool,
 }
 
-/// Runs `work` on every rank that the configuration asks for and gives what that of rank 0, or of this process,
-/// returned. A run of one rank has no `Ranks`.
+/// Runs `work` on every rank of the configuration, and returns the result of rank 0, or of this process under MPI. A
+/// run of one rank has no `Ranks`.
 pub(crate) fn on_ranks<R: Send>(
     call: &Call<'_>,
     RunRanks { config, is_traced }: RunRanks<'_>,
@@ -68,15 +68,15 @@ pub(crate) fn on_ranks<R: Send>(
     Ok(results.swap_remove(0))
 }
 
-/// Ends this process and the others that a launcher started to train, and lets one of each node say what is wrong.
-/// Returns where there are no others, or where they have met and it was said.
+/// Ends this process and the others that a launcher started for training, after one rank of each node has printed the
+/// error. Returns if there are no others, or if they have met and the error was printed.
 pub(crate) fn fail_together(call: &Call<'_>, message: &str) {
     let command = call.words().iter().skip(1).find(|word| !word.as_encoded_bytes().starts_with(b"-"));
     #[cfg(unix)]
     if command.is_some_and(|command| command == "train") && is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
         let failed = |_: &dyn Communicator| Err::<(), _>(Failure::input(message));
-        // What comes back is that the ranks cannot meet, or have done so before.
+        // The result only tells that the ranks cannot meet, or have met before.
         let _ = run_mpi(&MpiOptions::default(), say_of_rank, failed);
     }
 }
@@ -86,7 +86,7 @@ fn say_of_rank(rank: usize, error: &dyn std::fmt::Display) {
     say_error(format_args!("rank {rank}: {error}"));
 }
 
-/// Whether a launcher started this process beside others.
+/// Returns whether a launcher started this process together with others.
 #[cfg(unix)]
 fn is_one_of_many() -> bool {
     moeworks_comm::mpi::is_launched() && !crate::environment::is_launched_alone()

@@ -1,5 +1,5 @@
-//! The progress of reading data: a live line on a terminal, a plain one now and then elsewhere, nothing where it
-//! takes a moment.
+//! The progress of reading data: a live line on a terminal, plain lines at intervals elsewhere, and nothing for short
+//! reads.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,14 +12,14 @@ use moeworks_train::data::Dataset;
 use crate::environment;
 use crate::progress::{bytes, duration, live_line, thousands};
 
-/// The least time that is shown on a terminal.
+/// The shortest read that is shown on a terminal.
 const MOMENT: Duration = Duration::from_millis(400);
 
-/// Without a terminal a line is printed at most this often, and the first one after as long.
+/// The shortest time between two lines without a terminal, and before the first one.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
-/// A watch that shows how far reading is, which ends soon after `stop` is set and keeps tokens in the user's cache
-/// folder.
+/// Creates a watch that shows the progress of reading and ends soon after `stop` is set. It keeps tokens in the
+/// user's cache folder.
 pub(crate) fn watch(stop: Arc<AtomicBool>) -> Watch {
     let display = Mutex::new(Display { bar: live_line(), pass: None });
     Watch::new(stop).with_user_cache(environment::cache_folder()).with_listener(move |progress| {
@@ -27,13 +27,13 @@ pub(crate) fn watch(stop: Arc<AtomicBool>) -> Watch {
     })
 }
 
-/// The display of the pass that is under way.
+/// The display of the current pass over the data.
 struct Display {
     bar: Option<ProgressBar>,
     pass: Option<Shown>,
 }
 
-/// A pass, when it began and when a plain line was printed last.
+/// A pass over the data, its start, and the time of the last plain line.
 struct Shown {
     phase: ReadPhase,
     started: Instant,
@@ -95,7 +95,8 @@ fn line(progress: &ReadProgress, elapsed: Duration) -> String {
     )
 }
 
-/// A line for each source of several: its share, its tokens and how often they are passed in `num_steps` steps.
+/// Describes each of several sources in a line: its share, its tokens, and how often they are read in `num_steps`
+/// steps.
 pub(crate) fn sources(dataset: &Dataset, num_steps: u64) -> Vec<String> {
     if dataset.parts().len() < 2 {
         return Vec::new();
@@ -113,7 +114,7 @@ pub(crate) fn sources(dataset: &Dataset, num_steps: u64) -> Vec<String> {
     dataset.parts().iter().zip(counts).enumerate().map(shown).collect()
 }
 
-/// The shares that the sources had in the first `num_steps` steps; nothing for a single one.
+/// Describes the shares of the sources in the first `num_steps` steps; `None` for a single source.
 pub(crate) fn shares(dataset: &Dataset, num_steps: u64) -> Option<String> {
     let num_sequences = dataset.num_sequences(num_steps);
     if dataset.parts().len() < 2 || num_sequences == 0 {

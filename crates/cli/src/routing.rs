@@ -1,4 +1,4 @@
-//! `moeworks routing`: a page that shows which tokens of a text go to which experts.
+//! `moeworks routing`: a page that shows the experts that each token of a text chooses.
 
 use std::fs;
 use std::path::Path;
@@ -18,9 +18,9 @@ use crate::page::{Target, write_whole};
 use crate::progress::thousands;
 use crate::reading;
 
-/// Tokens on a page at most: it holds every choice of each in every layer.
+/// The largest number of tokens on a page, which contains every choice of each in every layer.
 const MAX_TOKENS: usize = 100_000;
-/// Tokens of a window at most; a text is read in such windows, one after the other.
+/// The largest number of tokens of a window. The text is read in consecutive windows.
 const SEQ_LEN: usize = 1024;
 const PAGE_FILE: &str = "routing.html";
 
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     }
     let token_ids = first_tokens(&sources, &model.tokenizer, args.max_tokens)?;
     let seq_len = SEQ_LEN.min(config.max_seq_len);
-    // Without a capacity the modes route alike.
+    // Without a capacity, all modes give the same routing.
     let text = RoutedText::new(model.as_model_ref(), &model.tokenizer, token_ids, seq_len, Mode::TrainForward)?;
     let page = routing_page(&text, &name_of(&args.model), &facts(&model, source.run(), &text, &sources));
     write_whole(&out, &page)?;
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// "." and ".." have no name of their own.
+/// Returns the name of a path; "." and ".." have none and are resolved first.
 fn name_of(path: &Path) -> String {
     let named = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     named.file_name().unwrap_or_default().to_string_lossy().into_owned()

@@ -6,19 +6,19 @@ use moeworks_infer::open::FileDefaults;
 use crate::args::SamplingArgs;
 use crate::failure::Failure;
 
-/// Settings that are resolved.
+/// The resolved sampling settings.
 pub(crate) struct Sampling {
     pub(crate) sampler: Sampler,
-    /// The settings that are not defaults, with where each comes from, and the seed.
+    /// A description of the settings that are not defaults, with the origin of each, and of the seed.
     pub(crate) description: String,
-    /// The texts that end an answer: those of the command line and those of the model's files.
+    /// The texts before which an answer stops: those of the command line and those of the model's files.
     pub(crate) stops: Vec<String>,
-    /// Tokens of an answer at most, if the model's files say so and may.
+    /// The largest number of tokens of an answer in the model's files, if they have one and are used.
     pub(crate) limit_of_model: Option<usize>,
 }
 
 impl Sampling {
-    /// Resolves the settings, with `stops` given.
+    /// Resolves the settings; `stops` are the texts given by `--stop`.
     pub(crate) fn resolve(args: &SamplingArgs, stops: &[String], defaults: &FileDefaults) -> Result<Self, Failure> {
         if args.penalty_last_n.is_some_and(|last| last < -1) {
             return Err(Failure::input("--penalty-last-n must be at least 0, or -1 for all tokens"));
@@ -35,7 +35,7 @@ impl Sampling {
     }
 }
 
-/// Warns of settings of a model's file that would change its text and are not used.
+/// Warns of settings in a model's file that would change its text but are not supported.
 pub(crate) fn warn_of_unused(args: &SamplingArgs, defaults: &FileDefaults) {
     let FileDefaults { sampling, file } = defaults;
     if !args.no_model_sampling && !sampling.unused.is_empty() {

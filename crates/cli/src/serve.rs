@@ -1,10 +1,8 @@
-//! `moeworks serve`: answers over HTTP.
+//! `moeworks serve`: answers requests over HTTP.
 
-use std::io;
 use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use moeworks_infer::chat::ChatTemplate;
 use moeworks_infer::open::{Model, Source};
@@ -18,19 +16,18 @@ use crate::args::{AccessArgs, LoadArgs, ServeArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::host::Call;
+use crate::listening::{Address, bind, check_metrics_prefix, seconds};
 use crate::model::open;
 
-/// Blocks of keys and values at least: fewer serve nobody.
+/// The smallest number of blocks of keys and values.
 const MIN_BLOCKS: usize = 4;
-/// Blocks that can be numbered.
+/// The largest number of blocks that can be numbered.
 const MAX_BLOCKS: usize = u32::MAX as usize;
-/// The most seconds of `--shutdown-timeout`.
-const MAX_SECONDS: f64 = 86_400.0;
 
 pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let options = server_options(args)?;
-    // An address that is taken is said before the model is loaded.
-    let listener = bind(args)?;
+    // The address is bound first, so that one in use is reported before the model is loaded.
+    let listener = listen(args)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     let model = Arc::new(open(&source, &args.compute)?);
@@ -38,7 +35,7 @@ pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     let engine = Engine::new(&model, limits)?;
     let served = ServedModel {
         names: names(args)?,
-        template: template(args, &source, &model)?,
+        template: template(args.chat_template.as_deref(), &source, &model)?,
         model: Arc::clone(&model),
         defaults,
         sandbox: call.sandbox()?,
@@ -53,7 +50,7 @@ pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints that requests are taken, and where.
+/// Prints the address at which requests are accepted.
 fn say_ready(listener: &TcpListener, served: &ServedModel, limits: &Limits) -> Result<(), Failure> {
     let address = listener.local_addr()?;
     let Limits { num_blocks, block_len, .. } = *limits;
@@ -62,15 +59,10 @@ fn say_ready(listener: &TcpListener, served: &ServedModel, limits: &Limits) -> R
     Ok(())
 }
 
-fn bind(args: &ServeArgs) -> Result<TcpListener, Failure> {
+/// Listens at the address, and warns where everybody can send requests.
+fn listen(args: &ServeArgs) -> Result<TcpListener, Failure> {
     let ServeArgs { host, port, access, .. } = args;
-    let listener = TcpListener::bind((host.as_str(), *port)).map_err(|error| {
-        let advice = match error.kind() {
-            io::ErrorKind::AddrInUse => "; choose another --port, or 0 for any",
-            _ => "",
-        };
-        Failure::input(format!("--host {host} --port {port}: {error}{advice}"))
-    })?;
+    let listener = bind(&Address { host, port: *port })?;
     let is_open = !listener.local_addr()?.ip().is_loopback();
     if is_open && access.api_key.is_empty() && access.api_key_file.is_none() {
         tracing::warn!("other machines can send requests, and no key is asked for (--api-key-file)");
@@ -80,26 +72,19 @@ fn bind(args: &ServeArgs) -> Result<TcpListener, Failure> {
 
 fn server_options(args: &ServeArgs) -> Result<ServerOptions, Failure> {
     let LoadArgs { max_running, max_waiting, shutdown_timeout, ref metrics_prefix, .. } = args.load;
-    if !(0.0..=MAX_SECONDS).contains(&shutdown_timeout) {
-        let message = format!("--shutdown-timeout {shutdown_timeout}: must be from 0 to {MAX_SECONDS} seconds");
-        return Err(Failure::input(message));
-    }
-    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
-    if !metrics_prefix.chars().all(is_name) || metrics_prefix.starts_with(|c: char| c.is_ascii_digit()) {
-        return Err(Failure::input(format!("--metrics-prefix {metrics_prefix:?}: must be letters, digits, _ and :")));
-    }
+    check_metrics_prefix(metrics_prefix)?;
     Ok(ServerOptions {
         keys: keys(&args.access)?,
         allowed_hosts: args.access.allowed_host.clone(),
         max_running,
         max_waiting,
         metrics_prefix: metrics_prefix.clone(),
-        shutdown_timeout: Duration::from_secs_f64(shutdown_timeout),
+        shutdown_timeout: seconds("--shutdown-timeout", shutdown_timeout)?,
         ..ServerOptions::default()
     })
 }
 
-/// Reads the keys of the options and of their file. A key is never shown.
+/// Reads the keys from the options and from the file. A key is never printed.
 fn keys(args: &AccessArgs) -> Result<ApiKeys, Failure> {
     let mut keys = args.api_key.clone();
     if let Some(path) = &args.api_key_file {
@@ -120,7 +105,7 @@ fn keys(args: &AccessArgs) -> Result<ApiKeys, Failure> {
     Ok(ApiKeys::new(keys))
 }
 
-/// The names that requests may use: those given, or that of the folder or file.
+/// Returns the names that requests may use: the given ones, or the name of the folder or file.
 fn names(args: &ServeArgs) -> Result<Vec<String>, Failure> {
     if let Some(name) = args.served_model_name.iter().find(|name| name.is_empty() || name.contains(char::is_control)) {
         return Err(Failure::input(format!("--served-model-name {name:?}: must be printable text, and not empty")));
@@ -131,7 +116,7 @@ fn names(args: &ServeArgs) -> Result<Vec<String>, Failure> {
     Ok(vec![name_of(&args.model)])
 }
 
-fn name_of(path: &Path) -> String {
+pub(crate) fn name_of(path: &Path) -> String {
     let whole = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let is_gguf = whole.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
     let name = if is_gguf { whole.file_stem() } else { whole.file_name() };
@@ -139,15 +124,16 @@ fn name_of(path: &Path) -> String {
     name.replace(char::is_control, "_")
 }
 
-fn template(args: &ServeArgs, source: &Source, model: &Model) -> Result<Option<ChatTemplate>, Failure> {
-    if let Some(path) = &args.chat_template {
-        return Ok(Some(ChatTemplate::from_file(path, &model.tokenizer)?));
+/// The chat template: that of a file, or the model's own.
+pub(crate) fn template(file: Option<&Path>, source: &Source, model: &Model) -> Result<Option<ChatTemplate>, Failure> {
+    match file {
+        Some(path) => Ok(Some(ChatTemplate::from_file(path, &model.tokenizer)?)),
+        None => Ok(source.chat_template(&model.tokenizer)?),
     }
-    Ok(source.chat_template(&model.tokenizer)?)
 }
 
-/// Decides how many blocks of keys and values there are, and the other bounds.
-fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
+/// Determines the number of blocks of keys and values and the other limits.
+pub(crate) fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
     let LoadArgs { max_running, max_waiting, turn_tokens, block_len, .. } = *args;
     if block_len == 0 || block_len > 4096 {
         return Err(Failure::input(format!("--block-len {block_len}: must be from 1 to 4096")));
@@ -161,8 +147,7 @@ fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
         block_len,
         turn_tokens,
         max_running,
-        // Whoever is told to wait is bounded by the server; the scheduler sees also those that will run in the next
-        // turn.
+        // The server limits the waiting requests. The scheduler also counts those that will start in the next step.
         max_waiting: max_running.saturating_add(max_waiting),
         has_prefix_cache: !args.no_prefix_cache,
         ..Limits::default()
@@ -171,10 +156,10 @@ fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> {
     Ok(limits)
 }
 
-/// Returns the blocks that fit in the memory for keys and values, or that as many answers as run at a time need.
+/// Returns the number of blocks that fit in the memory for keys and values, or that `--max-running` answers need.
 fn num_blocks(args: &LoadArgs, model: &Model) -> Result<usize, Failure> {
     let config = model.decoder.config();
-    // Keys and values are in single precision at most.
+    // Keys and values are stored as f32 at most.
     let block_bytes = PagedKvCache::bytes_per_token(config, DType::F32).max(1).saturating_mul(args.block_len);
     let Some(gigabytes) = args.kv_memory else {
         let needed = config.max_seq_len.div_ceil(args.block_len).saturating_mul(args.max_running);

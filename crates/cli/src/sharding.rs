@@ -1,4 +1,4 @@
-//! The cuts of a model's weights over the ranks of a layout, as a table or as JSON.
+//! The division of a model's weights among the ranks of a layout, as a table or as JSON.
 
 use moeworks_infer::open::Source;
 use moeworks_model::{Cut, HeldPart, ModelConfig, Sharding, WeightSpec, WeightTable};
@@ -12,9 +12,9 @@ use crate::failure::Failure;
 use crate::progress::{bytes, thousands};
 use crate::tables;
 
-/// Bytes of an f32 weight.
+/// The bytes of an f32 weight.
 const WEIGHT_BYTES: u64 = 4;
-/// Different parts of a tensor that are shown.
+/// The largest number of different parts shown for a tensor.
 const MAX_PARTS: usize = 4;
 
 /// Tensors that share a row of the table.
@@ -24,7 +24,7 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
-    /// The cells with how many layers they are of, or with `is_named` with the numbers of these.
+    /// Returns the cells with the number of layers of the row, or with `is_named` with the indices of these layers.
     fn with_layers(&self, is_named: bool) -> Vec<String> {
         let numbers: Vec<usize> = self.specs.iter().filter_map(|spec| spec.place.layer()).collect();
         let layers = if is_named && !numbers.is_empty() {
@@ -39,15 +39,15 @@ impl Row<'_> {
     }
 }
 
-/// A model's table of weights and its parts on ranks.
+/// A model's table of weights and their parts on ranks.
 pub(crate) struct View {
     table: WeightTable,
     sharding: Sharding,
 }
 
 impl View {
-    /// The model of `config` in `source` by the options `args`; settings that are not given are those of the run, if
-    /// it is one.
+    /// Creates the view of the model `config` in `source` for the options `args`. Settings that are not given come
+    /// from the run, if `source` is in one.
     pub(crate) fn new(source: &Source, config: &ModelConfig, args: &ShardingArgs) -> Result<Self, Failure> {
         let mut run = run_config(source)?.unwrap_or_default();
         run.model = config.clone();
@@ -55,7 +55,7 @@ impl View {
         if let Some(placement) = &args.placement {
             parallel.placement = placement.clone().into();
         } else if args.ep.or(args.tp).is_some() && matches!(parallel.placement, PlacementChoice::File(_)) {
-            // The run's file is of its own number of ranks.
+            // The run's placement file is for its own number of ranks.
             parallel.placement = PlacementChoice::Sharded;
         }
         parallel.dp = args.dp.unwrap_or(parallel.dp);
@@ -75,7 +75,7 @@ impl View {
         Ok(Self { table, sharding })
     }
 
-    /// Bytes of the f32 weights on each rank.
+    /// Returns the bytes of the f32 weights on each rank.
     fn rank_bytes(&self) -> Vec<u64> {
         let of_rank = |rank| {
             let elements = self.table.specs().iter().map(|spec| self.sharding.num_elements(spec, rank) as u64);
@@ -84,8 +84,8 @@ impl View {
         (0..self.sharding.layout().num_ranks()).map(of_rank).collect()
     }
 
-    /// Prints a row for each tensor; those that differ in the number of their layer alone share one. Where tensors of
-    /// one name differ otherwise, too, as with a placement for each layer, rows name their layers.
+    /// Prints a row for each tensor. Tensors whose names differ only in the layer's index share a row. If they differ
+    /// in more than the name, as with a placement for each layer, a row lists its layers.
     pub(crate) fn print(&self) {
         let layout = self.sharding.layout();
         let Layout { dp, ep, tp, .. } = layout;
@@ -166,22 +166,22 @@ impl View {
     }
 }
 
-/// The settings of the run that `source` belongs to, if it does.
+/// Returns the settings of the run that contains `source`, if there is one.
 fn run_config(source: &Source) -> Result<Option<RunConfig>, Failure> {
     let file = source.run().and_then(|run| run.run_dir.as_ref()).map(|dir| dir.join("config.toml"));
     let Some(file) = file.filter(|file| file.is_file()) else { return Ok(None) };
     Ok(Some(ConfigLayers { file: Some(file), ..ConfigLayers::default() }.resolve()?))
 }
 
-/// The table of the weights of the model of `config`; of a run those that it does not train are frozen, if its
-/// settings can be read.
+/// Returns the table of the weights of the model `config`. Weights that the model's run does not train are frozen, if
+/// its settings can be read.
 pub(crate) fn weight_table(source: &Source, config: &ModelConfig) -> WeightTable {
     let run = run_config(source).ok().flatten();
     let of_run = run.and_then(|run| RunConfig { model: config.clone(), ..run }.weight_table().ok());
     of_run.unwrap_or_else(|| WeightTable::new(config))
 }
 
-/// The ranges of the parts, as `0..4 | 4..8`.
+/// Formats the ranges of the parts, as in `0..4 | 4..8`.
 fn describe(parts: &[HeldPart]) -> String {
     let ranges = |cut: &Option<Cut>| match cut {
         None => "whole".to_owned(),

@@ -1,4 +1,4 @@
-//! `moeworks simulate`: the timeline of a pipeline schedule by given times, before any rank runs it.
+//! `moeworks simulate`: the timeline of a pipeline schedule with given times, without running any rank.
 
 use std::path::Path;
 use std::{fs, io};
@@ -13,7 +13,7 @@ use crate::failure::Failure;
 use crate::page::{Target, write_whole};
 use crate::tables;
 
-/// Ranks that the table shows at most.
+/// The largest number of ranks shown in the table.
 const SHOWN: usize = 32;
 
 pub(crate) fn run(args: &SimulateArgs) -> Result<ExitCode, Failure> {
@@ -74,7 +74,7 @@ fn pair_of(option: &str, form: &str, values: &[f64]) -> Result<[f64; 2], Failure
     values.try_into().map_err(wrong)
 }
 
-/// The schedule of a name, or that of a file.
+/// Returns the schedule with a given name, or the one in a file.
 fn schedule(args: &SimulateArgs, times: &Times) -> Result<Schedule, Failure> {
     let unknown = match args.schedule.parse::<ScheduleKind>() {
         Ok(kind) => return generate(kind, args, times),
@@ -129,7 +129,7 @@ fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
-/// A number with six significant digits at most, or all those before the point.
+/// Formats a number with at most six significant digits, or with all digits before the decimal point.
 fn number(value: f64) -> String {
     let decimals = if value == 0.0 { 0 } else { (5.0 - value.abs().log10().floor()).clamp(0.0, 12.0) as usize };
     let text = format!("{value:.decimals$}");

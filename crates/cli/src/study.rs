@@ -1,4 +1,4 @@
-//! `moeworks study`: routing schemes compared, from one command to a page with a table and a plot.
+//! `moeworks study`: trains and compares routing schemes, and writes a page with a table and a plot.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -19,7 +19,7 @@ use crate::progress::Display;
 use crate::quote;
 use crate::reading;
 
-/// Seeds of a variant at most.
+/// The largest number of seeds of a variant.
 const MAX_SEEDS: u64 = 1000;
 
 pub(crate) fn run(args: &StudyArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
@@ -66,10 +66,10 @@ pub(crate) fn run(args: &StudyArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     Ok(ExitCode::SUCCESS)
 }
 
-/// The base: a small model, then what the user says.
+/// Builds the study: a small base model, changed by the user's settings.
 fn study_of(args: &StudyArgs) -> Result<Study, Failure> {
     let mut settings: Vec<&str> = Vec::new();
-    // A preset or a file says how large the model is.
+    // A preset or a file determines the size of the model.
     if args.config.preset.is_none() && args.config.config.is_none() {
         settings.extend(BASE);
     }
@@ -90,7 +90,8 @@ fn study_of(args: &StudyArgs) -> Result<Study, Failure> {
     Ok(Study { base, runs_dir: args.runs.clone(), num_seeds: args.seeds, only: args.only.clone() })
 }
 
-/// The command as it was typed, with the names of files but not their folders: a page is read elsewhere.
+/// Returns the command line as typed, but with the names of files in place of their paths, because the page may be
+/// read elsewhere.
 fn command(words: &[OsString]) -> String {
     let argument = |argument: &OsString| {
         let name = Path::new(argument);

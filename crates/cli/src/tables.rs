@@ -1,6 +1,6 @@
 //! Plain tables for the terminal.
 
-/// Prints rows in aligned columns: the first to the left, the others to the right.
+/// Prints rows in aligned columns, the first one left-aligned and the others right-aligned.
 pub(crate) fn print(header: &[&str], rows: &[Vec<String>]) {
     let mut widths: Vec<usize> = header.iter().map(|cell| cell.chars().count()).collect();
     for row in rows {

@@ -1,16 +1,16 @@
-//! Whether a stream is a terminal that obeys escape codes, and whether the user wants them.
+//! Detection of terminals that interpret escape codes, and of the user's wish for plain text.
 
 use std::io::{IsTerminal, stderr, stdout};
 
 use crate::environment;
 
-/// Whether colours and lines that are drawn anew may go to standard error.
+/// Returns whether colours and redrawn lines may be written to standard error.
 pub(crate) fn stderr_takes_escapes() -> bool {
     takes_escapes(stderr().is_terminal(), environment::variable)
 }
 
-/// Whether `NO_COLOR` (<https://no-color.org>), `CLICOLOR=0` or `TERM=dumb` ask for plain text, or there is no
-/// terminal.
+/// Returns false if `NO_COLOR` (<https://no-color.org>), `CLICOLOR=0` or `TERM=dumb` ask for plain text, or if there
+/// is no terminal.
 fn takes_escapes(is_terminal: bool, variable: impl Fn(&str) -> Option<String>) -> bool {
     let is_refused = variable("NO_COLOR").is_some_and(|value| !value.is_empty())
         || variable("CLICOLOR").is_some_and(|value| value == "0")
@@ -18,12 +18,13 @@ fn takes_escapes(is_terminal: bool, variable: impl Fn(&str) -> Option<String>) -
     is_terminal && !is_refused
 }
 
-/// Text of a model as standard output takes it. A terminal would obey control characters, so they are replaced there.
+/// Prepares a model's text for standard output. A terminal would interpret control characters, so they are replaced
+/// for one.
 pub(crate) fn shown(text: &str) -> String {
     if stdout().is_terminal() { printable(text) } else { text.to_owned() }
 }
 
-/// Text in which control characters but line ends and tabs are replaced.
+/// Replaces control characters other than newlines and tabs.
 pub(crate) fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c }).collect()
 }

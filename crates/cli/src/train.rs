@@ -1,4 +1,4 @@
-//! `moeworks train`: from a command line to a run, shown as it goes.
+//! `moeworks train`: starts or resumes a run and shows its progress.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::ranks::{RunRanks, on_ranks};
 use crate::reading;
 use crate::terminal::printable;
 
-/// The beginning of a trace that this program made.
+/// The start of a trace file that this program wrote.
 const TRACE_MARK: &str =
     "\"traceEvents\":[\n{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":0,\"tid\":0,\"args\":{\"name\":\"rank 0\"}}";
 
@@ -59,7 +59,7 @@ pub(crate) fn run(args: TrainArgs, call: &Call<'_>) -> Result<ExitCode, Failure>
     }
 }
 
-/// The beginning of a run.
+/// The ways to start a run.
 enum Start {
     New { config: RunConfig, folder: RunFolder, from: Option<PathBuf> },
     Resumed { config: RunConfig, run_dir: PathBuf },
@@ -96,14 +96,14 @@ impl Start {
     }
 }
 
-/// The wishes of the caller for a run under way: requests, and a file for its trace.
+/// The caller's requests to a run: stop and save requests, and a file for its trace.
 #[derive(Clone, Copy)]
 struct Outside<'a> {
     requests: &'a Requests,
     trace: Option<&'a Path>,
 }
 
-/// Trains as one rank, or as the only one; what there is to say at the end, where this rank says it.
+/// Trains on one rank, which may be the only one. Returns the summary on the rank that prints it.
 fn one_rank(
     start: &Start,
     ranks: Option<Ranks>,
@@ -119,7 +119,7 @@ fn one_rank(
     let mut trainer = start.trainer(ranks, requests)?;
     announce(&trainer);
     let outcome = watch(&mut trainer, requests).and_then(|outcome| write_trace(&trainer).map(|()| outcome));
-    // The report is also wanted of a run that failed.
+    // The report is also written for a failed run.
     let report = write_report(trainer.run_dir());
     let outcome = outcome?;
     Ok(Some(End {
@@ -134,7 +134,7 @@ fn one_rank(
     }))
 }
 
-/// The figures to say of a run that ended.
+/// The summary of a finished run.
 struct End {
     outcome: Outcome,
     report: PathBuf,
@@ -143,7 +143,7 @@ struct End {
     progress: Progress,
     total_steps: u64,
     prompt: String,
-    /// The shares that sources had, if there are several.
+    /// The shares of the sources, if there are several.
     shares: Option<String>,
 }
 
@@ -165,7 +165,7 @@ impl End {
             notice!("Checkpoint: {}", checkpoint.display());
         }
         notice!("Report:     {}", self.report.display());
-        // Lines to paste.
+        // Commands that the user can paste.
         let (program, run) = (quote::program(call.words()), quote::path(&self.run_dir));
         if self.outcome == Outcome::Stopped {
             notice!("Go on:      {program} train --resume {run}");
@@ -176,18 +176,18 @@ impl End {
     }
 }
 
-/// `moeworks report`.
+/// Runs `moeworks report`.
 pub(crate) fn report(args: &ReportArgs) -> Result<ExitCode, Failure> {
     println!("{}", write_report(&args.run)?.display());
     Ok(ExitCode::SUCCESS)
 }
 
-/// Lays preset, file and settings over the defaults; `flags` come last.
+/// Resolves a configuration: preset, file and settings over the defaults, and `flags` with the highest priority.
 pub(crate) fn resolve_config(args: &ConfigArgs, flags: Vec<Override>) -> Result<RunConfig, Failure> {
     Ok(layers(args, flags)?.resolve()?)
 }
 
-/// Resolves the settings over those of the model that `--from` names, whose folder is returned too.
+/// Resolves the settings over those of the model of `--from`, and returns that model's folder too.
 fn resolve_from(args: &TrainArgs, flags: Vec<Override>) -> Result<(RunConfig, Option<PathBuf>), Failure> {
     let from = args.from.as_deref().map(|path| resolve_run(path, Pick::Latest)).transpose()?;
     let from = from.map(|resolved| resolved.model_dir);
@@ -206,8 +206,7 @@ fn layers(args: &ConfigArgs, flags: Vec<Override>) -> Result<ConfigLayers, Failu
     Ok(ConfigLayers { preset: args.preset.clone(), from: None, file: args.config.clone(), overrides })
 }
 
-/// The folder of a new run: the one that is asked for, by its name, or by the date and time, with a number where that
-/// is taken.
+/// Chooses the folder of a new run: the given one, or one named by the date and time, with a number if that is taken.
 fn new_folder(args: &TrainArgs, config: &RunConfig) -> RunFolder {
     let if_taken = if args.force { IfTaken::Replace } else { IfTaken::Refuse };
     let OutputConfig { out, name } = &config.run;
@@ -218,8 +217,8 @@ fn new_folder(args: &TrainArgs, config: &RunConfig) -> RunFolder {
     }
 }
 
-/// The date and time in UTC, such as 20261121-054200 (days to dates after H. Hinnant, "chrono-compatible low-level
-/// date algorithms").
+/// Formats the date and time in UTC, such as 20261121-054200 (days to dates after H. Hinnant, "chrono-compatible
+/// low-level date algorithms").
 fn timestamp() -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400);
@@ -234,7 +233,7 @@ fn timestamp() -> String {
     format!("{year}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
 }
 
-/// The flags that stand for settings.
+/// Converts the flags that stand for settings.
 fn flag_settings(args: &TrainArgs) -> Result<Vec<Override>, Failure> {
     let mut flags = Vec::new();
     if !args.data.is_empty() {
@@ -258,7 +257,7 @@ fn resumed(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Start, F
     let mut layers = layers(&args.config, flags)?;
     let run_dir = if run == "auto" {
         let out = resolve_config(&args.config, Vec::new())?.run.out;
-        // It says where to look, and that is all.
+        // `run.out` only tells where to search for runs.
         layers.overrides.retain(|given| given.setting() != "run.out");
         newest_run(&out)?.ok_or_else(|| {
             Failure::input(format!("--resume auto: there is no run to go on with in {}", out.display()))

@@ -7,18 +7,18 @@ use moeworks_ops::Isa;
 
 use crate::environment;
 
-/// The version, and the commit with its day where the program was built from a checkout.
+/// Returns the version, with the commit and its date if the program was built from a checkout.
 pub(crate) fn short() -> &'static str {
     static TEXT: OnceLock<String> = OnceLock::new();
     TEXT.get_or_init(|| format!("{}{}", env!("CARGO_PKG_VERSION"), option_env!("MOEWORKS_COMMIT").unwrap_or_default()))
 }
 
-/// The machine that the program is built for.
+/// Returns the target that the program is built for.
 pub(crate) fn target() -> &'static str {
     env!("MOEWORKS_TARGET")
 }
 
-/// The version with the target, the instruction sets of this machine and the kernels that are chosen for it.
+/// Returns the version with the target, this machine's instruction sets and the kernels chosen for it.
 pub(crate) fn long() -> &'static str {
     static TEXT: OnceLock<String> = OnceLock::new();
     TEXT.get_or_init(|| {
@@ -28,7 +28,7 @@ pub(crate) fn long() -> &'static str {
     })
 }
 
-/// The kernels that this machine computes with, in words.
+/// Describes the kernels that this machine computes with.
 pub(crate) fn kernels() -> &'static str {
     match environment::machine().isa() {
         Isa::Portable => "plain code, without vector instructions of their own",

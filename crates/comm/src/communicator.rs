@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use bytemuck::Pod;
 
-use crate::few::with_few;
 use crate::number::{Number, Reduce};
 use crate::operation::{Call, Memory, Operation};
+use crate::short_list::with_short_list;
 use crate::started::{Pending, RawPending};
 use crate::{Buffer, CommError};
 
@@ -25,8 +25,8 @@ pub trait Communicator: Send + Sync {
     /// Returns, for each rank of the group, its number in the whole run. Errors use these numbers.
     fn world_ranks(&self) -> &[usize];
 
-    /// Returns the node (machine) of each rank of the group. Nodes are numbered from 0 in the order in which ranks
-    /// first name them.
+    /// Returns the node (machine) of each rank of the group. Nodes are numbered from 0 in the order of their first
+    /// ranks.
     fn nodes(&self) -> &[usize];
 
     /// Starts an operation.
@@ -84,7 +84,7 @@ impl dyn Communicator + '_ {
     /// Gathers `send`, of the same length on all ranks, from all ranks to all. `recv` has `size` times as many
     /// elements.
     pub fn all_gather<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        with_few(self.size(), |_| size_of_val(send), |counts| self.all_gather_bytes(send, recv, counts))
+        with_short_list(self.size(), |_| size_of_val(send), |counts| self.all_gather_bytes(send, recv, counts))
     }
 
     /// Gathers `send` from all ranks to all: `recv_counts[r]` elements from rank r, the same counts on all ranks.
@@ -101,7 +101,7 @@ impl dyn Communicator + '_ {
     pub fn all_to_all<T: Pod>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         let size = self.size();
         let piece = send.len() / size * size_of::<T>();
-        with_few(size, |_| piece, |counts| self.all_to_all_bytes(send, counts, recv, counts))
+        with_short_list(size, |_| piece, |counts| self.all_to_all_bytes(send, counts, recv, counts))
     }
 
     /// Sends `send_counts[r]` elements to rank r and receives `recv_counts[r]` from it. Both ranks must agree on the
@@ -296,7 +296,7 @@ impl dyn Communicator + '_ {
 /// is refused.
 #[inline(always)] // Else what it makes would be moved.
 fn in_bytes<R>(counts: &[usize], element_size: usize, work: impl FnOnce(&[usize]) -> R) -> R {
-    with_few(counts.len(), |rank| counts[rank].saturating_mul(element_size), work)
+    with_short_list(counts.len(), |rank| counts[rank].saturating_mul(element_size), work)
 }
 
 /// Forwards the functions of a [`Communicator`] that a wrapper leaves unchanged to its field `inner`.

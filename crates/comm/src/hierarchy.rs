@@ -18,9 +18,9 @@ const BETWEEN_NODES: u32 = 32_000;
 pub struct Hierarchy {
     comm: Box<dyn Communicator>,
     /// The communicator of this node's ranks, in the order of the group.
-    pub(crate) node: Box<dyn Communicator>,
+    pub(crate) node_comm: Box<dyn Communicator>,
     /// The node of each rank.
-    pub(crate) grid: Nodes,
+    pub(crate) nodes: Nodes,
 }
 
 /// A message in flight from the relay of the node with this number.
@@ -38,7 +38,7 @@ impl BetweenNodes {
         for (node, pending) in self.arriving {
             let message = pending.finish()?;
             let mut start = 0;
-            for &source in &hierarchy.grid.ranks()[node] {
+            for &source in &hierarchy.nodes.ranks()[node] {
                 let len = recvs.counts[source];
                 recv[recvs.range(source)].copy_from_slice(&message[start..start + len]);
                 start += len;
@@ -129,11 +129,11 @@ impl Hierarchy {
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn from_comm(comm: Box<dyn Communicator>) -> Result<Self, CommError> {
-        let grid = Nodes::new(comm.nodes());
-        let Some(node) = comm.split(u32::try_from(grid.of(comm.rank())).ok(), comm.rank())? else {
+        let nodes = Nodes::new(comm.nodes());
+        let Some(node_comm) = comm.split(u32::try_from(nodes.of(comm.rank())).ok(), comm.rank())? else {
             return Err(comm.abort("more nodes than can be numbered"));
         };
-        Ok(Self { comm, node, grid })
+        Ok(Self { comm, node_comm, nodes })
     }
 
     /// Returns the communicator of the whole group.
@@ -145,7 +145,7 @@ impl Hierarchy {
     /// Returns the nodes that the ranks run on.
     #[must_use]
     pub fn nodes(&self) -> &Nodes {
-        &self.grid
+        &self.nodes
     }
 
     /// Does `Communicator::all_to_all_v` by the given path, with the same result. `TwoHop` equals `Hierarchical`
@@ -161,7 +161,7 @@ impl Hierarchy {
         recv: &mut [T],
         recv_counts: &[usize],
     ) -> Result<(), CommError> {
-        if algorithm == Algorithm::Linear || self.grid.num() == 1 {
+        if algorithm == Algorithm::Linear || self.nodes.num() == 1 {
             return self.comm.all_to_all_v(send, send_counts, recv, recv_counts);
         }
         let (sends, recvs) = (Pieces::from_elements::<T>(send_counts), Pieces::from_elements::<T>(recv_counts));
@@ -187,7 +187,7 @@ impl Hierarchy {
         recv_counts: &[usize],
     ) -> Result<PendingAllToAll, CommError> {
         let mut recv = vec![0; recv_counts.iter().sum()];
-        if algorithm == Algorithm::Linear || self.grid.num() == 1 {
+        if algorithm == Algorithm::Linear || self.nodes.num() == 1 {
             return Ok(PendingAllToAll::Direct(self.comm.start_all_to_all_v(send, send_counts, recv, recv_counts)?));
         }
         let (sends, recvs) = (Pieces::new(send_counts.to_vec()), Pieces::new(recv_counts.to_vec()));
@@ -202,17 +202,17 @@ impl Hierarchy {
         recv: &mut [u8],
         recvs: &Pieces,
     ) -> Result<BetweenNodes, CommError> {
-        let own = self.node.rank();
-        let targets: Vec<Vec<usize>> = (0..self.node.size()).map(|place| self.targets_of(place)).collect();
+        let own = self.node_comm.rank();
+        let targets: Vec<Vec<usize>> = (0..self.node_comm.size()).map(|place| self.targets_of(place)).collect();
         let (collected, pieces) = self.inside(send, sends, &targets)?;
         let arriving = self.start_arriving(recvs)?;
         let mut leaving = Vec::new();
         for (index, &target) in targets[own].iter().enumerate() {
-            let from_all = (0..self.node.size()).map(|from| from * targets[own].len() + index);
+            let from_all = (0..self.node_comm.size()).map(|from| from * targets[own].len() + index);
             if self.is_here(target) {
                 // The target on this node is this rank itself: each rank of the node gave what is for this one.
                 for (from, piece) in from_all.enumerate() {
-                    let source = self.grid.ranks()[self.own_node()][from];
+                    let source = self.nodes.ranks()[self.own_node()][from];
                     recv[recvs.range(source)].copy_from_slice(&collected[pieces.range(piece)]);
                 }
                 continue;
@@ -228,11 +228,11 @@ impl Hierarchy {
     /// Does the first step, within the node. Returns the bytes that this rank passes on, in pieces: for each rank of
     /// the node one for each of this rank's targets.
     fn inside(&self, send: &[u8], sends: &Pieces, targets: &[Vec<usize>]) -> Result<(Vec<u8>, Pieces), CommError> {
-        let (own, size) = (self.node.rank(), self.node.size());
+        let (own, size) = (self.node_comm.rank(), self.node_comm.size());
         let lens: Vec<usize> = targets.iter().map(Vec::len).collect();
         let announced: Vec<u64> = targets.iter().flatten().map(|&target| sends.counts[target] as u64).collect();
         let mut counts = vec![0_u64; size * lens[own]];
-        self.node.all_to_all_v(&announced, &lens, &mut counts, &vec![lens[own]; size])?;
+        self.node_comm.all_to_all_v(&announced, &lens, &mut counts, &vec![lens[own]; size])?;
         let pieces = Pieces::new(counts.into_iter().map(|count| count as usize).collect());
         // All pieces for one rank lie together. This is the one copy that orders the rows.
         let packed = targets.iter().flatten().map(|&target| &send[sends.range(target)]).collect::<Vec<_>>().concat();
@@ -241,17 +241,17 @@ impl Hierarchy {
         let from = |place: usize| pieces.counts[place * lens[own]..(place + 1) * lens[own]].iter().sum();
         let recv_counts: Vec<usize> = (0..size).map(from).collect();
         let mut collected = vec![0; pieces.total()];
-        self.node.all_to_all_v(&packed, &send_counts, &mut collected, &recv_counts)?;
+        self.node_comm.all_to_all_v(&packed, &send_counts, &mut collected, &recv_counts)?;
         Ok((collected, pieces))
     }
 
     /// Starts to receive what other nodes send here, each through one of its ranks.
     fn start_arriving(&self, recvs: &Pieces) -> Result<Vec<FromNode>, CommError> {
         let mut arriving = Vec::new();
-        for node in (0..self.grid.num()).filter(|&node| node != self.own_node()) {
-            let bytes: usize = self.grid.ranks()[node].iter().map(|&source| recvs.counts[source]).sum();
+        for node in (0..self.nodes.num()).filter(|&node| node != self.own_node()) {
+            let bytes: usize = self.nodes.ranks()[node].iter().map(|&source| recvs.counts[source]).sum();
             if bytes > 0 {
-                let from = self.grid.relay(node, self.comm.rank());
+                let from = self.nodes.relay(node, self.comm.rank());
                 arriving.push((node, self.comm.start_receive(vec![0; bytes], from, BETWEEN_NODES)?));
             }
         }
@@ -259,15 +259,15 @@ impl Hierarchy {
     }
 
     pub(crate) fn own_node(&self) -> usize {
-        self.grid.of(self.comm.rank())
+        self.nodes.of(self.comm.rank())
     }
 
     fn is_here(&self, rank: usize) -> bool {
-        self.grid.of(rank) == self.own_node()
+        self.nodes.of(rank) == self.own_node()
     }
 
     /// Returns the ranks that the rank at this place of the node passes pieces on to, itself included.
     pub(crate) fn targets_of(&self, place: usize) -> Vec<usize> {
-        self.grid.served_by(self.grid.ranks()[self.own_node()][place]).collect()
+        self.nodes.served_by(self.nodes.ranks()[self.own_node()][place]).collect()
     }
 }

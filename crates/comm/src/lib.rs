@@ -24,7 +24,6 @@
 mod buffer;
 mod communicator;
 mod error;
-mod few;
 mod hierarchy;
 mod in_flight;
 #[cfg(unix)]
@@ -36,6 +35,7 @@ mod number;
 mod operation;
 mod pin;
 mod rows;
+mod short_list;
 mod started;
 mod threads;
 mod throttle;

@@ -1,8 +1,8 @@
 //! A meter of a rank's communications and named pieces of work, as totals and as spans of time.
 //!
 //! [`Metered`] is a communicator that counts the traffic through it. A communication is *in flight* from its start to
-//! its end; the rank *stands* in it while it waits and can do nothing else. Time in flight without standing is hidden
-//! under work.
+//! its end; the rank is *blocked* in it while it waits and can do nothing else. Time in flight without blocking is
+//! hidden under work.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ pub struct Span {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Totals {
     /// Seconds that the rank was blocked in communications, waiting for other ranks included.
-    pub standing_s: f64,
+    pub blocked_s: f64,
     /// Bytes sent to ranks of the same node.
     pub node_bytes: u64,
     /// Bytes sent to ranks of other nodes.
@@ -121,9 +121,9 @@ impl Meter {
         totals.cluster_bytes += cluster_bytes;
     }
 
-    /// Counts the time from `start` until now as standing.
-    fn stood(&self, start: Instant) {
-        self.log().totals.standing_s += start.elapsed().as_secs_f64();
+    /// Counts the time from `start` until now as blocked.
+    fn record_blocked(&self, start: Instant) {
+        self.log().totals.blocked_s += start.elapsed().as_secs_f64();
     }
 
     fn log(&self) -> std::sync::MutexGuard<'_, Log> {
@@ -179,7 +179,7 @@ impl Communicator for Metered {
         let start = Instant::now();
         // SAFETY: the caller's promise.
         let raw = unsafe { self.inner.start(operation, memory) }?;
-        self.meter.stood(start);
+        self.meter.record_blocked(start);
         self.meter.sent(sent);
         let (meter, bytes) = (Arc::clone(&self.meter), sent[0] + sent[1]);
         Ok(Box::new(MeteredPending { raw, meter, name: name(operation.call), start, bytes, end: None }))
@@ -190,7 +190,7 @@ impl Communicator for Metered {
         let start = Instant::now();
         // SAFETY: the caller's promise.
         let result = unsafe { self.inner.run(operation, memory) };
-        self.meter.stood(start);
+        self.meter.record_blocked(start);
         self.meter.sent(sent);
         let interval = Interval { name: name(operation.call), start, end: Instant::now() };
         self.meter.add(interval, sent[0] + sent[1], false);
@@ -227,7 +227,7 @@ impl RawPending for MeteredPending {
     fn is_finished(&mut self) -> Result<bool, CommError> {
         let start = Instant::now();
         let is_finished = self.raw.is_finished()?;
-        self.meter.stood(start);
+        self.meter.record_blocked(start);
         if is_finished {
             self.note_end();
         }
@@ -237,7 +237,7 @@ impl RawPending for MeteredPending {
     fn finish(&mut self) -> Result<(), CommError> {
         let start = Instant::now();
         self.raw.finish()?;
-        self.meter.stood(start);
+        self.meter.record_blocked(start);
         self.meter.add(Interval { name: self.name, start, end: Instant::now() }, self.bytes, false);
         self.note_end();
         Ok(())

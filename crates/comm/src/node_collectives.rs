@@ -17,7 +17,7 @@ impl Hierarchy {
     pub fn all_gather_v<T: Pod>(&self, send: &[T], recv: &mut [T], counts: &[usize]) -> Result<(), CommError> {
         let own = self.comm().rank();
         let is_fitting = counts.get(own) == Some(&send.len()) && counts.iter().sum::<usize>() == recv.len();
-        if self.grid.num() == 1 || counts.len() != self.comm().size() || !is_fitting {
+        if self.nodes.num() == 1 || counts.len() != self.comm().size() || !is_fitting {
             // The plain call reports what is wrong with the sizes, if anything.
             return self.comm().all_gather_v(send, recv, counts);
         }
@@ -25,7 +25,7 @@ impl Hierarchy {
         let collected = self.collect(bytemuck::cast_slice(send), &counts)?;
         let (order, lens) = self.order_in_node(&counts);
         let mut unordered = vec![0_u8; size_of_val(recv)];
-        self.node.all_gather_v(&collected, &mut unordered, &lens)?;
+        self.node_comm.all_gather_v(&collected, &mut unordered, &lens)?;
         let (recv, starts) = (bytemuck::cast_slice_mut::<T, u8>(recv), starts(&counts));
         let mut rest = &unordered[..];
         for rank in order {
@@ -42,10 +42,10 @@ impl Hierarchy {
         let (comm, own) = (self.comm(), self.comm().rank());
         let mut leaving = Vec::new();
         for node in self.other_nodes().filter(|_| !piece.is_empty()) {
-            leaving.push(comm.start_send(piece.to_vec(), self.grid.relay(node, own), PIECES)?);
+            leaving.push(comm.start_send(piece.to_vec(), self.nodes.relay(node, own), PIECES)?);
         }
         let mut arriving = Vec::new();
-        for rank in self.grid.served_by(own).filter(|&rank| counts[rank] > 0) {
+        for rank in self.nodes.served_by(own).filter(|&rank| counts[rank] > 0) {
             let start = || comm.start_receive(vec![0_u8; counts[rank]], rank, PIECES);
             arriving.push((rank != own).then(start).transpose()?);
         }
@@ -68,15 +68,15 @@ impl Hierarchy {
     pub fn sum_scatter(&self, send: &[f32], counts: &[usize], recv: &mut [f32]) -> Result<(), CommError> {
         let own = self.comm().rank();
         let is_fitting = counts.get(own) == Some(&recv.len()) && counts.iter().sum::<usize>() == send.len();
-        if self.grid.num() == 1 || counts.len() != self.comm().size() || !is_fitting {
+        if self.nodes.num() == 1 || counts.len() != self.comm().size() || !is_fitting {
             return self.comm().reduce_scatter(send, counts, recv, Reduce::Sum);
         }
         let sums = self.sums_of_node(send, counts)?;
-        let (mut parts, mut leaving, mut rest) = (vec![Vec::new(); self.grid.num()], Vec::new(), &sums[..]);
-        for rank in self.grid.served_by(own) {
+        let (mut parts, mut leaving, mut rest) = (vec![Vec::new(); self.nodes.num()], Vec::new(), &sums[..]);
+        for rank in self.nodes.served_by(own) {
             let (piece, others) = rest.split_at(counts[rank]);
             if rank == own {
-                parts[self.grid.of(own)] = piece.to_vec();
+                parts[self.nodes.of(own)] = piece.to_vec();
             } else if !piece.is_empty() {
                 leaving.push(self.comm().start_send(piece.to_vec(), rank, PIECES)?);
             }
@@ -84,7 +84,7 @@ impl Hierarchy {
         }
         let mut arriving = Vec::new();
         for node in self.other_nodes().filter(|_| !recv.is_empty()) {
-            let from = self.grid.relay(node, own);
+            let from = self.nodes.relay(node, own);
             arriving.push((node, self.comm().start_receive(vec![0.0_f32; recv.len()], from, PIECES)?));
         }
         for (node, pending) in arriving {
@@ -99,21 +99,21 @@ impl Hierarchy {
     fn sums_of_node(&self, send: &[f32], counts: &[usize]) -> Result<Vec<f32>, CommError> {
         let ((order, lens), starts) = (self.order_in_node(counts), starts(counts));
         let ordered: Vec<f32> = order.iter().flat_map(|&rank| &send[starts[rank]..][..counts[rank]]).copied().collect();
-        let mut sums = vec![0.0; lens[self.node.rank()]];
-        self.node.reduce_scatter(&ordered, &lens, &mut sums, Reduce::Sum)?;
+        let mut sums = vec![0.0; lens[self.node_comm.rank()]];
+        self.node_comm.reduce_scatter(&ordered, &lens, &mut sums, Reduce::Sum)?;
         Ok(sums)
     }
 
     fn other_nodes(&self) -> impl Iterator<Item = usize> + '_ {
-        let here = self.grid.of(self.comm().rank());
-        (0..self.grid.num()).filter(move |&node| node != here)
+        let here = self.nodes.of(self.comm().rank());
+        (0..self.nodes.num()).filter(move |&node| node != here)
     }
 
     /// Returns the ranks of the group in the order in which this node's ranks collect pieces for them, and the
     /// elements that each rank of the node collects.
     fn order_in_node(&self, counts: &[usize]) -> (Vec<usize>, Vec<usize>) {
-        let near = &self.grid.ranks()[self.grid.of(self.comm().rank())];
-        let served: Vec<Vec<usize>> = near.iter().map(|&rank| self.grid.served_by(rank).collect()).collect();
+        let near = &self.nodes.ranks()[self.nodes.of(self.comm().rank())];
+        let served: Vec<Vec<usize>> = near.iter().map(|&rank| self.nodes.served_by(rank).collect()).collect();
         let lens = served.iter().map(|ranks| ranks.iter().map(|&rank| counts[rank]).sum()).collect();
         (served.concat(), lens)
     }

@@ -147,20 +147,19 @@ impl Operation<'_> {
         let (send, recv) = (memory.send_bytes, memory.recv_bytes);
         match self.call {
             Call::Barrier | Call::Split | Call::AllReduce { .. } => None,
-            Call::Broadcast { root, .. } => unknown(root, size),
-            Call::AllGatherV => total("receive", self.recv_counts, size, recv).or_else(|| {
+            Call::Broadcast { root, .. } => rank_misfit(root, size),
+            Call::AllGatherV => counts_misfit("receive", self.recv_counts, size, recv).or_else(|| {
                 let count = self.recv_counts[rank];
                 (count != send).then_some(Misfit::Given { bytes: send, count })
             }),
-            Call::AllToAllV => {
-                total("send", self.send_counts, size, send).or_else(|| total("receive", self.recv_counts, size, recv))
-            }
-            Call::ReduceScatter { .. } => total("send", self.send_counts, size, send).or_else(|| {
+            Call::AllToAllV => counts_misfit("send", self.send_counts, size, send)
+                .or_else(|| counts_misfit("receive", self.recv_counts, size, recv)),
+            Call::ReduceScatter { .. } => counts_misfit("send", self.send_counts, size, send).or_else(|| {
                 let share = self.send_counts[rank];
                 (share != recv).then_some(Misfit::Share { share, bytes: recv })
             }),
             Call::Send { to: peer, tag, .. } | Call::Receive { from: peer, tag, .. } => {
-                unknown(peer, size).or_else(|| (tag > MAX_TAG).then_some(Misfit::Tag { tag }))
+                rank_misfit(peer, size).or_else(|| (tag > MAX_TAG).then_some(Misfit::Tag { tag }))
             }
         }
     }
@@ -190,12 +189,12 @@ enum Misfit {
 }
 
 #[inline]
-fn unknown(rank: usize, size: usize) -> Option<Misfit> {
+fn rank_misfit(rank: usize, size: usize) -> Option<Misfit> {
     (rank >= size).then_some(Misfit::Rank { rank, size })
 }
 
 #[inline(always)]
-fn total(what: &'static str, counts: &[usize], size: usize, bytes: usize) -> Option<Misfit> {
+fn counts_misfit(what: &'static str, counts: &[usize], size: usize, bytes: usize) -> Option<Misfit> {
     if counts.len() != size {
         return Some(Misfit::Counts { num: counts.len(), what, size });
     }

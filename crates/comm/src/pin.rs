@@ -34,7 +34,7 @@ pub fn share_cores(comm: &dyn Communicator, pins: bool) -> Result<f64, CommError
     let (nodes, rank) = (comm.nodes(), comm.rank());
     let neighbours: Vec<usize> = (0..comm.size()).filter(|&other| nodes[other] == nodes[rank]).collect();
     let place = neighbours.iter().position(|&other| other == rank).unwrap_or(0);
-    let cores = list(&own);
+    let cores = core_list(&own);
     if cores.is_empty() {
         let machine = std::thread::available_parallelism().map_or(1, usize::from);
         return Ok(machine as f64 / neighbours.len() as f64);
@@ -45,7 +45,7 @@ pub fn share_cores(comm: &dyn Communicator, pins: bool) -> Result<f64, CommError
     if !pins || cores.len() < neighbours.len() {
         return Ok(cores.len() as f64 / neighbours.len() as f64);
     }
-    let cores = by_place(cores, Path::new(SYSTEM));
+    let cores = sort_by_location(cores, Path::new(SYSTEM));
     let end = |place: usize| cores.len() * place / neighbours.len();
     let share = &cores[end(place)..end(place + 1)];
     restrict(share);
@@ -59,12 +59,12 @@ pub(crate) fn num_cores(sets: &[Cores]) -> usize {
 }
 
 /// Lists the cores of a set in ascending order.
-fn list(set: &Cores) -> Vec<usize> {
+fn core_list(set: &Cores) -> Vec<usize> {
     (0..64 * WORDS).filter(|core| set[core / 64] >> (core % 64) & 1 == 1).collect()
 }
 
 /// Sorts cores by NUMA node, socket and physical core, as far as the description in the folder `system` tells.
-fn by_place(mut cores: Vec<usize>, system: &Path) -> Vec<usize> {
+fn sort_by_location(mut cores: Vec<usize>, system: &Path) -> Vec<usize> {
     cores.sort_by_cached_key(|core| {
         let folder = system.join(format!("cpu{core}"));
         let numa = numa_node(&folder);
@@ -87,7 +87,7 @@ fn numa_node(folder: &Path) -> Option<usize> {
 /// system does not say.
 #[must_use]
 pub fn cores_by_numa_node() -> Vec<usize> {
-    by_numa_node(&list(&allowed()), Path::new(SYSTEM))
+    by_numa_node(&core_list(&allowed()), Path::new(SYSTEM))
 }
 
 fn by_numa_node(cores: &[usize], system: &Path) -> Vec<usize> {
@@ -147,14 +147,14 @@ mod tests {
         try_run_ranks(&RankOptions::new(num_ranks), |comm| {
             before(comm.rank());
             let share = share_cores(comm, pins)?;
-            Ok::<_, CommError>((share, std::thread::spawn(|| list(&allowed())).join().unwrap()))
+            Ok::<_, CommError>((share, std::thread::spawn(|| core_list(&allowed())).join().unwrap()))
         })
         .unwrap()
     }
 
     #[test]
     fn ranks_share_the_cores_without_overlap() {
-        let all = list(&allowed());
+        let all = core_list(&allowed());
         let num_ranks = all.len().min(2);
         let pinned = shares(num_ranks, true, |_| ());
         assert!(
@@ -164,12 +164,12 @@ mod tests {
         let mut together: Vec<usize> = pinned.into_iter().flat_map(|(_, cores)| cores).collect();
         together.sort_unstable();
         assert_eq!(together, all);
-        assert_eq!(list(&allowed()), all, "this thread is where it was");
+        assert_eq!(core_list(&allowed()), all, "this thread is where it was");
     }
 
     #[test]
     fn ranks_are_left_where_they_are_if_told_so_or_too_many_or_placed_by_the_launcher() {
-        let all = list(&allowed());
+        let all = core_list(&allowed());
         assert_eq!(shares(2, false, |_| ())[1], (all.len() as f64 / 2.0, all.clone()));
         assert_eq!(shares(2 * all.len(), true, |_| ())[0], (0.5, all.clone()));
         if all.len() > 1 {
@@ -189,8 +189,12 @@ mod tests {
             std::fs::write(folder.join("topology/core_id"), format!("{}\n", core / 2 % 2)).unwrap();
             std::fs::write(folder.join("topology/physical_package_id"), "0\n").unwrap();
         }
-        assert_eq!(by_place((0..8).collect(), system.path()), [0, 4, 2, 6, 1, 5, 3, 7]);
-        assert_eq!(by_place(vec![3, 1, 2], Path::new("/nowhere")), [1, 2, 3], "by number where nothing is told");
+        assert_eq!(sort_by_location((0..8).collect(), system.path()), [0, 4, 2, 6, 1, 5, 3, 7]);
+        assert_eq!(
+            sort_by_location(vec![3, 1, 2], Path::new("/nowhere")),
+            [1, 2, 3],
+            "by number where nothing is told"
+        );
         assert_eq!(by_numa_node(&[0, 2, 3, 4], system.path()), [3, 1]);
         assert_eq!(by_numa_node(&[0, 1], Path::new("/nowhere")), [0; 0]);
     }

@@ -11,7 +11,7 @@
 //!
 //! Letters: T rows of this rank, D their width, R rows received.
 
-mod form;
+mod row_format;
 mod transfer;
 
 use std::ops::Range;
@@ -32,15 +32,15 @@ pub struct RowPlan {
     /// The number of rows from each rank, in the order in which they are received.
     recv_counts: Vec<usize>,
     /// The hop that leaves this rank: copies for ranks, or for the relays of nodes.
-    leaving: Leg,
+    leaving: Hop,
     /// The second hop, inside the node; only on the two-hop path.
-    inside: Option<Leg>,
+    inside: Option<Hop>,
     /// The start of each source's rows among those that come from inside the node; only on the two-hop path.
     starts: Vec<usize>,
 }
 
 /// One hop: rows copied from a list, with the numbers that go to and come from each rank.
-struct Leg {
+struct Hop {
     /// The source row of each row that is sent, in the order of targets.
     rows: Vec<u32>,
     send_counts: Vec<usize>,
@@ -86,18 +86,18 @@ impl RowPlan {
             let num_rows = targets.len();
             return Err(comm.abort(&format!("chunks end at rows {ends:?}: the ends must ascend to {num_rows}")));
         }
-        if algorithm == Algorithm::TwoHop && hierarchy.grid.num() > 1 {
+        if algorithm == Algorithm::TwoHop && hierarchy.nodes.num() > 1 {
             return Self::two_hops(hierarchy, targets, ends);
         }
         let straight =
             |row: usize, lists: &mut [Vec<u32>]| targets[row].iter().for_each(|&to| lists[to].push(row as u32));
-        let legs = Leg::agree(comm, lists(ends, comm.size(), straight))?;
-        let plan = |(leaving, rows): (Leg, Range<usize>)| {
+        let hops = Hop::agree(comm, lists(ends, comm.size(), straight))?;
+        let plan = |(leaving, rows): (Hop, Range<usize>)| {
             let recv_counts = leaving.recv_counts.clone();
             let num_rows = targets.len();
             Self { algorithm, num_rows, rows, recv_counts, leaving, inside: None, starts: Vec::new() }
         };
-        Ok(legs.into_iter().zip(ranges(ends)).map(plan).collect())
+        Ok(hops.into_iter().zip(ranges(ends)).map(plan).collect())
     }
 
     fn two_hops(hierarchy: &Hierarchy, targets: &[&[usize]], ends: &[usize]) -> Result<Vec<Self>, CommError> {
@@ -107,15 +107,15 @@ impl RowPlan {
             let list = targets[row];
             for (index, &rank) in list.iter().enumerate() {
                 if list[..index].iter().all(|&earlier| nodes[earlier] != nodes[rank]) {
-                    lists[hierarchy.grid.relay(nodes[rank], comm.rank())].push(row as u32);
+                    lists[hierarchy.nodes.relay(nodes[rank], comm.rank())].push(row as u32);
                 }
             }
         };
-        let leaving = Leg::agree(comm, lists(ends, comm.size(), to_relays))?;
+        let leaving = Hop::agree(comm, lists(ends, comm.size(), to_relays))?;
         let passed =
-            leaving.iter().map(|leg| Self::passed_on(hierarchy, leg, targets)).collect::<Result<Lists, _>>()?;
+            leaving.iter().map(|hop| Self::passed_on(hierarchy, hop, targets)).collect::<Result<Lists, _>>()?;
         let counts = Self::counts_by_source(hierarchy, &leaving, &passed)?;
-        let inside = Leg::agree(&*hierarchy.node, passed)?;
+        let inside = Hop::agree(&*hierarchy.node_comm, passed)?;
         let mut plans = Vec::with_capacity(ends.len());
         for (((leaving, inside), counts), rows) in leaving.into_iter().zip(inside).zip(&counts).zip(ranges(ends)) {
             let (recv_counts, starts) = Self::by_source(hierarchy, counts);
@@ -129,13 +129,13 @@ impl RowPlan {
     /// them: one relay's sources after another's.
     fn counts_by_source(
         hierarchy: &Hierarchy,
-        leaving: &[Leg],
+        leaving: &[Hop],
         passed: &[Vec<Vec<u32>>],
     ) -> Result<Vec<Vec<u64>>, CommError> {
-        let node = &*hierarchy.node;
+        let node = &*hierarchy.node_comm;
         let sources = hierarchy.targets_of(node.rank());
-        let of_chunk = |(leg, passed): (&Leg, &Vec<Vec<u32>>)| {
-            let arriving: Vec<usize> = sources.iter().map(|&source| leg.recv_counts[source]).collect();
+        let of_chunk = |(hop, passed): (&Hop, &Vec<Vec<u32>>)| {
+            let arriving: Vec<usize> = sources.iter().map(|&source| hop.recv_counts[source]).collect();
             let firsts = starts(&arriving);
             let of_place = |list: &Vec<u32>| -> Vec<u64> {
                 let below = |row: usize| list.partition_point(|&other| (other as usize) < row);
@@ -154,17 +154,17 @@ impl RowPlan {
     }
 
     /// Returns, for each rank of the node, the rows arriving here that go to it.
-    fn passed_on(hierarchy: &Hierarchy, leaving: &Leg, targets: &[&[usize]]) -> Result<Vec<Vec<u32>>, CommError> {
+    fn passed_on(hierarchy: &Hierarchy, leaving: &Hop, targets: &[&[usize]]) -> Result<Vec<Vec<u32>>, CommError> {
         let comm = hierarchy.comm();
         // A bit for each rank of the largest node, in words.
-        let num_words = hierarchy.grid.ranks().iter().map(Vec::len).max().unwrap_or(0).div_ceil(32);
+        let num_words = hierarchy.nodes.ranks().iter().map(Vec::len).max().unwrap_or(0).div_ceil(32);
         let mut masks = vec![0_u32; leaving.rows.len() * num_words];
         let mut sent = 0;
         for (relay, &count) in leaving.send_counts.iter().enumerate() {
             for index in sent..sent + count {
                 for &rank in targets[leaving.rows[index] as usize] {
                     if comm.nodes()[rank] == comm.nodes()[relay] {
-                        let place = hierarchy.grid.place(rank);
+                        let place = hierarchy.nodes.place(rank);
                         masks[index * num_words + place / 32] |= 1 << (place % 32);
                     }
                 }
@@ -177,14 +177,14 @@ impl RowPlan {
         comm.all_to_all_v(&masks, &sends, &mut arrived, &recvs)?;
         let wants = |row: usize, place: usize| arrived[row * num_words + place / 32] >> (place % 32) & 1 == 1;
         let for_place = |place| (0..num_arriving).filter(|&row| wants(row, place)).map(|row| row as u32).collect();
-        Ok((0..hierarchy.node.size()).map(for_place).collect())
+        Ok((0..hierarchy.node_comm.size()).map(for_place).collect())
     }
 
     /// Orders the counts that the relays reported by source rank: the rows from each source, and their start.
     fn by_source(hierarchy: &Hierarchy, counts: &[u64]) -> (Vec<usize>, Vec<usize>) {
         let size = hierarchy.comm().size();
         let (mut recv_counts, mut starts) = (vec![0; size], vec![0; size]);
-        let sources = (0..hierarchy.node.size()).flat_map(|place| hierarchy.targets_of(place));
+        let sources = (0..hierarchy.node_comm.size()).flat_map(|place| hierarchy.targets_of(place));
         let mut start = 0;
         for (source, &count) in sources.zip(counts) {
             (recv_counts[source], starts[source]) = (count as usize, start);
@@ -216,7 +216,7 @@ impl RowPlan {
     /// is counted at the relay too.
     #[must_use]
     pub fn num_sent(&self) -> usize {
-        self.leaving.rows.len() + self.inside.as_ref().map_or(0, |leg| leg.rows.len())
+        self.leaving.rows.len() + self.inside.as_ref().map_or(0, |hop| hop.rows.len())
     }
 }
 
@@ -236,7 +236,7 @@ fn lists(ends: &[usize], size: usize, add: impl Fn(usize, &mut [Vec<u32>])) -> L
     ranges(ends).map(of_chunk).collect()
 }
 
-impl Leg {
+impl Hop {
     /// Exchanges the numbers of rows of each chunk and makes the hop of each.
     fn agree(comm: &dyn Communicator, lists: Lists) -> Result<Vec<Self>, CommError> {
         let (num_chunks, size) = (lists.len(), comm.size());

@@ -39,13 +39,13 @@ pub struct MoveCosts {
 }
 
 /// The bytes from each rank to each other rank in one hop.
-struct Leg<'a> {
+struct HopBytes<'a> {
     nodes: &'a Nodes,
     /// Bytes by sender, then by receiver.
     bytes: Vec<f64>,
 }
 
-impl<'a> Leg<'a> {
+impl<'a> HopBytes<'a> {
     fn new(nodes: &'a Nodes) -> Self {
         Self { nodes, bytes: vec![0.0; nodes.num_ranks() * nodes.num_ranks()] }
     }
@@ -128,7 +128,7 @@ impl<'a> Pass<'a> {
     fn token_seconds(&self, costs: &MoveCosts) -> f64 {
         let nodes = self.load.nodes;
         let n = nodes.num_ranks();
-        let (mut first, mut second) = (Leg::new(nodes), Leg::new(nodes));
+        let (mut first, mut second) = (HopBytes::new(nodes), HopBytes::new(nodes));
         for source in 0..n {
             for target in 0..n {
                 let bytes = self.tokens_to(source, &[target]) * costs.row_bytes;
@@ -155,7 +155,7 @@ impl<'a> Pass<'a> {
     fn expert_seconds(&self, bytes: f64, links: &Links) -> f64 {
         let nodes = self.load.nodes;
         let given = |rank: usize| self.given[rank] as f64 * bytes;
-        let (mut between, mut inside) = (Leg::new(nodes), Leg::new(nodes));
+        let (mut between, mut inside) = (HopBytes::new(nodes), HopBytes::new(nodes));
         for rank in 0..nodes.num_ranks() {
             (0..nodes.num()).for_each(|node| between.send(rank, nodes.relay(node, rank), given(rank)));
             let collected: f64 = nodes.served_by(rank).map(given).sum();

@@ -18,6 +18,7 @@
 //!
 //! Letters: T tokens of a rank, D width, E experts, K experts a token, n ranks of a group, m of them on a node.
 
+mod balance;
 pub mod cost;
 mod exchange;
 mod expert_fetch;
@@ -33,6 +34,7 @@ mod simulate;
 mod topology;
 mod tune;
 
+pub use balance::{BalanceError, EplbSizes, ExpertMove, RankLoads, eplb, eplb_slots, improve};
 pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::memory::{RankMemory, rank_memory};
 pub use exchange::{Algorithm, Exchange, Moving, Wire};

@@ -57,6 +57,11 @@ impl Placement {
         Self { num_ranks, ranks: vec![(0..num_ranks).collect(); num_experts] }
     }
 
+    /// The placement of expert e on `ranks[e]`, ascending and at least one.
+    pub(crate) fn from_ranks(num_ranks: usize, ranks: Vec<Vec<usize>>) -> Self {
+        Self { num_ranks, ranks }
+    }
+
     /// Adds `ranks` to those of `expert`.
     pub fn replicate(&mut self, expert: usize, ranks: &[usize]) {
         assert!(ranks.iter().all(|&rank| rank < self.num_ranks), "ranks of a placement");

@@ -1,14 +1,17 @@
 //! The engine: carries out the scheduler's turns with a model.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use moeworks_infer::InferError;
 use moeworks_infer::generation::{AnswerText, End, Sampler};
 use moeworks_infer::open::Model;
-use moeworks_model::{PagedKvCache, SequencePart, WantedLogits};
+use moeworks_model::{Decoder, PagedKvCache, SequencePart, WantedLogits};
+use moeworks_moe::MoeSaved;
 use moeworks_ops::elementwise::copy_rows;
 use moeworks_tensor::{DType, Tensor};
 
+use crate::experts::{ExpertLoad, Experts, RoutedExperts, Slots};
 use crate::scheduler::{Counts, Limits, LimitsError, NewSequence, Refused, Scheduler, SequenceId, Turn, TurnPart};
 
 /// A request for an answer.
@@ -28,6 +31,8 @@ pub struct Request {
     pub priority: i32,
     /// Requests of different salts share no keys and values.
     pub salt: Vec<u8>,
+    /// The position from which on the experts of its tokens are wanted; none where they are not.
+    pub experts_from: Option<usize>,
 }
 
 /// A token that a turn adds to an answer.
@@ -41,6 +46,9 @@ pub struct Output {
     pub text: String,
     /// Says why the answer is complete, if it is.
     pub end: Option<End>,
+    /// The experts, where they are wanted, of tokens that were passed since the last output: with the first token those of the prompt, then
+    /// those of the token before. The last token of an answer is not passed.
+    pub experts: Option<RoutedExperts>,
 }
 
 /// A failure of the engine.
@@ -64,6 +72,8 @@ struct Answering<'a> {
     stop_ids: Vec<u32>,
     /// Tokens that it may still get.
     num_left: usize,
+    /// The position from which on experts are to be told.
+    experts_from: Option<usize>,
 }
 
 /// A model that answers many requests at once.
@@ -72,6 +82,8 @@ pub struct Engine<'a> {
     scheduler: Scheduler,
     cache: PagedKvCache,
     answers: HashMap<SequenceId, Answering<'a>>,
+    /// What routers chose; none for a model without MoE layers.
+    experts: Option<Experts>,
 }
 
 impl<'a> Engine<'a> {
@@ -83,7 +95,20 @@ impl<'a> Engine<'a> {
         model.decoder.check_ragged().map_err(InferError::from)?;
         let scheduler = Scheduler::new(limits)?;
         let cache = PagedKvCache::new(model.decoder.config(), limits.num_blocks, limits.block_len);
-        Ok(Self { model, scheduler, cache, answers: HashMap::new() })
+        let experts = Experts::new(model.decoder.config(), limits.num_blocks, limits.block_len);
+        Ok(Self { model, scheduler, cache, answers: HashMap::new(), experts })
+    }
+
+    /// Returns the tokens that each expert computes, which are counted as the engine goes on; none for a model without MoE layers.
+    #[must_use]
+    pub fn expert_load(&self) -> Option<Arc<ExpertLoad>> {
+        self.experts.as_ref().map(|experts| Arc::clone(experts.load()))
+    }
+
+    /// The bounds of what is done at a time.
+    #[must_use]
+    pub fn limits(&self) -> &Limits {
+        self.scheduler.limits()
     }
 
     /// Counts of what is waiting and running, for metrics.
@@ -103,7 +128,7 @@ impl<'a> Engine<'a> {
     /// # Errors
     /// If it does not fit, or too many wait.
     pub fn add(&mut self, request: Request) -> Result<SequenceId, EngineError> {
-        let Request { prompt, max_new_tokens, mut sampler, stops, stop_ids, priority, salt } = request;
+        let Request { prompt, max_new_tokens, mut sampler, stops, stop_ids, priority, salt, experts_from } = request;
         let len = prompt.len().saturating_add(max_new_tokens);
         self.model.decoder.check_len(len).map_err(InferError::from)?;
         self.model.decoder.check_prompt(&prompt).map_err(InferError::from)?;
@@ -111,7 +136,7 @@ impl<'a> Engine<'a> {
         let text = AnswerText::new(self.model, &prompt, &stops);
         let new = NewSequence { prompt, max_new_tokens, priority, salt, adapter: None, uses_prefix_cache: true };
         let id = self.scheduler.add(new)?;
-        self.answers.insert(id, Answering { sampler, text, stop_ids, num_left: max_new_tokens });
+        self.answers.insert(id, Answering { sampler, text, stop_ids, num_left: max_new_tokens, experts_from });
         Ok(id)
     }
 
@@ -133,7 +158,7 @@ impl<'a> Engine<'a> {
         let logits = self.pass(&turn)?;
         let mut outputs = Vec::new();
         for (row, part) in turn.parts.iter().filter(|part| part.draws).enumerate() {
-            outputs.extend(self.draw(&logits, row, part.sequence)?);
+            outputs.extend(self.draw(&logits, row, part)?);
         }
         let drawn: Vec<_> = outputs.iter().map(|output| (output.sequence, output.token)).collect();
         self.scheduler.complete(&turn, &drawn);
@@ -146,16 +171,33 @@ impl<'a> Engine<'a> {
     /// The logits behind each part that draws, a row each.
     fn pass(&mut self, turn: &Turn) -> Result<Tensor, EngineError> {
         let Model { ctx, decoder, weights, .. } = self.model;
+        let block_len = self.cache.block_len();
         for copy in &turn.copies {
             self.cache.copy_block(ctx, copy.from, copy.to);
+            if let Some(experts) = &mut self.experts {
+                experts.record().copy_block(copy.from, copy.to, block_len);
+            }
         }
         let parts: Vec<SequencePart<'_>> = turn.parts.iter().map(sequence_part).collect();
-        Ok(decoder.forward_ragged(ctx, weights, &mut self.cache, &parts, None).map_err(InferError::from)?)
+        let is_late = ctx.gpu().is_some();
+        let mut pass = self.experts.as_mut().map(|experts| experts.begin(slots(decoder, &parts, block_len), is_late));
+        let mut tell = |layer: usize, saved: &MoeSaved| {
+            if let Some(pass) = &mut pass {
+                pass.tell(layer, saved);
+            }
+        };
+        let logits = decoder.forward_ragged(ctx, weights, &mut self.cache, &parts, Some(&mut tell));
+        let logits = logits.map_err(InferError::from)?;
+        if let Some(pass) = pass {
+            pass.finish();
+        }
+        Ok(logits)
     }
 
     /// Draws the next token of a sequence from a row of logits; none if its request is gone.
-    fn draw(&mut self, logits: &Tensor, row: usize, id: SequenceId) -> Result<Option<Output>, EngineError> {
-        let ctx = &self.model.ctx;
+    fn draw(&mut self, logits: &Tensor, row: usize, part: &TurnPart) -> Result<Option<Output>, EngineError> {
+        let (ctx, id) = (&self.model.ctx, part.sequence);
+        let experts = self.experts_of(part);
         let Some(answer) = self.answers.get_mut(&id) else { return Ok(None) };
         let mut own = ctx.empty_there(&[1, logits.cols()], DType::F32);
         copy_rows(ctx, logits, row, &mut own, 0, 1);
@@ -175,8 +217,26 @@ impl<'a> Engine<'a> {
         if end.is_some() {
             text += &answer.text.finish()?;
         }
-        Ok(Some(Output { sequence: id, token: drawn.id, text, end }))
+        Ok(Some(Output { sequence: id, token: drawn.id, text, end, experts }))
     }
+
+    /// The experts of a sequence's tokens up to the end of a part that were not told yet, if they are wanted.
+    fn experts_of(&mut self, part: &TurnPart) -> Option<RoutedExperts> {
+        let from = self.answers.get_mut(&part.sequence)?.experts_from.as_mut()?;
+        let end = part.start + part.tokens.len();
+        let positions = *from..end.max(*from);
+        *from = positions.end;
+        Some(self.experts.as_mut()?.record().read(&part.blocks, positions, self.cache.block_len()))
+    }
+}
+
+/// The places of the tokens of parts, in the order in which a pass goes through them.
+fn slots(decoder: &Decoder, parts: &[SequencePart<'_>], block_len: usize) -> Slots {
+    let mut slots = Slots::default();
+    for part in decoder.ragged_groups(parts).into_iter().flatten().map(|index| &parts[index]) {
+        slots.add(part.blocks, part.start..part.start + part.ids.len(), block_len);
+    }
+    slots
 }
 
 /// A part of a turn as the model takes it.

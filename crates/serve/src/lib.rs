@@ -4,14 +4,18 @@
 //! sequence passes which tokens and which blocks hold its keys and values; [`Engine`] carries it out with a model.
 
 pub mod api;
+pub mod batch;
 mod blocks;
 mod engine;
+mod experts;
+pub mod gateway;
 mod hash;
 mod scheduler;
 pub mod server;
 
 pub use blocks::{BlockId, BlockPool};
 pub use engine::{Engine, EngineError, Output, Request};
+pub use experts::{ExpertLoad, LayerLoad, RoutedExperts};
 pub use hash::BlockHash;
 pub use scheduler::{
     BlockCopy, Counts, Limits, LimitsError, NewSequence, Refused, Scheduler, SequenceId, Turn, TurnPart,

@@ -12,7 +12,7 @@ mod order;
 mod windows;
 
 pub use blend::{Blend, BlendCursor};
-pub use dataset::{Dataset, DatasetOptions, Part};
+pub use dataset::{Dataset, DatasetOptions, NamedTokens, Part};
 pub use error::DatasetError;
 pub use mix::Mix;
 pub use order::Permutation;

@@ -5,6 +5,7 @@
 //! beside it, so that they cannot contradict it.
 
 mod lines;
+mod loads;
 mod ranks;
 mod writer;
 
@@ -15,6 +16,7 @@ use moeworks_moe::{self as moe, LayerStats};
 use crate::routing::Specialization;
 
 pub use lines::{MetricsError, ReadRecords, read_records};
+pub use loads::{ExpertLoads, LoadWindow, read_loads};
 pub(crate) use ranks::NUM_FIGURES;
 pub use ranks::{RankRecord, RanksRecord};
 pub use writer::{MetricsWriter, Sample, read_last_record, read_samples};

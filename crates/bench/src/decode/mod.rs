@@ -1,12 +1,12 @@
-//! The speed of generation and of prefill: tokens per second, and the share of the memory's bandwidth and of a GEMM's
+//! The speed of generation and of prefill: tokens per second, and the share of the memory bandwidth and of a GEMM's
 //! rate.
 //!
-//! By default the model has OLMoE's shape: two layers of width 2,048 with 16 heads of 128, 64 experts of width 1,024
-//! of which 8 a token, and a vocabulary of 8,192 (with 16 layers OLMoE-1B-7B's own), with random weights. A token
-//! reads the weights of its experts, of attention, of the routers and of the output projection once; the share is
-//! that of the rate of reading memory, which is measured between the tokens, because it changes within seconds on a
-//! shared machine. Both are medians. Prefill is compared with a square GEMM in the same type (in bf16 for quantized
-//! weights, which prefill multiplies in bf16, and in f32 for f16), in turns; both are the best of three.
+//! By default the model has OLMoE's shape with random weights: two layers of width 2,048 with 16 heads of 128, 64
+//! experts of width 1,024 of which 8 per token, and a vocabulary of 8,192 (with 16 layers, OLMoE-1B-7B's own). A
+//! token reads the weights of its experts, of attention, of the routers and of the output projection once. The
+//! reported share is relative to the rate of reading memory, which is measured between the tokens because it changes
+//! within seconds on a shared machine. Both are medians. Prefill takes turns with a square GEMM in the same type (in
+//! bf16 for quantized weights, which prefill multiplies in bf16, and in f32 for f16); both are the best of three.
 
 mod shapes;
 
@@ -30,47 +30,47 @@ use shapes::{random_tensor, random_weights};
 
 pub use shapes::{check_prefill, read_shape};
 
-/// Tokens of the prompt in the cache before generation is timed.
+/// The number of prompt tokens in the cache before generation is timed.
 const PROMPT: usize = 32;
-/// Tokens that are decoded; the median counts.
+/// The number of decoded tokens, of whose times the median counts.
 const DECODED: usize = 41;
-/// Tokens after which memory is read.
+/// The number of tokens between two measurements of memory.
 const TOKENS_PER_READ: usize = 4;
-/// Tokens of a prefill.
+/// The number of tokens of a prefill.
 const PREFILL: usize = 512;
-/// Turns of a prefill and a GEMM.
+/// The number of turns of a prefill and a GEMM.
 const PREFILLS: usize = 3;
 
-/// A model that is timed.
+/// The model to time.
 #[derive(Clone, Copy)]
 pub struct Model<'a> {
-    /// The layers.
+    /// The configured layers of the model.
     pub decoder: &'a Decoder,
-    /// The weights.
+    /// The weights of the model.
     pub weights: &'a DecoderWeights,
 }
 
-/// The speed of one type of weights with some sequences in a batch.
+/// The speed with one type of weights and one batch size.
 #[derive(Clone, Debug)]
 pub struct DecodeSpeed {
     /// The type of the first layer's feed-forward weights.
     pub dtype: DType,
-    /// Sequences that are generated together.
+    /// The number of sequences generated together.
     pub batch: usize,
-    /// Bytes of weights that a step reads.
+    /// The bytes of weights that a step reads.
     pub bytes_per_step: f64,
-    /// Seconds of a step, which adds a token to each sequence: a median.
+    /// The median time of a step, which adds a token to each sequence, in seconds.
     pub seconds_per_step: f64,
-    /// The rate of reading memory meanwhile: a median.
+    /// The median rate of reading memory, measured in between.
     pub read_bytes_per_s: f64,
-    /// Tokens of a prompt per second.
+    /// The number of prompt tokens per second.
     pub prefill_tokens_per_s: f64,
     /// The share of a GEMM's rate that prefill reaches.
     pub share_of_product: f64,
 }
 
 impl DecodeSpeed {
-    /// Returns the share of the memory's bandwidth that a step reaches.
+    /// Returns the share of the memory bandwidth that a step reaches.
     #[must_use]
     pub fn share_of_bandwidth(&self) -> f64 {
         self.bytes_per_step / self.seconds_per_step / self.read_bytes_per_s
@@ -93,8 +93,8 @@ impl DecodeSpeed {
     }
 }
 
-/// Times a model of random weights in the type `dtype` with each of these numbers of sequences. Two layers of OLMoE
-/// take some seconds, and the memory of 873 million weights.
+/// Times a model with random weights of type `dtype`, with each of these numbers of sequences. Two layers of OLMoE
+/// take a few seconds, and the memory of 873 million weights.
 ///
 /// # Errors
 /// [`BenchError`] where the configuration cannot be computed.
@@ -128,7 +128,7 @@ pub fn measure_model(
     timed(ctx, peaks, model, dtype, batches)
 }
 
-/// Generates text after text and passes the seconds of each token to `report`, forever.
+/// Generates texts without end and passes the seconds of each token to `report`.
 ///
 /// # Errors
 /// [`BenchError`] where the model cannot be computed; otherwise it does not return.
@@ -170,12 +170,12 @@ fn timed(
     batches.iter().map(of_batch).collect()
 }
 
-/// Returns ids of prompts that follow one another.
+/// Returns the ids of the next prompts.
 fn ids(config: &ModelConfig, count: usize) -> Vec<u32> {
     (0..count).map(|i| (i * 7919 % config.vocab_size) as u32).collect()
 }
 
-/// Returns the seconds of a step and the bytes per second that were read from memory meanwhile: medians.
+/// Returns the median time of a step in seconds, and the median bytes per second read from memory in between.
 fn decoding(ctx: &Context, peaks: &Peaks, texts: &mut Texts<'_>) -> Result<(f64, f64), BenchError> {
     let memory = (ctx.device() == Device::Cpu).then(Memory::default);
     let (mut times, mut rates) = (Vec::new(), Vec::new());
@@ -188,7 +188,7 @@ fn decoding(ctx: &Context, peaks: &Peaks, texts: &mut Texts<'_>) -> Result<(f64,
     Ok((median(times), median(rates)))
 }
 
-/// Texts that are generated behind prompts of one length.
+/// Texts that are generated after prompts of one length.
 struct Texts<'a> {
     ctx: &'a Context,
     model: Model<'a>,
@@ -203,7 +203,7 @@ impl<'a> Texts<'a> {
         let mut cache = KvCache::of_sequences(config, count);
         let logits =
             model.decoder.forward_cached(ctx, model.weights, &mut cache, &ids(config, count * PROMPT), None)?;
-        // The most likely token, as in the programs that it is compared with.
+        // The likeliest token is chosen, as in the programs used for comparison.
         let sampler = Sampler::new(SamplingOptions { temperature: 0.0, ..SamplingOptions::default() })?;
         Ok(Self { ctx, model, cache, logits, sampler })
     }
@@ -213,17 +213,17 @@ impl<'a> Texts<'a> {
         self.sampler.sample_each(self.ctx, &self.logits, count)
     }
 
-    /// Generates a token of each text and returns the seconds.
+    /// Generates a token of each text and returns the time in seconds.
     fn next(&mut self) -> Result<f64, BenchError> {
         let start = Instant::now();
-        // The next step begins on a GPU before the host knows the drawn tokens, as in `generate`.
+        // The next step starts on a GPU before the host knows the sampled tokens, as in `generate`.
         let drawn = self.drawn();
         self.logits = self.model.decoder.step_async(self.ctx, self.model.weights, &mut self.cache, &drawn)?;
         assert_eq!(drawn.wait().len(), self.cache.num_sequences());
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Returns the number of experts of each layer that the next tokens go to; 0 in layers without experts.
+    /// Returns the number of experts per layer that the next tokens use; 0 in layers without experts.
     fn experts(&mut self) -> Result<Vec<usize>, BenchError> {
         let ids: Vec<u32> = self.drawn().wait().iter().map(|drawn| drawn.id).collect();
         let Model { decoder, weights } = self.model;
@@ -241,7 +241,8 @@ impl<'a> Texts<'a> {
     }
 }
 
-/// Returns the seconds of a prefill and the operations per second of GEMMs in turns with it: the best of each.
+/// Returns the time of a prefill in seconds, and the operations per second of GEMMs in turns with it: the best of
+/// each.
 fn prefilling(ctx: &Context, Model { decoder, weights }: Model<'_>, dtype: DType) -> Result<(f64, f64), BenchError> {
     let prompt = ids(decoder.config(), PREFILL);
     let product = Square::new(ctx, dtype);
@@ -280,7 +281,7 @@ fn prefill_flops(config: &ModelConfig) -> f64 {
     (2 * PREFILL * weights + config.num_layers * attention + 2 * head) as f64
 }
 
-/// A square GEMM of the size of a prefill's.
+/// A square GEMM of a prefill's size.
 struct Square {
     x: Tensor,
     w: Tensor,

@@ -1,4 +1,4 @@
-//! Models that are timed without weights of their own: shapes and random weights.
+//! Models without stored weights: shapes and random weights.
 
 use std::path::Path;
 
@@ -11,10 +11,10 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor, bf16};
 use super::PREFILL;
 use crate::error::BenchError;
 
-/// Layers of OLMoE-1B-7B.
+/// The number of layers of OLMoE-1B-7B.
 const OLMOE_LAYERS: usize = 16;
 
-/// Returns the configuration in a folder's `config.json`, or OLMoE's, cut to `num_layers` layers where they are
+/// Returns the configuration in a folder's `config.json`, or OLMoE's. Both are reduced to `num_layers` layers if
 /// given.
 ///
 /// # Errors
@@ -44,7 +44,7 @@ fn take_layers(config: &mut ModelConfig, count: usize, dir: &Path) -> Result<(),
     Ok(())
 }
 
-/// Refuses a model whose context is shorter than the timed prefill.
+/// Returns an error if the model's context is shorter than the timed prefill.
 ///
 /// # Errors
 /// [`BenchError::Request`] with the name `path`.
@@ -56,7 +56,7 @@ pub fn check_prefill(config: &ModelConfig, path: &Path) -> Result<(), BenchError
     Err(BenchError::Request(format!("{}: takes {longest} tokens at most, not {PREFILL}", path.display())))
 }
 
-/// Returns OLMoE's shape, with a small vocabulary unless it has as many layers as OLMoE.
+/// Returns OLMoE's shape, with a small vocabulary unless it has all layers of OLMoE.
 fn olmoe(num_layers: usize) -> ModelConfig {
     ModelConfig {
         vocab_size: if num_layers < OLMOE_LAYERS { 8192 } else { 50304 },
@@ -77,9 +77,9 @@ fn olmoe(num_layers: usize) -> ModelConfig {
     }
 }
 
-/// Draws weights in their types where they stay: matrices in `dtype`, the embedding in a float type.
+/// Draws weights directly in their final type and place: matrices in `dtype`, the embedding in a float type.
 pub(super) fn random_weights(ctx: &Context, decoder: &Decoder, dtype: DType) -> DecoderWeights {
-    // Zeros that are never touched take no memory.
+    // Untouched zeros use no memory.
     let mut weights = decoder.zero_weights(ctx);
     let roles = weights.roles();
     for (index, ((_, tensor), role)) in weights.tensors_mut().into_iter().zip(roles).enumerate() {
@@ -97,7 +97,7 @@ pub(super) fn random_weights(ctx: &Context, decoder: &Decoder, dtype: DType) -> 
     weights
 }
 
-/// Draws numbers of deviation 0.02, four of each random block, so that a whole model takes seconds.
+/// Draws numbers with a standard deviation of 0.02, four of each random block, so that a whole model takes seconds.
 pub(super) fn random_tensor(ctx: &Context, shape: &[usize], dtype: DType, stream: u64) -> Tensor {
     const PIECE: usize = 1 << 15;
     let random = Random::new(1, Purpose::Test, stream);

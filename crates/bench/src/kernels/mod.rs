@@ -1,5 +1,5 @@
-//! Times single operations of `ops`, each against the limit that binds it: the peak of products on registers alone,
-//! or the rates of reading and copying memory, whichever takes longer.
+//! Timing of single operations of `ops`, each compared with its limit: the peak of products on registers alone, or
+//! the rates of reading and copying memory, whichever takes longer.
 
 mod products;
 mod vector;
@@ -27,7 +27,8 @@ pub fn time_kernels(ctx: &Context, peaks: &Peaks, dtype: DType, filter: &str, mu
 struct Timing<'a> {
     ctx: &'a Context,
     peaks: Peaks,
-    /// Memory to read and copy around each case, on a CPU: its rate changes within seconds on a shared machine.
+    /// Memory that is read and copied around each case on a CPU, because its rate changes within seconds on a shared
+    /// machine.
     memory: Option<Memory>,
     filter: &'a str,
     report: &'a mut dyn FnMut(&CaseResult),
@@ -38,7 +39,7 @@ impl Timing<'_> {
         name.contains(self.filter)
     }
 
-    /// Returns whether any of these cases will run, and their operands are needed.
+    /// Returns whether any of these cases will run, so that their operands are needed.
     fn wants_any(&self, names: &[impl AsRef<str>]) -> bool {
         names.iter().any(|name| self.wants(name.as_ref()))
     }
@@ -63,7 +64,7 @@ impl Timing<'_> {
         }
     }
 
-    /// Returns the best of a few rates of reading and copying.
+    /// Returns the best of several measured rates of reading and copying.
     fn rates(&mut self) -> Option<(f64, f64)> {
         const TRIES: usize = 3;
         let (memory, ctx) = (self.memory.as_mut()?, self.ctx);

@@ -11,9 +11,22 @@ use moeworks_ops::gemm_plan::GemmProblem;
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::{Activation, Context};
 
-/// A linear layer to time: tokens, outputs, inputs.
-const LINEAR_CASES: [(usize, usize, usize); 6] =
-    [(2048, 2048, 2048), (64, 2048, 2048), (4096, 256, 256), (4096, 1024, 256), (4096, 256, 512), (1, 2048, 2048)];
+/// A linear layer to time: the number of tokens, of outputs and of inputs.
+#[derive(Clone, Copy)]
+struct LinearCase {
+    t: usize,
+    o: usize,
+    i: usize,
+}
+
+const LINEAR_CASES: [LinearCase; 6] = [
+    LinearCase { t: 2048, o: 2048, i: 2048 },
+    LinearCase { t: 64, o: 2048, i: 2048 },
+    LinearCase { t: 4096, o: 256, i: 256 },
+    LinearCase { t: 4096, o: 1024, i: 256 },
+    LinearCase { t: 4096, o: 256, i: 512 },
+    LinearCase { t: 1, o: 2048, i: 2048 },
+];
 
 /// An MoE layer's experts to time.
 #[derive(Clone, Copy)]
@@ -31,13 +44,13 @@ const EXPERTS_CASES: [ExpertsCase; 3] = [
     ExpertsCase { t: 1, d: 1024, f: 512, e: 32, k: 4 },
 ];
 
-/// Weights of cases of one token, one after the other: those of one matrix would lie in a cache, which those of a
-/// model do not.
+/// The number of weights that cases of one token use in turn. Those of one matrix would stay in a cache, unlike those
+/// of a model.
 const COLD_MATRICES: usize = 16;
 
 pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
-    for sizes in LINEAR_CASES {
-        linears(timing, dtype, sizes);
+    for case in LINEAR_CASES {
+        linears(timing, dtype, case);
     }
     for case in EXPERTS_CASES {
         experts(timing, dtype, case);
@@ -54,7 +67,8 @@ fn values(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     tensor
 }
 
-fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usize)) {
+fn linears(timing: &mut Timing<'_>, dtype: DType, case: LinearCase) {
+    let LinearCase { t, o, i } = case;
     let names = ["x w^T  ", "dy w   ", "dy^T x "].map(|what| format!("{what} {t} x {o} x {i}, {dtype:?}"));
     if !timing.wants_any(&names) {
         return;
@@ -64,7 +78,7 @@ fn linears(timing: &mut Timing<'_>, dtype: DType, (t, o, i): (usize, usize, usiz
     let (x, dy) = (values(ctx, &[t, i], dtype), values(ctx, &[t, o], dtype));
     let copies = if t == 1 { COLD_MATRICES } else { 1 };
     let weights: Vec<Tensor> = (0..copies).map(|_| values(ctx, &[o, i], dtype)).collect();
-    // Written once already: what is fresh comes page by page.
+    // The output has been written before, because fresh memory is mapped page by page.
     let mut grads: Vec<Tensor> = (0..copies).map(|_| values(ctx, &[o, i], DType::F32)).collect();
     let (size, wide) = (dtype.size(), DType::F32.size());
     let flops = 2.0 * (t * o * i) as f64;
@@ -104,8 +118,8 @@ fn experts(timing: &mut Timing<'_>, dtype: DType, case: ExpertsCase) {
         (ctx.zeros(gate_up.shape(), DType::F32), ctx.zeros(down.shape(), DType::F32));
     let activation = Activation::SwiGlu;
     let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation };
-    // Choice k of token t is expert (t + k e / K) mod E: every expert gets as many rows. Few tokens come in turns
-    // with other experts.
+    // Choice k of token t is expert (t + k e / K) mod E, so that every expert gets as many rows. Cases of few tokens
+    // use other experts in turn.
     let turns = (e / (t * k)).max(1);
     let all: Vec<Choices> = (0..turns)
         .map(|turn| {

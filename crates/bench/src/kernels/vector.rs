@@ -1,5 +1,5 @@
 //! Operations other than matrix products: attention, the output layer with its loss, norms, rotations, embeddings,
-//! conversions and the optimizer, of sizes that no cache holds where memory binds them.
+//! conversions and the optimizer. Operations limited by memory have sizes that no cache holds.
 
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
@@ -14,41 +14,58 @@ use moeworks_ops::linear::Write;
 use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward};
 use moeworks_ops::rope::{RopeTable, Rotation, rope};
 
-/// Elements of a tensor that is gone through as a whole: 128 MiB in f32.
+/// The number of elements of a tensor that is processed as a whole: 128 MiB in f32.
 const LEN: usize = 32 << 20;
 
-/// Rows of norms, rotations and embeddings, and how wide they are.
+/// The number of rows of norms, rotations and embeddings, and their width.
 const ROWS: (usize, usize) = (16_384, 1024);
 
 const HEAD_DIM: usize = 64;
 
-/// Name, sequences, their (queries, keys), (heads, heads of keys), width of a head.
-type AttentionCase = (&'static str, usize, (usize, usize), (usize, usize), usize);
+/// A causal attention to time.
+#[derive(Clone, Copy)]
+struct AttentionCase {
+    /// True for one query per sequence, as in a decoding step; else there are as many queries as keys.
+    is_step: bool,
+    batch: usize,
+    kv_len: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+}
 
 const ATTENTION_CASES: [AttentionCase; 6] = [
-    ("16 x 256 heads 4/4 x 64", 16, (256, 256), (4, 4), 64),
-    ("16 x 256 heads 4/2 x 64", 16, (256, 256), (4, 2), 64),
-    ("4 x 1024 heads 16/16 x 64", 4, (1024, 1024), (16, 16), 64),
-    ("1 x 4096 heads 8/2 x 128", 1, (4096, 4096), (8, 2), 128),
-    ("of a step 1 x 8192 heads 16/4 x 128", 1, (1, 8192), (16, 4), 128),
-    ("of a step 8 x 4096 heads 8/8 x 64", 8, (1, 4096), (8, 8), 64),
+    AttentionCase { is_step: false, batch: 16, kv_len: 256, num_heads: 4, num_kv_heads: 4, head_dim: 64 },
+    AttentionCase { is_step: false, batch: 16, kv_len: 256, num_heads: 4, num_kv_heads: 2, head_dim: 64 },
+    AttentionCase { is_step: false, batch: 4, kv_len: 1024, num_heads: 16, num_kv_heads: 16, head_dim: 64 },
+    AttentionCase { is_step: false, batch: 1, kv_len: 4096, num_heads: 8, num_kv_heads: 2, head_dim: 128 },
+    AttentionCase { is_step: true, batch: 1, kv_len: 8192, num_heads: 16, num_kv_heads: 4, head_dim: 128 },
+    AttentionCase { is_step: true, batch: 8, kv_len: 4096, num_heads: 8, num_kv_heads: 8, head_dim: 64 },
 ];
 
-/// Tokens, width, classes.
-const HEAD_CASES: [(usize, usize, usize); 2] = [(4096, 256, 256), (1024, 512, 32_000)];
+/// An output layer to time.
+#[derive(Clone, Copy)]
+struct HeadCase {
+    tokens: usize,
+    width: usize,
+    classes: usize,
+}
+
+const HEAD_CASES: [HeadCase; 2] =
+    [HeadCase { tokens: 4096, width: 256, classes: 256 }, HeadCase { tokens: 1024, width: 512, classes: 32_000 }];
 
 pub(super) fn bench(timing: &mut Timing<'_>, dtype: DType) {
     for case in ATTENTION_CASES {
         attentions(timing, dtype, case);
     }
-    for sizes in HEAD_CASES {
-        heads(timing, dtype, sizes);
+    for case in HEAD_CASES {
+        heads(timing, dtype, case);
     }
     rows(timing, dtype);
     whole(timing, dtype);
 }
 
-/// Random numbers, of which 8,191 come again and again.
+/// Random numbers that repeat after 8,191 elements.
 fn normal(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     let random = Random::new(1, Purpose::Test, 0);
     let values: Vec<f32> = (0..8191).map(|i| random.normal(i)).collect();
@@ -56,9 +73,13 @@ fn normal(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     cast(ctx, &Tensor::from_slice(ctx.pool(), shape, &repeated), dtype)
 }
 
-/// Causal; counted are the pairs that the mask leaves, and that backward takes five products where forward takes two.
+/// Times causal attention. Only the pairs that the mask leaves are counted; forward takes two products per pair and
+/// backward five.
 fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
-    let (name, batch, (seq_len, kv_len), (num_heads, num_kv_heads), head_dim) = case;
+    let AttentionCase { is_step, batch, kv_len, num_heads, num_kv_heads, head_dim } = case;
+    let seq_len = if is_step { 1 } else { kv_len };
+    let of_step = if is_step { "of a step " } else { "" };
+    let name = format!("{of_step}{batch} x {kv_len} heads {num_heads}/{num_kv_heads} x {head_dim}");
     let [forward, backward] = ["forward", "backward"].map(|pass| format!("attention {pass} {name}, {dtype:?}"));
     if !timing.wants_any(&[&forward, &backward]) {
         return;
@@ -92,8 +113,9 @@ fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
     });
 }
 
-/// The output layer with cross entropy.
-fn heads(timing: &mut Timing<'_>, dtype: DType, (tokens, width, classes): (usize, usize, usize)) {
+/// Times the output layer with cross-entropy.
+fn heads(timing: &mut Timing<'_>, dtype: DType, case: HeadCase) {
+    let HeadCase { tokens, width, classes } = case;
     let [forward, backward] = ["forward", "backward"]
         .map(|pass| format!("output layer and loss {pass} {tokens} x {width}, {classes} classes, {dtype:?}"));
     if !timing.wants_any(&[&forward, &backward]) {
@@ -150,7 +172,7 @@ fn rows(timing: &mut Timing<'_>, dtype: DType) {
     }
 }
 
-/// What goes through whole tensors of f32, or of f32 with something in `dtype` beside it.
+/// Times operations on whole tensors of f32, or of f32 together with a tensor of `dtype`.
 fn whole(timing: &mut Timing<'_>, dtype: DType) {
     let names = ["add", "sum of squares", "scale", "cast f32 to", "cast to f32 of", "adamw"];
     let name = |what: &str| format!("{what} {}M, {dtype:?}", LEN >> 20);
@@ -173,7 +195,7 @@ fn whole(timing: &mut Timing<'_>, dtype: DType) {
     }
     let (mut m, mut v) = (ctx.zeros(&[LEN], DType::F32), ctx.zeros(&[LEN], DType::F32));
     let step = AdamWStep { lr: 1e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
-    // Beside weights in f32 a copy in bf16 is written for the products.
+    // For f32 weights a bf16 copy is written for the products.
     timing.case(name("adamw"), f(16, if is_bf16 { 12 + size } else { 12 }), || {
         let compute = is_bf16.then_some(&mut other);
         adamw(ctx, &step, AdamWTensors { param: &mut y, grad: &x, m: &mut m, v: &mut v, compute });

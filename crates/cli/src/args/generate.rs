@@ -64,7 +64,8 @@ impl SamplingArgs {
 
 #[derive(Debug, Args)]
 #[command(before_help = "Usual use:\n  moeworks generate MODEL --prompt \"Once upon a time\"\n  \
-                         moeworks generate MODEL --prompt-file question.txt --max-tokens 500 --stop \"###\"")]
+                         moeworks generate MODEL --prompt-file question.txt --max-tokens 500 --stop \"###\"\n  \
+                         moeworks generate MODEL --data prompts.jsonl --out answers.jsonl")]
 pub(crate) struct GenerateArgs {
     /// Model: a run, a checkpoint, a model folder or a GGUF file
     pub(crate) model: PathBuf,
@@ -84,9 +85,35 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     pub(crate) special: bool,
     #[command(flatten)]
+    pub(crate) batch: BatchArgs,
+    #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
+}
+
+/// The options of many prompts at once.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Many prompts")]
+pub(crate) struct BatchArgs {
+    /// A file of prompts, a JSON object a line: prompt or messages, and perhaps id, max_tokens, seed and sampling settings
+    #[arg(long, value_name = "FILE", requires = "out", conflicts_with_all = ["prompt", "prompt_file"])]
+    pub(crate) data: Option<PathBuf>,
+    /// The file of answers, a JSON object a line in the order of the prompts; it is there when it is complete
+    #[arg(long, value_name = "FILE", requires = "data")]
+    pub(crate) out: Option<PathBuf>,
+    /// Replace a file of answers that is there
+    #[arg(long, requires = "data")]
+    pub(crate) force: bool,
+    /// A chat template in Jinja in place of the model's own, for prompts that are messages
+    #[arg(long, value_name = "FILE", requires = "data")]
+    pub(crate) chat_template: Option<PathBuf>,
+    /// Answers that are computed at a time
+    #[arg(long, value_name = "N", default_value_t = 64, requires = "data")]
+    pub(crate) max_running: usize,
+    /// GB of memory for keys and values (default: as much as --max-running answers need, up to a quarter of the memory)
+    #[arg(long, value_name = "GB", requires = "data")]
+    pub(crate) kv_memory: Option<f64>,
 }
 
 #[derive(Debug, Args)]

@@ -8,10 +8,10 @@ use super::Cli;
 /// listed under `Other`.
 const GROUPS: [(&str, &[&str]); 6] = [
     ("Train", &["train", "study", "report"]),
-    ("Run", &["chat", "generate", "serve"]),
+    ("Run", &["chat", "generate", "serve", "gateway"]),
     ("Inspect", &["inspect", "evaluate", "routing"]),
     ("Make", &["convert", "upcycle"]),
-    ("Plan", &["estimate", "plan", "simulate"]),
+    ("Plan", &["estimate", "plan", "simulate", "balance"]),
     ("Measure", &["bench", "doctor"]),
 ];
 

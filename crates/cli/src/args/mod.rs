@@ -1,9 +1,11 @@
 //! The command line as typed: raw values, which the commands resolve. Each file has the options of a group of
 //! commands.
 
+mod balance;
 mod bench;
 mod convert;
 mod errors;
+mod gateway;
 mod generate;
 mod help;
 mod inspect;
@@ -19,9 +21,11 @@ use clap_complete::Shell;
 
 use crate::version;
 
+pub(crate) use balance::{BalanceArgs, Policy};
 pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
+pub(crate) use gateway::GatewayArgs;
 pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};
 pub(crate) use help::command;
 pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs, ShardingArgs};
@@ -63,6 +67,8 @@ pub(crate) enum Command {
     Chat(ChatArgs),
     /// Serve a model over HTTP with OpenAI's API, for many requests at a time
     Serve(ServeArgs),
+    /// Spread requests over several servers of the same model
+    Gateway(GatewayArgs),
     /// Measure how well a model predicts a text: loss, perplexity, bits per byte, expert load
     Evaluate(EvaluateArgs),
     /// Show a model's parameters, memory and expert load
@@ -71,6 +77,8 @@ pub(crate) enum Command {
     Estimate(EstimateArgs),
     /// Propose layouts of a model on several ranks, with the cost of each
     Plan(PlanArgs),
+    /// Place experts on ranks by the load that a run recorded
+    Balance(BalanceArgs),
     /// Simulate a pipeline schedule with given times: what each rank does when, and the memory it uses
     Simulate(SimulateArgs),
     /// Write a page that shows the experts of each token of a text

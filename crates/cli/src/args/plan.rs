@@ -22,7 +22,7 @@ pub(crate) struct EstimateArgs {
 #[command(
     before_help = "Usual use:\n  moeworks plan --ranks 8                   layouts on 8 ranks of this machine\n  \
                          moeworks plan --topology cluster.toml     layouts on a described cluster\n  \
-                         moeworks plan --simulate                  how a described cluster scales from 8 to 2,048 ranks"
+                         moeworks plan --scaling                  how a described cluster scales from 8 to 2,048 ranks"
 )]
 pub(crate) struct PlanArgs {
     #[command(flatten)]
@@ -35,8 +35,8 @@ pub(crate) struct PlanArgs {
     pub(crate) topology: Option<PathBuf>,
     /// Print how a cluster scales from 8 to 2,048 ranks (or --ranks) with the same tokens on each; without
     /// --topology, --config and --preset, for a built-in cluster and model
-    #[arg(long)]
-    pub(crate) simulate: bool,
+    #[arg(long, alias = "simulate")]
+    pub(crate) scaling: bool,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

@@ -1,5 +1,5 @@
 //! `moeworks bench comm`: prints the time of each collective by size, among threads of this process or the processes
-//! of an MPI launcher, beside a copy in memory and the MPI library's own call, and writes the links as a topology.
+//! of an MPI launcher, next to a memory copy and the MPI library's own call. Writes the links as a topology.
 
 use moeworks_bench::cluster::{self, Among, ClusterTimes, SIZES};
 use moeworks_bench::collectives::Timing;
@@ -42,7 +42,7 @@ pub(super) fn run(args: &CommArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Refuses more threads than a process may have.
+/// Returns an error for more threads than a process may have.
 pub(super) fn check_ranks(num_ranks: usize) -> Result<(), Failure> {
     if num_ranks > MAX_THREADS && !is_launched() {
         return Err(Failure::input(format!("--ranks {num_ranks}: {}", too_many_ranks())));
@@ -79,7 +79,7 @@ fn print(measured: &ClusterTimes) {
     }
 }
 
-/// Formats a time with enough digits to tell short calls apart.
+/// Formats a time with enough digits to distinguish short calls.
 fn microseconds(seconds: f64) -> String {
     let us = seconds * 1e6;
     if us < 100.0 { format!("{us:.2}") } else { format!("{us:.0}") }

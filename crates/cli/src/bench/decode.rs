@@ -1,4 +1,4 @@
-//! `moeworks bench decode`: prints the speed of generation and prefill of a model, or of a shape in every type of
+//! `moeworks bench decode`: prints the speed of generation and prefill of a model, or of a shape with every type of
 //! weights.
 
 use std::path::Path;
@@ -21,7 +21,7 @@ use crate::tables;
 const HEADER: [&str; 8] =
     ["weights", "texts", "MB a step", "ms a step", "tokens/s", "of bandwidth", "prefill tokens/s", "of product"];
 
-/// Returns the types that `--types` names; all of them if it names none.
+/// Returns the types that `--types` names, or all types if it names none.
 fn types(names: &[String]) -> Vec<DType> {
     const TYPES: [(&str, DType); 4] =
         [("f32", DType::F32), ("bf16", DType::BF16), ("q8", DType::Q8), ("q4", DType::Q4)];
@@ -29,7 +29,7 @@ fn types(names: &[String]) -> Vec<DType> {
     TYPES.iter().filter(|(known, _)| is_asked(known)).map(|&(_, dtype)| dtype).collect()
 }
 
-/// Returns the model with these settings of its router, each as `setting=value`.
+/// Returns the model with the given settings of its router, each as `setting=value`.
 fn with_router(config: &ModelConfig, settings: &[String]) -> Result<ModelConfig, Failure> {
     if settings.is_empty() {
         return Ok(config.clone());
@@ -42,7 +42,7 @@ fn with_router(config: &ModelConfig, settings: &[String]) -> Result<ModelConfig,
     Ok(ModelConfig { router: layers.resolve_over(base)?.model.router, ..config.clone() })
 }
 
-/// Refuses settings of a router that ask for other weights than the model has.
+/// Returns an error if the settings of a router need weights other than the model's.
 fn check_router(config: &ModelConfig, stored: &ModelConfig, args: &DecodeArgs) -> Result<(), Failure> {
     let tensors = |config: &ModelConfig| {
         let moe = config.moe();
@@ -83,7 +83,7 @@ pub(super) fn run(output: &mut Output, ctx: &Context, peaks: &Peaks, args: &Deco
             let config = with_router(&config, &args.router)?;
             for dtype in types(&args.types) {
                 add(decode::measure_shape(ctx, peaks, dtype, &config, &batches)?);
-                // The next type's weights are of other sizes.
+                // The next type's weights have other sizes, so the pool's memory is freed.
                 ctx.pool().trim();
             }
         }
@@ -95,7 +95,7 @@ pub(super) fn run(output: &mut Output, ctx: &Context, peaks: &Peaks, args: &Deco
     Ok(())
 }
 
-/// Prints the seconds of each token of text after text, until the process is stopped or its output is closed.
+/// Prints the seconds of each token, text after text, until the process is stopped or its output is closed.
 pub(super) fn endless(ctx: &Context, path: &Path) -> Result<ExitCode, Failure> {
     let LoadedWeights { config, weights, .. } = Source::open(path)?.load(ctx, WeightsToCheck::None)?;
     let model = Model { decoder: &Decoder::new(config)?, weights: &weights };

@@ -1,5 +1,5 @@
-//! `moeworks bench overlap`: prints the share of a layer's communication that runs under its computation, by the
-//! number of chunks.
+//! `moeworks bench overlap`: prints the share of a layer's communication that is hidden behind its computation, by
+//! the number of chunks.
 
 use moeworks_bench::overlap::{self, CHUNKS, Overlap, TOKENS};
 use moeworks_bench::pass::Pass;
@@ -14,7 +14,7 @@ use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::tables;
 
-/// Communication below this share of a pass is too little to say how much of it is hidden.
+/// The share of a pass below which communication is too short to measure how much of it is hidden.
 const LITTLE: f64 = 0.02;
 
 pub(super) fn run(args: &OverlapArgs) -> Result<ExitCode, Failure> {
@@ -27,7 +27,7 @@ pub(super) fn run(args: &OverlapArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads a link written as `LATENCY_US,MB_PER_S`.
+/// Parses a link written as `LATENCY_US,MB_PER_S`.
 fn parse_link(text: &str) -> Result<Link, Failure> {
     let wrong = || Failure::input(format!("--link {text}: must be LATENCY_US,MB_PER_S, such as 1000,125"));
     let (latency, rate) = text.split_once(',').ok_or_else(wrong)?;
@@ -79,7 +79,7 @@ fn milliseconds(seconds: f64) -> String {
     format!("{:.2}", 1e3 * seconds)
 }
 
-/// Returns a remark on a pass that hides nothing where it communicates so little that shares of it mean nothing.
+/// Returns a remark if a pass communicates so little that the hidden share is meaningless.
 fn said_of_little(whole: &Pass) -> Option<String> {
     let share = whole.communication_s / whole.seconds;
     (share < LITTLE).then(|| {

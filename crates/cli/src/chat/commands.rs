@@ -1,6 +1,6 @@
-//! The commands of a chat: lines that begin with a slash.
+//! The commands of a chat: lines that start with a slash.
 
-/// The commands with what each does, for `/help`.
+/// The text of `/help`: the commands and their effects.
 const HELP: &str = "\
 /help          list the commands (also /?)
 /clear         forget the conversation, but not the system message (also /reset, /new)
@@ -18,9 +18,9 @@ pub(super) const NAMES: [&str; 7] = ["/clear", "/exit", "/help", "/regen", "/sys
 /// A line of a chat.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Line<'a> {
-    /// Nothing but white space.
+    /// Only white space.
     Empty,
-    /// A message for the model.
+    /// A message to the model.
     Say(&'a str),
     Help,
     Clear,
@@ -28,10 +28,10 @@ pub(super) enum Line<'a> {
     Regenerate,
     /// Shows the system message.
     ShowSystem,
-    /// Sets the system message, or takes it away.
+    /// Sets the system message, or removes it.
     SetSystem(Option<&'a str>),
     Exit,
-    /// A word with a slash that is no command.
+    /// A word with a slash that is not a command.
     Unknown(&'a str),
 }
 
@@ -59,7 +59,7 @@ impl<'a> Line<'a> {
     }
 }
 
-/// The text of `/help`.
+/// Returns the text of `/help`.
 pub(super) fn help() -> &'static str {
     HELP
 }

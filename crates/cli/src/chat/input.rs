@@ -1,4 +1,4 @@
-//! The lines of a chat: typed in a terminal with editing and history, or read from a file or another program.
+//! The input of a chat: lines typed in a terminal with editing and history, or read from a file or another program.
 
 use std::fs;
 use std::io::{BufRead as _, IsTerminal as _, stdin, stdout};
@@ -21,7 +21,7 @@ const PROMPT: &str = "> ";
 const QUOTES: &str = "\"\"\"";
 const MAX_HISTORY: usize = 1000;
 
-/// Something that came from the user.
+/// An input of the user.
 pub(super) enum Typed {
     Line(String),
     /// Ctrl-C at the prompt.
@@ -30,15 +30,15 @@ pub(super) enum Typed {
     End,
 }
 
-/// The source of lines.
+/// The source of the input.
 pub(super) enum Input {
-    /// Lines as they are, without a prompt.
+    /// Lines read without a prompt.
     Piped,
     Terminal(Box<Terminal>),
 }
 
 impl Input {
-    /// Opens standard input. `with_history` says whether typed lines are kept in a file.
+    /// Opens standard input. With `with_history`, typed lines are kept in a file.
     pub(super) fn open(with_history: bool) -> Result<Self, Failure> {
         if stdin().is_terminal() && stdout().is_terminal() {
             return Ok(Self::Terminal(Box::new(Terminal::open(with_history)?)));
@@ -50,7 +50,7 @@ impl Input {
         matches!(self, Self::Terminal(_))
     }
 
-    /// Whether Ctrl-C at the prompt is read as a key. A terminal without escape codes sends a signal instead.
+    /// Returns whether Ctrl-C at the prompt is read as a key. A terminal without escape codes sends a signal instead.
     pub(super) fn reads_interrupts(&self) -> bool {
         self.is_terminal() && environment::terminal_gives_keys()
     }
@@ -76,7 +76,7 @@ fn failure(error: &impl std::fmt::Display) -> Failure {
 /// A line editor with its history.
 pub(super) struct Terminal {
     editor: Editor<ChatHelper, FileHistory>,
-    /// The file of the history; none if none is kept.
+    /// The file of the history; `None` if no history is kept.
     history: Option<PathBuf>,
 }
 
@@ -107,7 +107,7 @@ impl Terminal {
         }
     }
 
-    /// Adds a line to the history. One that begins with a space is left out, as in a shell.
+    /// Adds a line to the history. A line that starts with a space is left out, as in a shell.
     fn keep(&mut self, line: &str) {
         let is_new = self.editor.add_history_entry(line).unwrap_or(false);
         let Some(file) = self.history.clone().filter(|_| is_new) else { return };
@@ -123,13 +123,13 @@ impl Terminal {
     }
 }
 
-/// The file of lines that were typed, `history` in the user's folder for state.
+/// Returns the path of the history, the file `history` in the user's state folder.
 fn history_file() -> Option<PathBuf> {
     environment::state_folder().map(|folder| folder.join("history"))
 }
 
-/// The message that typed text stands for: without the quotes around several lines, and without the backslashes that
-/// end lines.
+/// Extracts the message from typed text: without the quotes around several lines and the backslashes at the ends of
+/// lines.
 fn message(typed: &str) -> String {
     let inner = typed.trim().strip_prefix(QUOTES).and_then(|text| text.strip_suffix(QUOTES));
     match inner {
@@ -138,7 +138,7 @@ fn message(typed: &str) -> String {
     }
 }
 
-/// Whether text goes on with the next line.
+/// Returns whether the text continues on the next line.
 fn goes_on(typed: &str) -> bool {
     match typed.trim().strip_prefix(QUOTES) {
         Some(rest) => !rest.ends_with(QUOTES),
@@ -146,7 +146,7 @@ fn goes_on(typed: &str) -> bool {
     }
 }
 
-/// Completes commands, and knows where a message ends.
+/// A helper of the line editor that completes commands and detects the end of a message.
 struct ChatHelper;
 
 impl Validator for ChatHelper {

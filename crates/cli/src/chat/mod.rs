@@ -1,4 +1,4 @@
-//! `moeworks chat`: a conversation by the model's own template, with commands that begin with a slash.
+//! `moeworks chat`: a conversation with the model's own chat template, and commands that start with a slash.
 
 mod commands;
 mod input;
@@ -24,7 +24,7 @@ use crate::sampling::{Sampling, warn_of_unused};
 
 /// The exit code of a program that Ctrl-C ended.
 const INTERRUPTED: u8 = 130;
-/// The exit code where a piped turn was refused.
+/// The exit code if a piped turn was rejected.
 const REFUSED: u8 = 2;
 
 pub(crate) fn run(args: &ChatArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
@@ -49,7 +49,7 @@ pub(crate) fn run(args: &ChatArgs, call: &Call<'_>) -> Result<ExitCode, Failure>
     Session { input, conversation, signals, is_leaving: false, was_refused: false }.run()
 }
 
-/// Serves the sandbox of another process of this program.
+/// Runs as the sandbox process in which another process of this program renders chat templates.
 pub(crate) fn serve_template() -> Result<ExitCode, Failure> {
     moeworks_infer::chat::serve()?;
     Ok(ExitCode::SUCCESS)
@@ -65,7 +65,7 @@ fn template(args: &ChatArgs, source: &Source, model: &Model) -> Result<ChatTempl
     })
 }
 
-/// Says how the chat is used, to someone at a terminal.
+/// Prints how to use the chat, if input is typed at a terminal.
 fn greet(input: &Input, sampling: &Sampling) {
     if input.is_terminal() {
         notice!("Sampling: {}. /help lists the commands, Ctrl-D ends the chat.", sampling.description);
@@ -74,19 +74,19 @@ fn greet(input: &Input, sampling: &Sampling) {
     }
 }
 
-/// A chat under way.
+/// The state of a chat.
 struct Session<'a> {
     input: Input,
     conversation: Conversation<'a>,
     signals: ChatSignals,
-    /// Whether the last thing that was typed is Ctrl-C.
+    /// True if the last input was Ctrl-C.
     is_leaving: bool,
-    /// Whether a turn was refused.
+    /// True if a turn was rejected.
     was_refused: bool,
 }
 
 impl Session<'_> {
-    /// Answers line by line until the end.
+    /// Answers the input line by line until it ends.
     fn run(mut self) -> Result<ExitCode, Failure> {
         loop {
             let line = match self.input.next()? {
@@ -113,7 +113,7 @@ impl Session<'_> {
         Ok(if is_failed { ExitCode::from(REFUSED) } else { ExitCode::SUCCESS })
     }
 
-    /// Carries out a line. Returns how an answer ended, if there was one.
+    /// Executes a line. Returns how the answer ended, if there was one.
     fn obey(&mut self, line: &Line<'_>) -> Result<Option<End>, Failure> {
         match line {
             Line::Say(text) => return self.answer(|conversation, on_event| conversation.say(text, on_event)),
@@ -155,7 +155,7 @@ impl Session<'_> {
             self.refuse(with_options(error));
             return Ok(None);
         }
-        // An error stands on a line of its own.
+        // The line is ended so that an error is on a line of its own.
         println!();
         match result {
             Ok(turn) => {
@@ -172,10 +172,10 @@ impl Session<'_> {
     }
 }
 
-/// Called with the events of a turn; it may end the answer.
+/// The callback for the events of a turn; it may end the answer.
 type OnEvent<'a> = dyn FnMut(TurnEvent<'_>) -> ControlFlow<()> + 'a;
 
-/// Shows an event of a turn, and ends the answer if Ctrl-C asked for it.
+/// Prints an event of a turn, and ends the answer if Ctrl-C requested it.
 fn show(event: TurnEvent<'_>, is_asked: &AtomicBool) -> ControlFlow<()> {
     match event {
         TurnEvent::Text(piece) => print_piece(piece),
@@ -190,7 +190,7 @@ fn show(event: TurnEvent<'_>, is_asked: &AtomicBool) -> ControlFlow<()> {
     if is_asked.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
 }
 
-/// Says why an answer ended early, if it did.
+/// Prints why an answer ended early, if it did.
 fn say_cut(turn: &Turn) {
     let why = match turn.cut {
         None => return,

@@ -1,5 +1,5 @@
-//! What may compute besides the host: GPUs, and other processes by MPI. None is needed, so what is not there is a
-//! note at most.
+//! Checks of other places to compute: GPUs, and further processes by MPI. These are optional, so a missing one is
+//! only a note.
 
 use std::process::{Command, Stdio};
 
@@ -11,7 +11,7 @@ use super::{Finding, State};
 use crate::environment;
 use crate::progress::bytes;
 
-/// Everything about GPUs and MPI.
+/// Checks GPUs and MPI.
 pub(super) fn look() -> Vec<Finding> {
     let mut findings = gpus();
     findings.push(mpi());
@@ -52,7 +52,7 @@ fn compiler(options: &GpuOptions) -> Finding {
     }
 }
 
-/// The driver and what GPUs can do, by the driver's own tool where that is there.
+/// Describes the driver and the GPUs' capabilities, using the driver's own tool if it is installed.
 fn driver() -> Option<Finding> {
     let query = ["--query-gpu=index,name,driver_version,compute_cap", "--format=csv,noheader"];
     let output = Command::new("nvidia-smi").args(query).stderr(Stdio::null()).output().ok()?;
@@ -81,7 +81,7 @@ fn gpu(index: usize, options: &GpuOptions) -> Finding {
 fn mpi() -> Finding {
     let launched = if is_launched() { "; this process was started by a launcher" } else { "" };
     match RawMpi::from_run() {
-        // The library says it in several lines.
+        // The library's description has several lines.
         Ok(mpi) => {
             let version = mpi.version();
             let first = version.lines().next().unwrap_or_default().trim().to_owned();
@@ -95,7 +95,7 @@ fn mpi() -> Finding {
     }
 }
 
-/// The programs that start processes as ranks.
+/// Searches for the programs that start processes as ranks.
 fn launchers() -> Finding {
     let folders = environment::program_folders();
     let find = |name: &str| folders.iter().map(|folder| folder.join(name)).find(|file| file.is_file());

@@ -1,4 +1,4 @@
-//! The host: processors, memory, disks, limits, the terminal.
+//! Checks of the host: processors, memory, disks, limits and the terminal.
 
 use std::fs;
 use std::io::IsTerminal as _;
@@ -14,14 +14,14 @@ use crate::environment;
 use crate::progress::bytes;
 use crate::version;
 
-/// Memory below which hardly a model of use can be trained.
+/// The memory below which hardly any useful model can be trained.
 const LITTLE_MEMORY: u64 = 1 << 30;
-/// Room on a disk below which a checkpoint of a small model may not fit.
+/// The free disk space below which a checkpoint of a small model may not fit.
 const LITTLE_DISK: u64 = 1 << 30;
-/// Files that a model of many shards, several ranks and a cache may have open.
+/// The number of open files that a model of many shards, several ranks and a cache may need.
 const FEW_FILES: u64 = 1024;
 
-/// Everything about the host.
+/// Checks the host.
 pub(super) fn look() -> Vec<Finding> {
     let system = System::default();
     let limits = system.container_limits();
@@ -79,7 +79,7 @@ fn memory(system: &System, limits: &ContainerLimits) -> Finding {
     Finding { state: State::Note, ..finding }.advise(advice)
 }
 
-/// Limits of the container, if it has any.
+/// Checks the limits of the container, if there is one.
 fn container(limits: &ContainerLimits) -> Option<Finding> {
     let ContainerLimits { memory_bytes, cores, num_threads } = *limits;
     let said = [
@@ -94,7 +94,7 @@ fn container(limits: &ContainerLimits) -> Option<Finding> {
 }
 
 fn huge_pages(system: &System) -> Option<Finding> {
-    // Tensors ask for them.
+    // Tensors ask the system for huge pages.
     let text = match system.huge_pages()? {
         HugePages::Always => "always: large tensors have pages of 2 MB",
         HugePages::Madvise => "madvise: programs that ask have pages of 2 MB, as this one does for its tensors",
@@ -107,13 +107,13 @@ fn huge_pages(system: &System) -> Option<Finding> {
     Some(Finding::new(State::Ok, "huge pages", text))
 }
 
-/// Looks at the folder that runs are written to.
+/// Checks the folder of runs.
 fn runs(system: &System) -> Finding {
     let out = RunConfig::default().run.out;
     place(system, "runs", &out, "start in another folder, or give --out")
 }
 
-/// Looks at the folders for tokenised data.
+/// Checks the folders for tokenized data.
 fn cache(system: &System) -> Finding {
     let place_of_cache = RunConfig::default().cache_place(environment::cache_folder().as_deref());
     let folders = place_of_cache.folders();
@@ -123,11 +123,11 @@ fn cache(system: &System) -> Finding {
     if first.state != State::Missing {
         return first;
     }
-    // The next folder takes its place.
+    // The next folder is used if this one cannot be written.
     findings.find(|finding| finding.state != State::Missing).unwrap_or(first)
 }
 
-/// A folder that is written to: whether it can be, and how much room there is.
+/// Checks whether a folder can be written, and the free space on its disk.
 fn place(system: &System, topic: &'static str, folder: &Path, advice: &str) -> Finding {
     let shown = folder.display();
     if let Err(error) = try_to_write(folder) {
@@ -150,7 +150,7 @@ fn place(system: &System, topic: &'static str, folder: &Path, advice: &str) -> F
     Finding { state: State::Note, ..finding }.advise(format!("make room, or {advice}"))
 }
 
-/// Tries to write into `folder` or, where that is not there yet, into the nearest folder around it that is.
+/// Tries to write into `folder`, or into its nearest existing ancestor if it does not exist yet.
 fn try_to_write(folder: &Path) -> std::io::Result<()> {
     let folder = std::path::absolute(folder)?;
     let place = folder.ancestors().find(|place| place.exists()).unwrap_or(&folder);

@@ -48,7 +48,7 @@ pub(super) fn explain(found: &[Estimate], zero: u8, topology: &Topology) {
     }
 }
 
-/// Prints what cutting matrices gives, or would cost.
+/// Prints the benefit of tensor parallelism, or what it would cost.
 fn explain_cut(best: &Estimate, found: &[Estimate]) {
     let sums = |estimate: &Estimate| milliseconds(estimate.time.tensor_parallel);
     let is_other = |estimate: &&Estimate| (estimate.layout.tp > 1) != (best.layout.tp > 1);

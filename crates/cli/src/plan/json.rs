@@ -10,7 +10,7 @@ pub(super) fn as_json(estimate: &Estimate) -> Value {
         "ep": layout.ep,
         "tp": layout.tp,
         "rank_order": layout.order,
-        // The name before `rank_order`.
+        // The earlier name of `rank_order`.
         "apart": layout.order == RankOrder::DpInner,
         "algorithm": format!("{:?}", exchange.algorithm).to_lowercase(),
         "chunks": exchange.chunks,

@@ -1,4 +1,4 @@
-//! `moeworks bench`: what it says of each case.
+//! The output of `moeworks bench` for each case.
 
 use std::fs::File;
 
@@ -20,7 +20,7 @@ fn bench_says_of_each_case_which_limit_binds_it_and_how_much_of_it_is_reached() 
     for case in cases {
         let name = case["name"].as_str().expect("a name");
         assert_eq!(case["limit"], "peak", "{name}: 256 products for each weight");
-        // Of tiles there are none everywhere, nor products of bf16.
+        // Not every machine has tiles or bf16 products.
         let tiles = if name.ends_with("BF16") { "bf16_flops_per_s" } else { "f32_in_tiles_flops_per_s" };
         let peak = number(&value, "f32_flops_per_s").max(value[tiles].as_f64().unwrap_or(0.0));
         let share = number(case, "flops_per_s") / peak;
@@ -91,7 +91,7 @@ fn bench_moe_takes_a_router_for_the_whole_layer() {
     }
 }
 
-/// Latent attention, a dense layer before two of experts, and shared experts.
+/// A configuration with latent attention, one dense layer before two MoE layers, and shared experts.
 const DEEPSEEK: &str = r#"{
     "model_type": "deepseek_v2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
     "kv_lora_rank": 8, "q_lora_rank": null, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1,
@@ -112,7 +112,7 @@ fn bench_decode_times_the_shape_of_a_folder_that_has_no_weights() {
         assert_eq!(case["name"], "decode, BF16");
         case["bytes_per_token"].as_f64().expect("bytes")
     };
-    // Of two thirds of the layers it is the larger third that is missing: experts.
+    // The missing third layer is an MoE layer, which is larger than the dense one.
     let (all, two) = (run(&[]), run(&["--layers", "2"]));
     assert!(two < 0.8 * all && two > 0.4 * all, "{two} of {all} bytes");
     let forced = ["--router", "kind=forced", "--router", "forced_load=zipf"];

@@ -36,7 +36,7 @@ fn bench_overlap_states_what_chunks_hide() {
     let number = |row: &serde_json::Value, name: &str| row[name].as_f64().expect("a number");
     assert_eq!(rows.iter().map(|row| number(row, "chunks")).collect::<Vec<_>>(), [1.0, 2.0, 4.0, 8.0]);
     assert_eq!(number(&rows[0], "hidden"), 0.0, "in one piece nothing is hidden");
-    // Eight times 2 ms at least, in one piece: there and back, forward and backward.
+    // A pass without chunks takes at least eight messages of 2 ms: dispatch and combine, forward and backward.
     let communication = |row: &serde_json::Value| number(row, "communication_s");
     assert!(rows.iter().all(|row| number(row, "seconds") > 8e-3 && communication(row) < number(row, "seconds")));
     assert!(communication(&rows[0]) > 8e-3 && rows.iter().all(|row| number(row, "waiting_s") >= 0.0), "{rows:?}");

@@ -1,4 +1,4 @@
-//! `moeworks chat`: a script of turns, templates that do not behave, and models without one.
+//! `moeworks chat`: a script of turns, faulty templates, and models without a template.
 
 use std::io::Write as _;
 use std::process::{Output, Stdio};
@@ -9,12 +9,12 @@ use crate::program::{Workplace, assert_success, stderr, stdout};
 const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' }}\n{% endfor %}\
                         {% if add_generation_prompt %}assistant:{% endif %}";
 
-/// Runs the program with these lines on standard input.
+/// Runs the program with `input` on standard input.
 fn piped(work: &Workplace, args: &[&str], input: &str) -> Output {
     let mut command = work.command(args);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("the program starts");
-    // A program that refuses what it is given does not read.
+    // Writing fails if the program rejects its arguments and does not read.
     let _ = child.stdin.take().expect("standard input").write_all(input.as_bytes());
     child.wait_with_output().expect("the program ends")
 }
@@ -36,7 +36,7 @@ fn a_script_of_turns_is_answered_line_by_line() {
     let both = piped(&work, &chat, "Hello\n\nAgain <|endoftext|>\n");
     assert_success(&both);
     assert!(stdout(&both).starts_with(&stdout(&one)) && stdout(&both).len() > stdout(&one).len());
-    // A template from outside goes before the model's own.
+    // A given template takes precedence over the model's own.
     let other = work.file("other.jinja", "{{ messages[-1].content }}");
     assert_success(&piped(&work, &["chat", "run", "--template", &other, "--max-tokens", "2"], "Hi\n"));
 }
@@ -102,17 +102,17 @@ fn a_prompt_may_come_from_standard_input_and_room_is_kept_to() {
 fn a_full_context_ends_no_conversation() {
     let work = with_model();
     work.file("model/chat_template.jinja", TEMPLATE);
-    // Each turn has some 90 tokens with its answer, so that the third does not fit behind the first two.
+    // Each turn has about 90 tokens with its answer, so that the third does not fit after the first two.
     let line = "y".repeat(60);
     let chat = ["chat", "model", "--temperature", "0", "--max-tokens", "20"];
     let output = piped(&work, &chat, &format!("{line}\n").repeat(6));
     assert_success(&output);
     assert!(stderr(&output).contains("oldest turn"), "{}", stderr(&output));
-    // An answer without an end leaves room for the next turn.
+    // An answer that does not end by itself leaves room for the next turn.
     let output = piped(&work, &["chat", "model", "--temperature", "0"], "a\na\n");
     assert_success(&output);
     assert_eq!(stderr(&output).matches("was cut").count(), 2, "{}", stderr(&output));
-    // What does not fit at all is refused, and the chat goes on.
+    // A message that does not fit is rejected, and the chat continues.
     let long = "x".repeat(300);
     let alone = piped(&work, &chat, "Hello\n");
     let output = piped(&work, &chat, &format!("{long}\nHello\n"));
@@ -124,7 +124,7 @@ fn a_full_context_ends_no_conversation() {
 #[test]
 fn commands_of_a_chat_change_what_the_model_is_told() {
     let work = with_model();
-    // The answer depends on all that is said: what is said is shown by an error.
+    // The template raises an error whose text is the conversation, so that the messages can be checked.
     let told = work.file("told.jinja", "{{ raise_exception(messages|map(attribute='content')|join('/')) }}");
     let said = |input: &str| {
         let output = piped(&work, &["chat", "run", "--template", &told, "--system", "S", "--max-tokens", "1"], input);
@@ -132,7 +132,7 @@ fn commands_of_a_chat_change_what_the_model_is_told() {
         shown.lines().last().unwrap_or_default().rsplit("fails in line 1: ").next().unwrap_or_default().to_owned()
     };
     assert_eq!(said("a\n"), "S/a");
-    // A turn that is refused is taken back.
+    // A rejected turn is removed from the conversation.
     assert_eq!(said("a\nb\n"), "S/b");
     assert_eq!(said("/system T\na\n"), "T/a");
     assert_eq!(said("/system -\na\n"), "a");
@@ -172,7 +172,7 @@ fn what_a_models_files_recommend_is_used_unless_options_say_otherwise() {
     let (text, told) = run(r#"{"do_sample": true, "temperature": 0.6}"#, &["--no-model-sampling"]);
     assert!(told.contains("temperature 0.8 (default)"), "{told}");
     assert_eq!(text, run("{}", &[]).0);
-    // The likeliest token of a model that has learnt little comes again and again, unless that is made dear.
+    // A barely trained model repeats its likeliest token, unless a penalty prevents it.
     let penalised = run(r#"{"do_sample": false, "repetition_penalty": 5.0}"#, &[]).0;
     assert_ne!(penalised, greedy);
     assert_eq!(penalised, run("{}", &["--temperature", "0", "--repetition-penalty", "5"]).0);
@@ -186,7 +186,7 @@ fn a_stop_text_ends_the_answer_before_it() {
     let args = ["generate", "run", "--prompt", "Line 7", "--max-tokens", "40", "--temperature", "5", "--seed", "3"];
     let whole = stdout(&work.run(&args));
     let answer: Vec<char> = whole.trim_end().chars().skip("Line 7".len()).collect();
-    // A text across several tokens, which are bytes here.
+    // A stop text that spans several tokens, which are bytes here.
     let stop: String = answer[10..14].iter().collect();
     let before = whole.split(&stop).next().expect("a beginning");
     let output = work.run(&[&args[..], &["--stop", "no such text", "--stop", &stop]].concat());

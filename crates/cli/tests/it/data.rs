@@ -1,4 +1,4 @@
-//! What a user is told of the data, and the ways in which it comes.
+//! Messages about the data, and its sources and formats.
 
 use std::fs;
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::process::{Output, Stdio};
 use crate::bad_input::refused;
 use crate::program::{TINY, Workplace, assert_success, losses, stderr, stdout};
 
-/// `train` of the tiny model on `data` into the folder `out`.
+/// Runs `train` with the tiny model on `data` into the folder `out`.
 fn train(work: &Workplace, out: &str, data: &[&str], more: &[&str]) -> Output {
     command(work, out, data, more).output().expect("the program starts")
 }
@@ -21,7 +21,7 @@ fn command(work: &Workplace, out: &str, data: &[&str], more: &[&str]) -> std::pr
     work.command(&args)
 }
 
-/// The output of `command` with `content` on its standard input.
+/// Runs `command` with `content` on its standard input.
 fn piped(mut command: std::process::Command, content: &[u8]) -> Output {
     let mut child = command
         .stdin(Stdio::piped())
@@ -67,7 +67,7 @@ fn sources_with_weights_are_told_at_the_start_and_at_the_end_and_resume_exactly(
     assert!(shares.len() == 1 && shares[0].contains("text.txt 75.00%, ") && shares[0].contains("small.txt 25.00%"));
     assert_success(&train(&work, "parts", &["text.txt=3", "small.txt=1"], &["--steps", "2"]));
     assert_success(&work.run(&["train", "--resume", "parts", "--steps", "4"]));
-    // The schedule of the first half was that of a shorter run, but its text was the same.
+    // The first half had the schedule of a shorter run, but the same text.
     assert_eq!(losses(&work.path("whole"))[0], losses(&work.path("parts"))[0]);
     assert_eq!(losses(&work.path("parts")).len(), 4);
 }

@@ -1,4 +1,4 @@
-//! What `--device` does: the same results wherever they are computed, and one line where there is no GPU.
+//! `--device`: the same results on every device, and a one-line error if there is no GPU.
 
 use moeworks_gpu::{Emulation, Gpu, GpuOptions};
 

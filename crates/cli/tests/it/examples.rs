@@ -1,4 +1,4 @@
-//! The programs in `examples/` do what they say.
+//! Runs the programs in `examples/` and checks their output.
 
 use std::path::Path;
 

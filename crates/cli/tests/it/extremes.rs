@@ -1,4 +1,4 @@
-//! Values that nobody means, in every option of every command: each is one line and exit code 2, or works; nothing
+//! Extreme values for every option of every command: each gives a one-line error and exit code 2, or works; nothing
 //! panics or hangs.
 //!
 //! Options are read from the help, so that new ones are tried, too. Each gets some of the values, another selection
@@ -33,13 +33,13 @@ const VALUES: [&str; 18] = [
     "\u{fffd}",
 ];
 
-/// Values of an option, unless all are tried.
+/// The number of values tried for each option, unless all are requested.
 const TRIED: usize = 3;
 
-/// Longer than this nothing takes on a busy machine.
+/// The time limit of a command on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A command with what it needs at least. Those that measure the machine are tried for what they refuse at once.
+/// The commands with their required arguments. Commands that measure the machine get arguments that fail early.
 const COMMANDS: [(&str, &[&str]); 10] = [
     ("train", &["--data", "text.txt", "--set", "train.steps=1"]),
     ("generate", &["run", "--prompt", "Line", "--max-tokens", "2"]),
@@ -50,13 +50,13 @@ const COMMANDS: [(&str, &[&str]); 10] = [
     ("study", &["--data", "text.txt", "--only", "dense", "--set", "train.steps=1"]),
     ("upcycle", &["dense", "made", "--force"]),
     ("convert", &["run", "made", "--force"]),
-    ("plan", &["--simulate", "--ranks", "8"]),
+    ("plan", &["--scaling", "--ranks", "8"]),
 ];
 
-/// Options of which a large value is meant, and takes as long as it says.
+/// The options for which a large value is valid and takes as long as it says.
 const LONG: [&str; 1] = ["--steps"];
 
-/// The long options of a command that take a value.
+/// Lists the long options of a command that take a value.
 fn options(work: &Workplace, command: &str) -> Vec<String> {
     let help = stdout(&work.run(&[command, "--help"]));
     let option = |line: &str| {
@@ -66,7 +66,7 @@ fn options(work: &Workplace, command: &str) -> Vec<String> {
     help.lines().filter_map(option).filter(|option| !LONG.contains(&&**option)).collect()
 }
 
-/// The arguments of `command` with `option` as `value`, in place of what it had.
+/// Returns the arguments of `command` with `option` set to `value` instead of its previous value.
 fn with(command: &str, needed: &[&str], option: &str, value: &OsString) -> Vec<OsString> {
     let mut args: Vec<OsString> = vec![command.into()];
     let mut rest = needed.iter();

@@ -1,4 +1,4 @@
-//! The library's commands, called one after the other in a process, do what the program does by itself.
+//! The library's commands, called one after the other in one process, give the same output as separate processes.
 
 use std::env;
 use std::io::{Write as _, stderr, stdout};
@@ -11,16 +11,16 @@ use crate::program::{TINY, Workplace, assert_success, losses};
 
 /// The variable with the command lines of [`calls_of_the_environment`], as JSON.
 const CALLS: &str = "MOEWORKS_CALLS_IN_A_ROW";
-/// Stands before the output of each call.
+/// The mark before the output of each call.
 const BEGIN: &str = "\n<<<begin>>>\n";
-/// Stands behind it, with the exit code on the next line.
+/// The mark after it; the exit code is on the next line.
 const END: &str = "<<<end>>>\n";
 /// A conversation with one message.
 const TYPED: &str = "Line 1\n";
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moeworks");
 
-/// The output of a call: standard output, and standard error without its digits, which are times in part.
+/// The output of a call: standard output, and standard error without digits, some of which are times.
 #[derive(Debug, PartialEq, Eq)]
 struct Shown {
     code: i32,
@@ -28,7 +28,7 @@ struct Shown {
     stderr: String,
 }
 
-/// Calls that could leave something for the next one: quiet ones, failing ones, ones with other threads.
+/// Lists calls that could affect the next one: quiet ones, failing ones, and ones with another number of threads.
 fn calls(threads: &str) -> Vec<Vec<String>> {
     let train = |flag: &str, out: &str| {
         let line = format!("train {flag} --data text.txt --steps 4 --out {out}");
@@ -90,7 +90,7 @@ fn in_a_row(work: &Workplace, calls: &[Vec<String>]) -> Vec<Shown> {
     stdouts.into_iter().zip(stderrs).map(shown).collect()
 }
 
-/// Runs a call by the program.
+/// Runs a call as a separate process.
 fn alone(work: &Workplace, call: &[String]) -> Shown {
     let words: Vec<&str> = call.iter().map(String::as_str).collect();
     let output = typing(work.command(&words));
@@ -102,7 +102,7 @@ fn alone(work: &Workplace, call: &[String]) -> Shown {
     }
 }
 
-/// Runs a process that reads a conversation.
+/// Runs a process with a conversation as its input.
 fn typing(mut process: Command) -> Output {
     process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = process.spawn().expect("it starts");
@@ -127,7 +127,7 @@ fn calls_in_one_process_show_what_the_program_shows() {
     }
 }
 
-/// Carries out the calls that another test puts into the environment, in this process.
+/// Runs, in this process, the calls that another test passes in the environment.
 #[test]
 #[ignore = "a part of calls_in_one_process_show_what_the_program_shows"]
 fn calls_of_the_environment() {
@@ -141,7 +141,7 @@ fn calls_of_the_environment() {
     }
 }
 
-/// Writes to both streams.
+/// Writes a mark to both streams.
 fn say(mark: &str) {
     stdout().write_all(mark.as_bytes()).expect("written");
     stdout().flush().expect("written");

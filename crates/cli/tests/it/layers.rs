@@ -1,10 +1,10 @@
-//! A crate uses only crates on lower floors (ARCHITECTURE.md).
+//! The order of crates: each uses only crates of lower layers (ARCHITECTURE.md).
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The floors of the house, from the ground. Crates of one floor do not use each other.
+/// The layers of crates, lowest first. Crates of the same layer do not use each other.
 const FLOORS: [&[&str]; 10] = [
     &["moeworks-plan", "moeworks-tensor"],
     &["moeworks-gpu"],
@@ -44,10 +44,11 @@ fn crates_use_only_crates_on_lower_floors() {
     }
 }
 
-/// Files besides the door that may read environment variables: MPI libraries are found so, and tests choose devices so.
+/// The files besides the program's own that may read environment variables: for MPI libraries, and for the devices of
+/// tests.
 const READERS: [&str; 4] = ["comm/src/mpi/", "gpu/src/testing.rs", "cli/src/environment.rs", "cli/build.rs"];
 
-/// All Rust files under `dir`.
+/// Collects all Rust files under `dir`.
 fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).expect("a folder") {
         let path = entry.expect("an entry").path();

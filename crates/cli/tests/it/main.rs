@@ -1,13 +1,18 @@
-//! What a user of the program sees, and the shape of the workspace.
+//! Tests of the program as users run it, and of the structure of the workspace.
 
 mod bad_input;
+mod balance;
 mod bench;
 mod bench_comm;
+mod browser;
 mod chat;
 mod data;
+mod deploy;
 mod device;
 mod examples;
 mod extremes;
+mod gateway;
+mod generate_many;
 mod in_a_row;
 mod layers;
 mod models;
@@ -22,6 +27,8 @@ mod ranks;
 mod routing;
 mod schemes;
 mod serve;
+mod serve_experts;
+mod serve_page;
 mod sharding;
 mod simulate;
 mod special_tokens;
@@ -31,3 +38,4 @@ mod study;
 mod switch;
 mod training;
 mod usage;
+mod yaml;

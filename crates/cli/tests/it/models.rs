@@ -1,4 +1,4 @@
-//! Model folders made from others: upcycled, converted, trained on.
+//! Model folders derived from others: upcycled, converted, trained further.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, stderr, stdout};
 
-/// The mean loss of a model on the text.
+/// Evaluates the mean loss of a model on the text.
 fn loss(work: &Workplace, model: &str) -> f64 {
     let output = work.run(&["evaluate", model, "--data", "text.txt", "--max-sequences", "20", "--json"]);
     assert_success(&output);
@@ -73,9 +73,9 @@ fn a_converted_folder_is_the_same_model_in_another_type() {
     }
     assert_eq!(loss(&work, "f32"), f32_loss);
     let size = |name: &str| fs::metadata(work.path(name).join("model.safetensors")).expect("weights").len();
-    // Headers and the norms' f32 do not shrink.
+    // Headers and the f32 norms keep their size.
     assert!(size("bf16") < size("f32") * 8 / 10 && size("f16") < size("f32") * 8 / 10);
-    // Again without a type: the same bytes.
+    // Converting again without a type gives the same bytes.
     assert_success(&work.run(&["convert", "bf16", "again"]));
     for file in ["config.json", "model.safetensors", "tokenizer.json"] {
         let read = |name: &str| fs::read(work.path(name).join(file)).expect(file);
@@ -102,7 +102,7 @@ fn a_quantized_folder_is_smaller_and_nearly_the_same_model() {
     }
     assert_success(&work.run(&["convert", "run", "experts", "--quantize", "int4", "--only", "experts"]));
     assert!(size("int4") < size("experts") && size("experts") < size("f32"));
-    // And back to floats, which are the blocks' values.
+    // Converting back to floats gives the values of the blocks.
     assert_success(&work.run(&["convert", "int4", "back", "--dtype", "f32"]));
     assert!((loss(&work, "back") - loss(&work, "int4")).abs() < 0.02);
     refused(&work, &["convert", "run", "out", "--quantize", "int3"], &["int3", "--quantize", "int8"]);

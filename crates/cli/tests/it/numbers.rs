@@ -1,4 +1,4 @@
-//! Numbers that do not fit the type that they are to be written in, and weights that are no numbers.
+//! Numbers that are too large for the type of the output, and weights that are NaN or infinite.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, stderr, stdout};
 
-/// A copy of the Mixtral fixture as `name`, with the f32 at a byte of a tensor's data replaced.
+/// Copies the Mixtral fixture to `name` and replaces one f32 of a tensor.
 fn damaged(work: &Workplace, name: &str, tensor: &str, value: f32) -> String {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/mixtral_sliding");
     let to = work.path(name);
@@ -19,7 +19,7 @@ fn damaged(work: &Workplace, name: &str, tensor: &str, value: f32) -> String {
     let mut bytes = fs::read(from.join("model.safetensors")).expect("read");
     let header_len = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
     let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header_len]).expect("JSON");
-    // The fifth element: of a matrix of 16 columns the one at [0, 4].
+    // The fifth element, at [0, 4] of a matrix with 16 columns.
     let at = 8 + header_len + header[tensor]["data_offsets"][0].as_u64().expect("an offset") as usize + 16;
     bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
     fs::write(to.join("model.safetensors"), bytes).expect("written");
@@ -47,7 +47,7 @@ fn a_number_beyond_a_type_is_named_and_nothing_is_written() {
     let output = work.run(&["inspect", "cut"]);
     assert_success(&output);
     assert!(!stderr(&output).contains("infinite"), "{}", stderr(&output));
-    // A folder that is there stays as it was.
+    // An existing folder is left unchanged.
     let before = fs::read(work.path("cut/model.safetensors")).expect("read");
     let output = work.run(&["convert", &large, "cut", "--dtype", "f16"]);
     assert_eq!(output.status.code(), Some(2));

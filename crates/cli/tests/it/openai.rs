@@ -1,4 +1,4 @@
-//! OpenAI's own client talks with `moeworks serve`.
+//! `moeworks serve` with OpenAI's own client.
 //!
 //! Needs a Python with the package `openai`: `MOEWORKS_PYTHON`, or `.venv-test/bin/python` in the workspace's root.
 //! Without one the test says so and is skipped.
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::program::assert_success;
 use crate::serve::{Server, with_model};
 
-/// Uses everything of the client that the server has, and prints what came as JSON.
+/// A script that uses every function of the client that the server supports, and prints the results as JSON.
 const SCRIPT: &str = r#"
 import json, sys
 import openai

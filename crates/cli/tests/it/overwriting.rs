@@ -1,5 +1,4 @@
-//! What others made stays as it is, unless `--force` says otherwise; and what a command makes is there whole or not
-//! at all.
+//! Commands overwrite files of other origin only with `--force`, and write their own files atomically.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +7,7 @@ use std::process::{Child, Stdio};
 use crate::bad_input::refused;
 use crate::program::{TINY, Workplace, assert_success, stderr};
 
-/// Every file below a folder with its content, by name.
+/// Reads every file below a folder: its name and its content.
 fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).expect("a folder") {
@@ -87,7 +86,7 @@ fn a_run_is_not_trained_over_what_others_made() {
     assert_eq!(fs::read(work.path("notes/notes.txt")).expect("kept"), b"mine");
     assert_success(&work.run(&["convert", "notes", "model"]));
     refuse("model", &[], &["holds a model already"]);
-    // A run that is replaced leaves nothing of itself.
+    // A replaced run leaves no files behind.
     refuse("notes", &[], &["--resume", "--force"]);
     let before = fs::read(work.path("notes/metrics.jsonl")).expect("records");
     assert_success(&work.train("notes", 1, &["--force", "--set", "train.seed=7"]));
@@ -141,7 +140,7 @@ mod limited {
         let work = Workplace::new();
         assert_success(&work.train("run", 2, &[]));
         let before = names(&work.path(""));
-        // In blocks of 512 or 1024 bytes: less than the weights have.
+        // The limit is in blocks of 512 or 1024 bytes, less than the size of the weights.
         let limited = |arguments: &str| work.shell(&format!("ulimit -f 12; exec \"$M\" {arguments}"));
         let cases = [
             ("convert run model", "model/model.safetensors"),

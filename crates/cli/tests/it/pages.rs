@@ -1,4 +1,4 @@
-//! The pages that people read: their links, and the length of the front page.
+//! The documentation pages: their links, and the length of the front page.
 
 use std::collections::HashMap;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 /// The most lines of the front page.
 const MAX_README_LINES: usize = 150;
 
-/// A link of a page: `[text](target)`, an image, or an address that stands in the text as it is.
+/// A link of a page: `[text](target)`, an image, or a bare address in the text.
 struct Link {
     line: usize,
     target: String,
@@ -128,7 +128,7 @@ fn normalised(path: &Path) -> Option<PathBuf> {
     Some(result)
 }
 
-/// Returns the fault of a link in `page`, whose text is `text`.
+/// Returns the problem of a link in `page`, whose text is `text`.
 fn fault(page: &Path, text: &str, link: &Link) -> Option<String> {
     let target = link.target.as_str();
     if let Some((_, address)) = target.split_once("://") {
@@ -197,7 +197,7 @@ fn the_front_page_is_short() {
     assert!(lines <= MAX_README_LINES, "README.md has {lines} lines: move something to docs/");
 }
 
-/// The index is how a page is found.
+/// The index must list every page.
 #[test]
 fn every_page_of_docs_is_in_an_index() {
     for (index, folder) in [

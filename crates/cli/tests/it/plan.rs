@@ -1,4 +1,4 @@
-//! Layouts on ranks, as a user asks for them.
+//! `moeworks plan`: layouts on ranks.
 
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success};

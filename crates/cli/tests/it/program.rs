@@ -4,12 +4,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::{env, fs};
 
-/// A folder of its own for one test, with a text to train on.
+/// A temporary folder for one test, with a text to train on.
 pub(crate) struct Workplace {
     dir: tempfile::TempDir,
 }
 
-/// Settings of the tiny model, for `--set`.
+/// The settings of the tiny model, for `--set`.
 pub(crate) const TINY: [&str; 17] = [
     "model.width=32",
     "model.num_layers=2",
@@ -30,7 +30,7 @@ pub(crate) const TINY: [&str; 17] = [
     "train.threads=2",
 ];
 
-/// Kernels take long to compile: those that other tests have compiled are used.
+/// The variable with the folder of compiled kernels, shared by tests because compiling takes long.
 const KERNEL_CACHE: &str = "MOEWORKS_KERNEL_CACHE";
 
 fn kernel_cache() -> PathBuf {
@@ -52,7 +52,7 @@ impl Workplace {
         self.dir.path().join(name)
     }
 
-    /// A file with `content`; its path as text.
+    /// Writes a file with `content` and returns its path as text.
     pub(crate) fn file(&self, name: &str, content: impl AsRef<[u8]>) -> String {
         let path = self.path(name);
         fs::write(&path, content).expect("written");
@@ -80,7 +80,7 @@ impl Workplace {
         self.shell_of("sh", script)
     }
 
-    /// The same of another shell.
+    /// Runs a line of another shell, in which "$M" is the program.
     pub(crate) fn shell_of(&self, shell: &str, script: &str) -> Output {
         let program = self.command(&[]);
         let mut shell = Command::new(shell);
@@ -94,7 +94,9 @@ impl Workplace {
         shell.output().expect("a shell starts")
     }
 
-    /// `train` of the tiny model on the text into the folder `out`, `steps` steps, with more arguments.
+    /// Builds the command that trains the tiny model on the text for `steps` steps into the folder `out`, with the
+    /// arguments
+    /// `more`.
     pub(crate) fn train_command(&self, out: &str, steps: u64, more: &[&str]) -> Command {
         let steps = format!("train.steps={steps}");
         let mut args = vec!["train", "--data", "text.txt", "--out", out, "--set", &steps];
@@ -122,7 +124,7 @@ pub(crate) fn assert_success(output: &Output) {
     assert!(output.status.success(), "{:?}\n{}", output.status, stderr(output));
 }
 
-/// The losses of a run, by step, as they are written.
+/// Reads the losses of a run by step, as written in its metrics.
 pub(crate) fn losses(run: &Path) -> Vec<(u64, String)> {
     let text = fs::read_to_string(run.join("metrics.jsonl")).expect("metrics");
     text.lines()
@@ -133,7 +135,7 @@ pub(crate) fn losses(run: &Path) -> Vec<(u64, String)> {
         .collect()
 }
 
-/// The records of a run without what depends on the machine: the step and the figures of the MoE layers.
+/// Reads the machine-independent part of a run's records: the step and the figures of the MoE layers.
 pub(crate) fn routing_records(run: &Path) -> Vec<serde_json::Value> {
     let text = fs::read_to_string(run.join("metrics.jsonl")).expect("metrics");
     let figures = |line: &str| {
@@ -144,7 +146,7 @@ pub(crate) fn routing_records(run: &Path) -> Vec<serde_json::Value> {
     text.lines().map(figures).collect()
 }
 
-/// The bytes of the files that training goes on from.
+/// Reads the files from which training resumes.
 pub(crate) fn state(run: &Path, step: u64) -> (Vec<u8>, Vec<u8>) {
     let dir = run.join("checkpoints").join(format!("step-{step:08}"));
     let read = |name: &str| fs::read(dir.join(name)).expect(name);

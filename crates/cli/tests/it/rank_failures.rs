@@ -1,5 +1,4 @@
-//! What becomes of a training run when one of its ranks is killed, hangs, or is not like the others: as processes of
-//! `mpirun`.
+//! Training runs as processes of `mpirun` in which one rank is killed, hangs, or differs from the others.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,14 +9,14 @@ use std::time::{Duration, Instant};
 use crate::program::{Workplace, assert_success, losses, stderr};
 use crate::ranks::{CONSTANT, launchers, process_command};
 
-/// Ways to lie on three ranks: experts on each, or everything in slices that are put together layer by layer.
+/// Layouts on three ranks: experts on each, or all weights in slices that are gathered layer by layer (ZeRO 3).
 const LAYOUTS: [&[&str]; 2] = [&["--ep", "3"], &["--dp", "3", "--set", "parallel.zero=3"]];
-/// Until the others have ended: twice what is promised, as a machine that tests may be busy.
+/// The time limit for the other ranks to end: twice the documented one, because a testing machine may be busy.
 const PROMPTLY: Duration = Duration::from_secs(60);
-/// Until the run makes its first steps, on a busy machine.
+/// The time limit for a run to make its first steps on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Waits until `what` is there.
+/// Waits until `found` returns a value; `what` names it in the error.
 fn wait_for<T>(patience: Duration, what: &str, found: impl Fn() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
@@ -29,12 +28,12 @@ fn wait_for<T>(patience: Duration, what: &str, found: impl Fn() -> Option<T>) ->
     }
 }
 
-/// Every launcher with every layout.
+/// Lists every launcher with every layout.
 fn cases() -> impl Iterator<Item = ((PathBuf, bool), &'static [&'static str])> {
     launchers().into_iter().flat_map(|launcher| LAYOUTS.map(|layout| (launcher.clone(), layout)))
 }
 
-/// The process of rank `rank` of the run in `folder`.
+/// Finds the process of rank `rank` of the run in `folder`.
 fn process_of(folder: &Path, rank: usize) -> Option<u32> {
     let folder = folder.canonicalize().ok()?;
     let names = [format!("OMPI_COMM_WORLD_RANK={rank}"), format!("PMI_RANK={rank}")];
@@ -48,7 +47,7 @@ fn process_of(folder: &Path, rank: usize) -> Option<u32> {
     processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).find(is_it)
 }
 
-/// A launcher, which ends with the test whatever becomes of that.
+/// A launcher process, which is killed at the end of the test.
 struct Run(Child);
 
 impl Drop for Run {
@@ -58,17 +57,17 @@ impl Drop for Run {
     }
 }
 
-/// A run of three ranks, which lie as `layout` says, that is past its first checkpoint, and has more steps to make
-/// than anyone waits for.
+/// Starts a run of three ranks with the given layout and waits for its first checkpoint. The run has more steps than
+/// any test waits for.
 fn under_way(work: &Workplace, mpirun: &Path, layout: &[&str]) -> Run {
     let settings = [&CONSTANT[..], &["--set", "train.threads=1"], layout].concat();
     let mut command = process_command(mpirun, 3, &work.train_command("run", 1_000_000, &settings));
     let log = fs::File::create(work.path("stderr.txt")).expect("a file");
-    // MPICH's launcher says how a process ended on standard output.
+    // MPICH's launcher reports how a process ended on standard output.
     let both = log.try_clone().expect("the same file");
     let child = command.stdout(both).stderr(log).spawn().expect("mpirun starts");
     let run = Run(child);
-    // Any checkpoint: a quick run removes its first before anybody has seen it.
+    // Any checkpoint will do: a fast run may remove its first one before it is seen.
     let is_checkpoint = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with("step-").then_some(());
     let checkpoint = || fs::read_dir(work.path("run/checkpoints")).ok()?.flatten().find_map(is_checkpoint);
     wait_for(PATIENCE, "checkpoint", checkpoint);
@@ -80,7 +79,7 @@ fn signal(name: &str, pid: u32) {
     assert!(sent.success(), "{name} for process {pid}");
 }
 
-/// Sends a signal to rank 2 and gives what the run says until its end, which must come promptly.
+/// Sends a signal to rank 2 and returns the run's output until its end, which must come within [`PROMPTLY`].
 fn end_by(work: &Workplace, mut run: Run, name: &str) -> String {
     let pid = wait_for(PATIENCE, "process of rank 2", || process_of(&work.path(""), 2));
     signal(name, pid);
@@ -103,7 +102,7 @@ fn a_rank_that_is_killed_in_a_step_is_named_and_nothing_is_lost() {
         let work = Workplace::new();
         let said = end_by(&work, under_way(&work, &mpirun, layout), "-KILL");
         assert!(said.contains("rank 2"), "{said}");
-        // What it had done by its last checkpoint counts; it goes on as if nothing had been.
+        // The run resumes from its last checkpoint.
         let (last, _) = losses(&work.path("run")).pop().expect("steps");
         let steps = (last + 4).to_string();
         let on_one = ["--ep", "1", "--dp", "1", "--set", "parallel.zero=0", "--set", "train.threads=2"];
@@ -155,7 +154,7 @@ fn processes_that_are_not_like_rank_0_are_refused_at_the_start() {
     for (mpirun, _) in launchers() {
         let work = Workplace::new();
         let like_rank_0 = work.train_command("run", 2, &["--ep", "2", "--set", "train.threads=1"]);
-        // Another configuration for rank 1, and then another program: one byte more behind its end.
+        // Rank 1 gets another configuration, and then another program: one more byte at its end.
         let program = Path::new(env!("CARGO_BIN_EXE_moeworks"));
         let other_program = work.path("moeworks");
         let mut bytes = fs::read(program).expect("the program");
@@ -178,7 +177,7 @@ fn processes_that_are_not_like_rank_0_are_refused_at_the_start() {
     }
 }
 
-/// Lets everybody run a file.
+/// Makes a file executable.
 fn make_executable(path: &Path) {
     #[cfg(unix)]
     {

@@ -1,5 +1,4 @@
-//! Training on several ranks, as a user does it: threads of one process, and processes of `mpirun` where there is
-//! one.
+//! Training on several ranks: threads of one process, and processes of `mpirun` if it is installed.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -8,10 +7,10 @@ use std::{env, fs};
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, losses, routing_records, stderr};
 
-/// Of a loss.
+/// The relative tolerance of a loss.
 const TOLERANCE: f64 = 1e-5;
 
-/// The same steps however many there are to be in all.
+/// Settings with which a step does not depend on the total number of steps.
 pub(crate) const CONSTANT: [&str; 4] = ["--set", "train.schedule=constant", "--set", "model.jitter=0.01"];
 
 fn numbers(work: &Workplace, run: &str) -> Vec<(u64, f64)> {
@@ -91,7 +90,7 @@ fn a_checkpoint_of_any_layout_goes_on_in_any_other() {
         assert_success(&output);
     }
     assert_same_losses(&work, "moved", "whole");
-    // What ranks wrote is a model folder like any other.
+    // The model folder that ranks wrote can be used like any other.
     assert_success(&work.run(&["generate", "moved", "--max-tokens", "3"]));
 }
 
@@ -107,8 +106,8 @@ fn gradients_that_ranks_share_add_up_over_micro_batches() {
     }
 }
 
-/// The most memory of rank 0, in bytes, until the end of each of two steps of a run of four ranks of a model that
-/// lies nearly all in layers.
+/// Trains two steps on four ranks with a model whose parameters are nearly all in layers. Returns the peak memory of
+/// rank 0 in bytes up to the end of each step.
 fn peaks(work: &Workplace, run: &str, more: &[&str]) -> Vec<f64> {
     let model = ["--set", "model.num_layers=12", "--set", "model.expert_width=96", "--dp", "4"];
     assert_success(&work.train(run, 2, &[&model[..], more].concat()));
@@ -186,7 +185,7 @@ fn tokens_train_in_every_form_on_the_wire() {
     }
 }
 
-/// A file of placements of eight experts on two ranks, with a section for each of `layers`.
+/// Builds a placement file of eight experts on two ranks, with a section for each of `layers`.
 fn layers(layers: &[usize]) -> String {
     let experts: String = (0..8).map(|expert| format!("{expert}: {}\n", expert % 2)).collect();
     let sections = layers.iter().map(|layer| format!("layer {layer}:\n{experts}"));
@@ -236,8 +235,8 @@ fn layouts_that_cannot_be_are_named() {
     assert!(!work.path("runs").exists());
 }
 
-/// What starts ranks as processes here, and whether it is Open MPI's: the newest of each family in `.venv-mpi`, where
-/// `./test` puts them (the tests of `comm` take all), and the one on the path.
+/// Finds the MPI launchers, each with a flag for Open MPI: the newest of each family in `.venv-mpi`, where `./test`
+/// installs them (the tests of `comm` use all), and the one on the path.
 pub(crate) fn launchers() -> Vec<(PathBuf, bool)> {
     let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-mpi");
     let kept = ["openmpi", "mpich"].map(|name| kept.join(name).join("bin/mpirun")).into_iter();
@@ -254,7 +253,7 @@ pub(crate) fn launchers() -> Vec<(PathBuf, bool)> {
     found.into_iter().map(|mpirun| (mpirun.clone(), is_open_mpi(&mpirun))).collect()
 }
 
-/// The command `train` by the launcher `mpirun`, on `num_ranks` ranks.
+/// Builds the command that runs `train` with the launcher `mpirun` on `num_ranks` ranks.
 pub(crate) fn process_command(mpirun: &Path, num_ranks: usize, train: &Command) -> Command {
     let version = Command::new(mpirun).arg("--version").output().expect("mpirun runs");
     let mut command = Command::new(mpirun);
@@ -270,7 +269,7 @@ pub(crate) fn process_command(mpirun: &Path, num_ranks: usize, train: &Command) 
     command
 }
 
-/// `train` on four ranks.
+/// Runs `train` on four ranks.
 fn train_processes(mpirun: &Path, train: &Command) -> Output {
     process_command(mpirun, 4, train).output().expect("mpirun runs")
 }
@@ -291,7 +290,7 @@ fn processes_make_the_losses_of_one() {
             assert_same_losses(&work, run, "one");
             assert_eq!(stderr(&output).matches("Done:").count(), 1, "one rank speaks");
         }
-        // Another number of ranks than the settings say.
+        // The number of ranks differs from the settings.
         let output =
             train_processes(&mpirun, &work.train_command("three", 4, &[&settings[..], &["--ep", "3"]].concat()));
         assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));

@@ -1,10 +1,10 @@
-//! The page of `moeworks routing`, and what it refuses.
+//! The page of `moeworks routing`, and its errors.
 
 use std::fs;
 
 use crate::program::{Workplace, assert_success, stderr, stdout};
 
-/// Files of a folder, hidden ones too.
+/// Lists the files of a folder, hidden ones included.
 fn files(work: &Workplace, name: &str) -> Vec<String> {
     let entries = fs::read_dir(work.path(name)).expect("a folder");
     let mut names: Vec<String> =

@@ -1,4 +1,4 @@
-//! Every scheme of routing through the program: trained, resumed bit for bit, evaluated and generated from.
+//! Every routing scheme, through the program: training, bit-exact resumption, evaluation and generation.
 
 use std::fs;
 use std::path::Path;
@@ -58,7 +58,7 @@ fn settings<'a>(scheme: &[&'a str]) -> Vec<&'a str> {
     scheme.iter().flat_map(|setting| ["--set", setting]).collect()
 }
 
-/// A copy of a run's folder.
+/// Copies a run's folder.
 fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).expect("a folder");
     for entry in fs::read_dir(from).expect("a folder") {
@@ -80,7 +80,7 @@ fn every_scheme_trains_resumes_evaluates_and_generates() {
         let mut more = settings(scheme);
         more.extend(["--set", precision]);
         assert_success(&work.train("whole", 6, &more));
-        // As if it had been killed in step 6.
+        // The copy is in the state of a run killed in step 6.
         copy(&work.path("whole"), &work.path("cut"));
         fs::remove_dir_all(work.path("cut/checkpoints/step-00000006")).expect("removed");
         assert_success(&work.run(&["train", "--resume", "cut"]));
@@ -104,7 +104,7 @@ fn every_kind_of_the_table_is_among_the_schemes() {
     }
 }
 
-/// The losses are those of one rank up to rounding, and they fall.
+/// The losses equal those of one rank up to rounding, and they fall.
 #[test]
 fn low_rank_dense_to_sparse_and_forced_routing_learn_on_two_ranks_what_they_learn_on_one() {
     const TOLERANCE: f64 = 2e-4;
@@ -150,7 +150,7 @@ fn a_scheme_brings_what_it_was_published_with_and_gives_way_to_what_is_said() {
     for line in ["jitter = 0.5", "top_k = 1", "z_coef = \"cosine 0.01 to 0.001 over 1\""] {
         assert!(from_file.contains(line), "{line} in\n{from_file}");
     }
-    // What is printed can be used as it is.
+    // The printed configuration can be used unchanged.
     let again = work.file("again.toml", &from_file);
     assert_eq!(print(&["--config", &again]), from_file);
 }

@@ -1,4 +1,4 @@
-//! `moeworks serve` with a small model: its answers are those of `generate` and `chat`, and it ends as it should.
+//! `moeworks serve` with a small model: its answers equal those of `generate` and `chat`, and it shuts down properly.
 #![cfg(unix)]
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -11,16 +11,20 @@ use serde_json::{Value, json};
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, stdout};
 
-/// A server that is ended with the test.
+/// A server process, which is killed at the end of the test.
 pub(crate) struct Server {
-    child: Child,
+    pub(crate) child: Child,
     pub(crate) address: String,
 }
 
 impl Server {
-    /// Starts `serve` and waits until it says that it is ready.
+    /// Starts `serve` and waits until it reports that it is ready.
     pub(crate) fn start(work: &Workplace, args: &[&str]) -> Self {
-        let mut command = work.command(&[&["serve", "run", "--port", "0"][..], args].concat());
+        Self::of(work.command(&[&["serve", "run", "--port", "0"][..], args].concat()))
+    }
+
+    /// Starts a command that listens, and waits until it says where.
+    pub(crate) fn of(mut command: Command) -> Self {
         let mut child = command.stdout(Stdio::piped()).spawn().expect("the program starts");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("standard output")).read_line(&mut line).expect("a line");
@@ -30,7 +34,12 @@ impl Server {
     }
 
     /// Sends a request and leaves the connection open.
-    fn send(&self, path: &str, body: &Value) -> TcpStream {
+    pub(crate) fn send(&self, path: &str, body: &Value) -> TcpStream {
+        self.send_as("", path, body)
+    }
+
+    /// Sends a request with a value of `Authorization`.
+    fn send_as(&self, key: &str, path: &str, body: &Value) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).expect("connected");
         stream.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
         let (body, json) = (body.to_string(), "Content-Type: application/json\r\nConnection: close");
@@ -39,30 +48,35 @@ impl Server {
         let body = if body == "null" { "" } else { &body };
         write!(
             stream,
-            "{method} {path} HTTP/1.1\r\nHost: localhost\r\n{json}\r\nContent-Length: {}\r\n\r\n{body}",
+            "{method} {path} HTTP/1.1\r\nHost: localhost\r\n{json}\r\nAuthorization: {key}\r\nContent-Length: {}\r\n\r\n{body}",
             len.min(body.len())
         )
         .expect("sent");
         stream
     }
 
-    fn post(&self, path: &str, body: &Value) -> Value {
+    pub(crate) fn post(&self, path: &str, body: &Value) -> Value {
         let body = read(self.send(path, body));
         serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}"))
     }
 
-    fn get(&self, path: &str) -> String {
+    pub(crate) fn post_as(&self, key: &str, path: &str, body: &Value) -> Value {
+        let body = read(self.send_as(key, path, body));
+        serde_json::from_str(&body).unwrap_or_else(|error| panic!("{error}: {body}"))
+    }
+
+    pub(crate) fn get(&self, path: &str) -> String {
         read(self.send(path, &Value::Null))
     }
 
-    /// A figure of the metrics.
+    /// Reads a value from the metrics.
     fn figure(&self, name: &str) -> f64 {
         let text = self.get("/metrics");
         let line = text.lines().find(|line| line.starts_with(&format!("moeworks_{name}{{"))).expect("a figure");
         line.rsplit(' ').next().expect("a value").parse().expect("a number")
     }
 
-    /// Waits until nothing is computed.
+    /// Waits until no request is being computed.
     fn wait_until_idle(&self) {
         let start = Instant::now();
         while self.figure("num_requests_running") + self.figure("num_requests_waiting") > 0.0 {
@@ -71,7 +85,7 @@ impl Server {
         }
     }
 
-    fn signal(&self, name: &str) {
+    pub(crate) fn signal(&self, name: &str) {
         let status = Command::new("kill").args(["-s", name, &self.child.id().to_string()]).status();
         assert!(status.expect("kill runs").success());
     }
@@ -85,7 +99,7 @@ impl Drop for Server {
 }
 
 /// Reads an answer to the end of the connection and returns its body.
-fn read(mut stream: TcpStream) -> String {
+pub(crate) fn read(mut stream: TcpStream) -> String {
     let mut bytes = Vec::new();
     let _ = stream.read_to_end(&mut bytes);
     let text = String::from_utf8(bytes).expect("UTF-8");
@@ -106,7 +120,7 @@ fn dechunked(mut body: &str) -> String {
     whole
 }
 
-/// The text of the pieces of a stream, which ends as it should.
+/// Joins the text of the pieces of a stream, and checks its end.
 fn streamed(body: &str) -> String {
     let events = body.strip_suffix("data: [DONE]\n\n").unwrap_or_else(|| panic!("cut off: {body:?}"));
     let piece = |event: &str| -> Value { serde_json::from_str(event.trim_start_matches("data: ")).expect("JSON") };
@@ -135,7 +149,7 @@ fn answers_are_those_of_generate_alone_together_and_in_streams() {
     for (prompt, expected) in prompts.iter().zip(&generated) {
         assert_eq!(server.post("/v1/completions", &body(prompt))["choices"][0]["text"], **expected, "{prompt}");
     }
-    // Many at once, all of the same few prompts.
+    // Many requests at once, with the same few prompts.
     let streams: Vec<_> = (0..24)
         .map(|i| {
             let mut body = body(prompts[i % 4]);
@@ -183,7 +197,7 @@ fn a_chat_is_that_of_the_program_and_keeps_what_turns_have_in_common() {
     let answer = server.post("/v1/chat/completions", &body);
     let content = answer["choices"][0]["message"]["content"].as_str().expect("a text");
     assert_eq!(content.trim_end_matches('\n'), said.trim_end_matches('\n'));
-    // The next turn begins with all of this one.
+    // The next turn starts with the whole of this one.
     let before = server.figure("prefix_cache_hits_total");
     let messages = json!([message, {"role": "assistant", "content": content}, {"role": "user", "content": "And now?"}]);
     server.post("/v1/chat/completions", &json!({"messages": messages, "max_tokens": 4}));
@@ -222,7 +236,7 @@ fn sigterm_lets_what_is_under_way_end_and_the_program_ends_well() {
     let mut server = Server::start(&work, &[]);
     let body = json!({"prompt": "Line", "max_tokens": 200, "stream": true, "ignore_eos": true});
     let mut streams: Vec<_> = (0..3).map(|_| server.send("/v1/completions", &body)).collect();
-    // The first has begun.
+    // The first answer has started.
     let mut first = [0; 64];
     streams.iter_mut().for_each(|stream| stream.read_exact(&mut first).expect("a head"));
     server.signal("TERM");

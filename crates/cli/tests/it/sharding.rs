@@ -1,11 +1,11 @@
-//! The cuts of weights over ranks, as `inspect --sharding` lists them, and the settings that change them.
+//! The division of weights among ranks that `inspect --sharding` lists, and the settings that change it.
 
 use serde_json::Value;
 
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, stdout};
 
-/// The JSON of `inspect run --sharding` with more options.
+/// Runs `inspect run --sharding` with more options and parses its JSON.
 fn sharding(work: &Workplace, options: &[&str]) -> Value {
     let output = work.run(&[&["inspect", "run", "--sharding", "--json"], options].concat());
     assert_success(&output);

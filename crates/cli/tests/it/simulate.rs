@@ -1,4 +1,4 @@
-//! Pipeline schedules, as a user asks for them.
+//! `moeworks simulate`: pipeline schedules.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! The token that begins texts, in every command that reads them.
+//! The token at the start of texts, in every command that reads texts.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, stderr, stdout};
 
-/// A folder `plain`, and `begun` whose tokenizer begins every text with `<|endoftext|>`.
+/// Creates a model folder `plain`, and a folder `begun` whose tokenizer starts every text with `<|endoftext|>`.
 fn folders() -> Workplace {
     let work = Workplace::new();
     assert_success(&work.train("run", 2, &[]));
@@ -48,7 +48,7 @@ fn a_prompt_begins_as_texts_do_and_may_spell_special_tokens() {
     let begun = answer("begun", "hello", "9", &[]);
     assert_eq!(answer("begun", "<|endoftext|>hello", "9", &["--special"]), begun);
     assert_eq!(answer("plain", "<|endoftext|>hello", "9", &["--special"]), begun);
-    // The model has room for 64 tokens.
+    // The model's context is 64 tokens.
     let long = "x".repeat(60);
     answer("plain", &long, "4", &[]);
     refused(&work, &["generate", "begun", "--prompt", &long, "--max-tokens", "5"], &["64"]);
@@ -64,7 +64,7 @@ fn evaluation_begins_each_document_and_does_not_count_its_beginning() {
         serde_json::from_str(&stdout(&output)).unwrap()
     };
     let (plain, begun) = (figures("plain"), figures("begun"));
-    // Without a beginning the first byte is predicted by nothing.
+    // Without a start token, the first byte is not predicted.
     assert_eq!((&plain["tokens"], &begun["tokens"]), (&json!(12), &json!(13)));
     assert_eq!(begun["bytes"], json!(11.0));
 }

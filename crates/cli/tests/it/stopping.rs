@@ -1,4 +1,4 @@
-//! Signals at any time, and what goes on afterwards.
+//! Signals at any time, and the state of a run afterwards.
 #![cfg(unix)]
 
 use std::fs;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::program::{TINY, Workplace, assert_success, losses, state, stderr};
 
-/// How long a program may take to end that is told to: this machine may be busy.
+/// The time limit for a program to end after a signal, on a busy machine.
 const PROMPTLY: Duration = Duration::from_secs(2);
 
 fn send(process: &Child, name: &str) {
@@ -16,7 +16,7 @@ fn send(process: &Child, name: &str) {
     assert!(status.expect("kill runs").success());
 }
 
-/// A text that takes long to be read and tokenised.
+/// Writes a text that takes long to read and tokenize.
 fn long_text(work: &Workplace) {
     let line = "Some words that take a while to be merged into tokens, over and over again, 1234567890.\n";
     work.file("long.txt", line.repeat(300_000));
@@ -68,7 +68,7 @@ fn a_signal_while_tokens_are_written_leaves_no_part_of_them() {
 #[test]
 fn the_second_signal_does_not_wait_for_the_step() {
     let work = Workplace::new();
-    // A step of very many tokens.
+    // A step with very many tokens.
     let more = ["--set", "train.grad_accumulation=1000000"];
     let child = work.train_command("run", 10, &more).stderr(Stdio::piped()).spawn().expect("the program starts");
     let start = Instant::now();
@@ -114,7 +114,7 @@ fn a_signal_that_is_to_be_ignored_is_ignored() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "alive\n", "{}", stderr(&output));
 }
 
-/// The run as it is before its first checkpoint.
+/// Puts a run into the state before its first checkpoint.
 fn forget_checkpoints(run: &Path) {
     fs::remove_dir_all(run.join("checkpoints")).expect("removed");
 }
@@ -130,7 +130,7 @@ fn a_run_without_a_checkpoint_begins_again_with_the_same_steps() {
     assert!(stderr(&output).contains("begins again"), "{}", stderr(&output));
     assert_eq!(losses(&work.path("run")), losses(&work.path("whole")));
     assert_eq!(state(&work.path("run"), 4), state(&work.path("whole"), 4));
-    // Also on other ranks.
+    // The same with another number of ranks.
     forget_checkpoints(&work.path("run"));
     assert_success(&work.run(&["train", "--resume", "run", "--ep", "2"]));
     assert_eq!(losses(&work.path("run")).len(), 4);
@@ -152,7 +152,7 @@ fn a_run_that_began_with_a_model_begins_again_with_it() {
     forget_checkpoints(&work.path("run"));
     assert_success(&work.run(&["train", "--resume", "run"]));
     assert_eq!(losses(&work.path("run")), losses(&work.path("whole")));
-    // Where that model is gone it is not begun with another.
+    // If that model is gone, the run is not started with another.
     forget_checkpoints(&work.path("run"));
     fs::rename(work.path("first"), work.path("moved")).expect("moved");
     let output = work.run(&["train", "--resume", "run"]);

@@ -1,11 +1,11 @@
-//! Standard output that is full, closed, or read no further; standard error that is full.
+//! Standard output that is full, closed, or no longer read; standard error that is full.
 #![cfg(unix)]
 
 use std::path::Path;
 
 use crate::program::{Workplace, assert_success, stderr, stdout};
 
-/// A line of arguments for every command that prints.
+/// The arguments of commands that print, one line for each.
 const PRINTING: [&str; 14] = [
     "evaluate run --data text.txt --json",
     "evaluate run --data text.txt",
@@ -13,7 +13,7 @@ const PRINTING: [&str; 14] = [
     "inspect run",
     "inspect run --json",
     "estimate --preset tiny --json",
-    "plan --simulate --ranks 8",
+    "plan --scaling --ranks 8",
     "convert run model --force",
     "routing run --data text.txt --max-tokens 20",
     "report run",
@@ -68,7 +68,7 @@ fn standard_error_that_takes_nothing_harms_nobody() {
 fn an_error_begins_a_line_of_its_own() {
     let work = Workplace::new();
     assert_success(&work.train("run", 2, &[]));
-    // What is printed first is the prompt, without a line end.
+    // The prompt is printed first, without a newline.
     let output = work.shell("exec \"$M\" generate run --prompt Line --max-tokens 1000 2>&1");
     let shown = stdout(&output);
     assert_eq!(output.status.code(), Some(2), "{shown}");

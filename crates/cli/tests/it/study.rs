@@ -1,4 +1,4 @@
-//! A study from the command to its page.
+//! `moeworks study`, from the command to the page.
 
 use std::fs;
 
@@ -29,12 +29,12 @@ fn a_study_trains_compares_and_goes_on_where_it_was() {
     let plot = fs::read_to_string(work.path("routing-study.svg")).expect("the plot");
     assert_eq!(plot.matches("<circle").count(), 3);
     let records = fs::read(work.path("runs/study/top-k-seed1/metrics.jsonl")).expect("the records");
-    // What is done is not done again, and another variant joins it.
+    // Finished runs are not repeated; another variant is added.
     let output = study(&work, &["--only", "dense", "top-k", "jitter", "--out", "second.md"]);
     assert_success(&output);
     assert_eq!(records, fs::read(work.path("runs/study/top-k-seed1/metrics.jsonl")).expect("the records"));
     assert!(fs::read_to_string(work.path("second.md")).expect("the page").contains("| jitter | "));
-    // The clustered hash takes the embeddings of the dense model of its seed, which is trained with it.
+    // The clustered hash uses the embeddings of the dense model with the same seed, which is trained first.
     let output = study(&work, &["--only", "hash-clustered", "--seeds", "2", "--runs", "other"]);
     assert_success(&output);
     let page = fs::read_to_string(work.path("routing-study.md")).expect("the page");
@@ -62,7 +62,7 @@ fn bad_input_is_one_line_and_leaves_no_page() {
         assert!(errors.len() == 1 && errors[0].contains(message), "{}", stderr(&output));
     }
     assert!(!work.path("routing-study.md").exists() && !work.path("runs").exists());
-    // Runs of other settings are not mixed in.
+    // Runs with other settings are not included.
     assert_success(&study(&work, &["--only", "dense"]));
     fs::remove_file(work.path("routing-study.md")).expect("removed");
     let output = study(&work, &["--only", "dense", "--set", "train.lr=1e-4"]);

@@ -1,4 +1,4 @@
-//! A model with an encoder, as a user meets it: the fixture of Switch Transformers that the model's tests have.
+//! A model with an encoder in every command: the Switch Transformers fixture of the tests of `model`.
 
 use std::fs;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, losses, state, stdout};
 
-/// A copy of the fixture, `switch` in the workplace.
+/// Copies the fixture to `switch` in a new workplace.
 fn workplace() -> Workplace {
     let work = Workplace::new();
     let from = concat!(env!("CARGO_MANIFEST_DIR"), "/../model/tests/fixtures/switch");
@@ -82,7 +82,7 @@ fn a_model_with_an_encoder_learns_to_find_what_is_left_out_and_a_resumed_run_mak
         let args = args.into_iter().chain(settings.iter().map(String::as_str));
         assert_success(&work.run(&args.collect::<Vec<_>>()));
     }
-    // As if it had been killed before the end.
+    // The copy is in the state of a run killed before the end.
     fs::remove_dir_all(work.path("cut/checkpoints/step-00000040")).expect("removed");
     assert_success(&work.run(&["train", "--resume", "cut"]));
     assert_eq!(losses(&work.path("whole")), losses(&work.path("cut")));

@@ -1,4 +1,4 @@
-//! A run from its start to its end, and what interrupts it.
+//! A run from start to end, and its interruptions.
 
 use std::fs;
 use std::process::Stdio;
@@ -31,7 +31,7 @@ fn a_resumed_run_makes_the_same_losses_and_weights() {
         let settings = ["--set", &precision, "--set", "model.jitter=0.01", "--set", "train.grad_accumulation=2"];
         assert_success(&work.train("whole", 8, &settings));
         assert_success(&work.train("cut", 8, &settings));
-        // As if it had been killed in step 8, with the checkpoint of step 6 the newest.
+        // The copy is in the state of a run killed in step 8, whose newest checkpoint is that of step 6.
         fs::remove_dir_all(work.path("cut/checkpoints/step-00000008")).expect("removed");
         assert_success(&work.run(&["train", "--resume", "cut"]));
         assert_eq!(losses(&work.path("whole")), losses(&work.path("cut")));
@@ -93,7 +93,7 @@ fn a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been() {
         .expect("the program starts");
     for kill in 0..8 {
         wait_for_checkpoint(&work);
-        // Another instant each time, over the length of a step and a save.
+        // The kill comes at a different moment each time, spread over the length of a step and a save.
         std::thread::sleep(Duration::from_millis(7 + 13 * kill % 60));
         child.kill().expect("killed");
         child.wait().expect("ended");
@@ -211,7 +211,7 @@ fn evaluation_inspection_and_estimation_print_their_figures() {
     let value: serde_json::Value = serde_json::from_str(&stdout(&evaluation)).expect("JSON");
     let (loss, bits) = (value["loss"].as_f64().expect("loss"), value["bits_per_byte"].as_f64().expect("bits"));
     assert!((value["perplexity"].as_f64().expect("perplexity") - loss.exp()).abs() < 1e-6);
-    // Bytes are tokens here, so that bits a byte are nats a token over ln 2, up to the end of the text.
+    // Tokens are bytes here, so that bits per byte equal nats per token over ln 2, except at the end of the text.
     assert!((bits - loss / std::f64::consts::LN_2).abs() < 0.01 * bits, "{value}");
     for args in [&["inspect", "run"][..], &["inspect", "run/checkpoints/step-00000004"]] {
         let output = work.run(args);

@@ -1,4 +1,4 @@
-//! What a user types and reads: usage lines, help, errors, notes and escape codes.
+//! The command-line interface: usage lines, help, errors, notes and escape codes.
 
 use std::process::Command;
 
@@ -40,7 +40,7 @@ fn an_error_stands_alone_and_says_what_would_be_right() {
         (vec!["generate", "run", "--prompt", &long], vec!["64 tokens", "context is 64", "at most 63"]),
         (vec!["generate", "run", "--stop", ""], vec!["--stop is empty"]),
         (vec!["generate", "run", "--prompt-file", "nowhere.txt"], vec!["--prompt-file nowhere.txt"]),
-        (vec!["plan", "--simulate", "--ranks", "3"], vec!["--ranks 3", "8 ranks", "--simulate"]),
+        (vec!["plan", "--scaling", "--ranks", "3"], vec!["--ranks 3", "8 ranks", "--scaling"]),
         (vec!["generate", "run", "--max-tokens", "-2"], vec!["'-2'", "-1 for as many as fit"]),
         (vec!["trian"], vec!["'trian'", "'train'"]),
     ] {
@@ -105,7 +105,7 @@ fn shells_get_scripts_that_know_commands_options_and_values() {
         for part in ["evaluate", "max-tokens", "deepseek-like", "overlap"] {
             assert!(script.contains(part), "{part} for {shell}");
         }
-        // Where the shell is there, it reads the script.
+        // If the shell is installed, it parses the script.
         let file = work.file(shell, &script);
         if let Ok(read) = Command::new(shell).args(["-n", &file]).output() {
             assert!(read.status.success(), "{shell}: {}", String::from_utf8_lossy(&read.stderr));

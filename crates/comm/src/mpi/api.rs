@@ -115,7 +115,7 @@ pub(crate) enum StatusLayout {
 impl StatusLayout {
     /// Returns whether a status proves that `bytes` bytes came. If it does not, the library has to be asked.
     #[inline]
-    pub(crate) fn tells(self, status: &Status, bytes: usize) -> bool {
+    pub(crate) fn proves(self, status: &Status, bytes: usize) -> bool {
         let bytes = bytes as u64;
         match self {
             Self::OpenMpi => status[2] == bytes,
@@ -241,17 +241,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_status_tells_of_the_bytes_that_came_and_of_no_others() {
+    fn a_status_proves_the_bytes_that_came_and_no_others() {
         let (short, long) = (1_000, (5 << 32) + 7);
         // Laid out as in the headers: source 3, tag 9, no error; in MPICH's the count's high half above a bit.
         let open_mpi = |bytes: u64| [3 | 9 << 32, 0, bytes, 0, 0, 0, 0, 0];
         let mpich = |bytes: u64| [(bytes & 0xffff_ffff) | ((bytes >> 32) << 1) << 32, 3 | 9 << 32, 0, 0, 0, 0, 0, 0];
         for bytes in [0, short, long] {
-            assert!(StatusLayout::OpenMpi.tells(&open_mpi(bytes), bytes as usize));
-            assert!(StatusLayout::Mpich.tells(&mpich(bytes), bytes as usize));
-            assert!(!StatusLayout::OpenMpi.tells(&open_mpi(bytes), bytes as usize + 1));
-            assert!(!StatusLayout::Mpich.tells(&mpich(bytes), bytes as usize + 1));
-            assert!(!StatusLayout::Hidden.tells(&open_mpi(bytes), bytes as usize));
+            assert!(StatusLayout::OpenMpi.proves(&open_mpi(bytes), bytes as usize));
+            assert!(StatusLayout::Mpich.proves(&mpich(bytes), bytes as usize));
+            assert!(!StatusLayout::OpenMpi.proves(&open_mpi(bytes), bytes as usize + 1));
+            assert!(!StatusLayout::Mpich.proves(&mpich(bytes), bytes as usize + 1));
+            assert!(!StatusLayout::Hidden.proves(&open_mpi(bytes), bytes as usize));
         }
     }
 }

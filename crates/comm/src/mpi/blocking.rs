@@ -9,10 +9,10 @@ use super::group::{Group, ONE_STEP_BYTES, shares};
 use super::pieces::starts;
 use super::versions::Versions;
 use crate::CommError;
-use crate::few::{FEW, with_few};
 use crate::in_flight::locked;
 use crate::number::Reduction;
 use crate::operation::{Call, Memory, Operation};
+use crate::short_list::{MAX_SHORT, with_short_list};
 
 impl Group {
     /// # Safety
@@ -27,14 +27,14 @@ impl Group {
                 Call::Broadcast { root, .. } => self.broadcast(call, memory, root),
                 Call::AllGatherV => self.all_gather_v(call, operation.recv_counts, memory),
                 Call::AllToAllV => self.all_to_all_v(call, operation.send_counts, operation.recv_counts, memory),
-                Call::ReduceScatter { .. } if self.is_of_library(call, memory.send_bytes, false) => {
-                    self.library_share(call, operation.send_counts, memory)
+                Call::ReduceScatter { .. } if self.is_left_to_library(call, memory.send_bytes, false) => {
+                    self.library_reduce_scatter(call, operation.send_counts, memory)
                 }
                 Call::ReduceScatter { number, reduce } => {
                     self.reduce_scatter(call, operation.send_counts, memory, Reduction { number, reduce })
                 }
-                Call::AllReduce { bytes, .. } if self.is_of_library(call, bytes, false) => {
-                    self.library_sum(call, memory)
+                Call::AllReduce { bytes, .. } if self.is_left_to_library(call, bytes, false) => {
+                    self.library_all_reduce(call, memory)
                 }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
                     self.all_reduce_at_once(call, memory, Reduction { number, reduce })
@@ -99,12 +99,12 @@ impl Group {
         bytes: usize,
         work: impl FnOnce(*const c_int, *const c_int, Handle) -> Result<(), CommError>,
     ) -> Result<(), CommError> {
-        if counts.len() > FEW || bytes > self.process.limit {
+        if counts.len() > MAX_SHORT || bytes > self.process.limit {
             let pieces = self.pieces(call, counts)?;
             let unit = self.unit(call, &pieces)?;
             return work(pieces.counts.as_ptr(), pieces.starts.as_ptr(), unit.handle);
         }
-        let mut pieces = [[0; FEW]; 2];
+        let mut pieces = [[0; MAX_SHORT]; 2];
         let [lens, begins] = &mut pieces;
         for (((len, begin), &count), start) in lens.iter_mut().zip(begins).zip(counts).zip(starts(counts)) {
             (*len, *begin) = (count as c_int, start as c_int);
@@ -147,17 +147,17 @@ impl Group {
         let there = Memory { recv: versions.start(), recv_bytes: own * size, ..*memory };
         // SAFETY: the caller's promise; the versions have room for one share from each rank.
         unsafe {
-            with_few(size, |_| own, |owns| self.all_to_all_v(call, counts, owns, &there))?;
+            with_short_list(size, |_| own, |owns| self.all_to_all_v(call, counts, owns, &there))?;
             versions.reduce(how, memory.recv);
         }
         Ok(())
     }
 
     /// Lets the library take the sum, of which each rank gets a share.
-    unsafe fn library_share(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
+    unsafe fn library_reduce_scatter(&self, call: &Call, counts: &[usize], memory: &Memory) -> Result<(), CommError> {
         let (float, sum) = (self.process.mpi.constants.float, self.process.mpi.constants.sum);
         let (functions, number) = (self.functions(), |rank: usize| (counts[rank] / size_of::<f32>()) as c_int);
-        with_few(counts.len(), number, |numbers| {
+        with_short_list(counts.len(), number, |numbers| {
             // SAFETY: the caller's promise; the counts were held against the memory.
             self.check(call, unsafe {
                 (functions.reduce_scatter)(memory.send, memory.recv, numbers.as_ptr(), float, sum, self.comm)
@@ -166,7 +166,7 @@ impl Group {
     }
 
     /// Lets the library take the sum in place.
-    unsafe fn library_sum(&self, call: &Call, memory: &Memory) -> Result<(), CommError> {
+    unsafe fn library_all_reduce(&self, call: &Call, memory: &Memory) -> Result<(), CommError> {
         let constants = &self.process.mpi.constants;
         let in_place = ptr::without_provenance(constants.in_place);
         let (count, float, sum) = ((memory.recv_bytes / size_of::<f32>()) as c_int, constants.float, constants.sum);

@@ -63,12 +63,12 @@ impl Check {
             let (own, all) = (self.own.as_ptr().cast(), self.all.as_mut_ptr().cast());
             group.check(
                 &call,
-                (functions.iallgather)(own, words, byte, all, words, byte, group.beside, &raw mut gather),
+                (functions.iallgather)(own, words, byte, all, words, byte, group.internal_comm, &raw mut gather),
             )?;
             let (sent, announced) = (self.sent.as_ptr().cast(), self.announced.as_mut_ptr().cast());
             group.check(
                 &call,
-                (functions.ialltoall)(sent, 8, byte, announced, 8, byte, group.beside, &raw mut exchange),
+                (functions.ialltoall)(sent, 8, byte, announced, 8, byte, group.internal_comm, &raw mut exchange),
             )?;
         }
         self.requests = vec![gather, exchange];

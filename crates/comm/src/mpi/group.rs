@@ -55,7 +55,7 @@ pub(crate) struct Group {
     pub(crate) process: Arc<Process>,
     pub(crate) comm: Handle,
     /// A duplicate of the communicator, for messages that must not mix with those of calls.
-    pub(crate) beside: Handle,
+    pub(crate) internal_comm: Handle,
     pub(crate) rank: usize,
     /// Each rank's number in the whole run.
     pub(crate) members: Vec<usize>,
@@ -73,11 +73,11 @@ impl Group {
         rank: usize,
     ) -> Result<Self, CommError> {
         let num_calls = AtomicU32::new(0);
-        let mut group = Self { process, comm, beside: 0, rank, members, nodes, num_calls };
-        let mut beside = 0;
+        let mut group = Self { process, comm, internal_comm: 0, rank, members, nodes, num_calls };
+        let mut internal_comm = 0;
         // SAFETY: a call of all ranks of the group, as is making it.
-        group.check(&Call::Split, unsafe { (group.functions().comm_dup)(comm, &raw mut beside) })?;
-        group.beside = beside;
+        group.check(&Call::Split, unsafe { (group.functions().comm_dup)(comm, &raw mut internal_comm) })?;
+        group.internal_comm = internal_comm;
         Ok(group)
     }
 
@@ -100,7 +100,7 @@ impl Group {
 
     /// Returns whether the library takes a reduction of `bytes` bytes of each rank.
     #[inline]
-    pub(crate) fn is_of_library(&self, call: &Call, bytes: usize, is_started: bool) -> bool {
+    pub(crate) fn is_left_to_library(&self, call: &Call, bytes: usize, is_started: bool) -> bool {
         bytes / size_of::<f32>() <= self.process.limit && self.process.sums.takes(call, bytes, self.size(), is_started)
     }
 
@@ -128,8 +128,8 @@ impl Group {
         self.process.failure.get_or_init(|| error).clone()
     }
 
-    /// Returns the failure of the run, if there was one.
-    pub(crate) fn still_going(&self) -> Result<(), CommError> {
+    /// Fails if the run has failed.
+    pub(crate) fn check_running(&self) -> Result<(), CommError> {
         self.process.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
@@ -171,7 +171,7 @@ impl Group {
     ) -> Result<(), CommError> {
         // Asking the library takes as long as all other work on a short message.
         match *call {
-            Call::Receive { bytes, .. } if self.process.mpi.constants.status.tells(status, bytes) => Ok(()),
+            Call::Receive { bytes, .. } if self.process.mpi.constants.status.proves(status, bytes) => Ok(()),
             _ => self.ask_received(call, status, count, unit),
         }
     }

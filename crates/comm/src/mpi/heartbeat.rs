@@ -104,7 +104,7 @@ impl Heartbeat {
                 let _ = self.socket.send_to(&self.own.to_le_bytes(), target);
             }
         }
-        if self.hears() {
+        if self.receive_heartbeats() {
             (self.since, self.is_heard) = (WaitTimer::new(), true);
         }
         let silence = self.since.tick();
@@ -120,7 +120,7 @@ impl Heartbeat {
     }
 
     /// Reads all datagrams, and returns whether one is a heartbeat of the watched rank.
-    fn hears(&self) -> bool {
+    fn receive_heartbeats(&self) -> bool {
         let mut sign = [0; 8];
         let mut is_heard = false;
         while let Ok((len, _)) = self.socket.recv_from(&mut sign) {

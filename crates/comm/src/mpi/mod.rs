@@ -81,9 +81,9 @@ struct MpiComm {
 impl MpiComm {
     /// Checks the call, and replaces the addresses of empty regions by one that the library accepts.
     #[inline(always)]
-    fn admit(&self, operation: &Operation<'_>, memory: &mut Memory) -> Result<(), CommError> {
+    fn prepare(&self, operation: &Operation<'_>, memory: &mut Memory) -> Result<(), CommError> {
         let group = &self.group;
-        group.still_going()?;
+        group.check_running()?;
         let world_rank = group.members[group.rank];
         operation.check(memory, group.rank, group.size(), world_rank).map_err(|error| group.fail(error))?;
         // An empty slice may have any address, also 1, which most libraries read as "in place".
@@ -115,14 +115,14 @@ impl Communicator for MpiComm {
     }
 
     unsafe fn start(&self, operation: &Operation<'_>, mut memory: Memory) -> Result<Box<dyn RawPending>, CommError> {
-        self.admit(operation, &mut memory)?;
+        self.prepare(operation, &mut memory)?;
         // SAFETY: the caller's promise.
         let started = unsafe { Started::start(&self.group, operation, memory) }?;
         Ok(Box::new(Handle::new(operation.call, started, &self.group.process.in_flight)))
     }
 
     unsafe fn run(&self, operation: &Operation<'_>, mut memory: Memory) -> Result<(), CommError> {
-        self.admit(operation, &mut memory)?;
+        self.prepare(operation, &mut memory)?;
         let process = &self.group.process;
         if process.is_checked || process.in_flight.has_collectives() {
             // Operations in flight have to progress during this call, and the comparison of calls comes first. All
@@ -137,7 +137,7 @@ impl Communicator for MpiComm {
 
     fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
         let group = &self.group;
-        group.still_going()?;
+        group.check_running()?;
         let _in_operation = group.enter(&Call::Split);
         let color = color.map_or(UNDEFINED, |color| (color & 0x7fff_ffff) as c_int);
         let mut comm = 0;

@@ -161,9 +161,9 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         sums: LibrarySums::new(mpi.constants.is_open_mpi, is_crowded, options.keeps_order),
         hydra_guard,
     });
-    let barking = Arc::clone(&process);
+    let failing = Arc::clone(&process);
     watch
-        .spawn(&node.pids(mpi)?, heartbeat, move |error| barking.abort(&error))
+        .spawn(&node.pids(mpi)?, heartbeat, move |error| failing.abort(&error))
         .map_err(|error| CommError::Start(format!("cannot start the watchdog's thread: {error}")))?;
     let group = Group::from_comm(&process, comm, |rank| nodes[rank], rank)?;
     Ok(MpiComm { group: Arc::new(group) })

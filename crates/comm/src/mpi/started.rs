@@ -15,7 +15,7 @@ use crate::number::Reduction;
 use crate::operation::{Call, Memory, Operation};
 
 /// The work that remains when the requests are done.
-enum Then {
+enum NextStep {
     Nothing,
     /// Reduce the versions into this memory.
     Reduce(Versions<Taken>, Reduction, Target),
@@ -41,7 +41,7 @@ pub(crate) struct Started {
     requests: Vec<Handle>,
     /// Arrays that the requests use, kept until they are done.
     pieces: Vec<Pieces>,
-    then: Then,
+    next: NextStep,
     /// The tag of the messages with an all-reduce's shares.
     tag: c_int,
     /// A byte that goes from this rank to itself when nothing else does.
@@ -63,7 +63,7 @@ impl Started {
             check: Check::start(group, operation)?,
             requests: Vec::new(),
             pieces: Vec::new(),
-            then: Then::Nothing,
+            next: NextStep::Nothing,
             // Messages get no tag here, because not all ranks send the same ones.
             tag: if matches!(operation.call, Call::AllReduce { .. }) { group.next_tag() } else { 0 },
             byte: Box::default(),
@@ -86,16 +86,16 @@ impl Started {
                 Call::Broadcast { root, .. } => self.broadcast(root),
                 Call::AllGatherV => self.all_gather_v(operation.recv_counts),
                 Call::AllToAllV => self.all_to_all_v(operation.send_counts, operation.recv_counts, memory),
-                Call::ReduceScatter { .. } if self.group.is_of_library(&self.call, memory.send_bytes, true) => {
-                    self.library_share(operation.send_counts)
+                Call::ReduceScatter { .. } if self.group.is_left_to_library(&self.call, memory.send_bytes, true) => {
+                    self.library_reduce_scatter(operation.send_counts)
                 }
                 Call::ReduceScatter { number, reduce } => {
                     let versions = self.versions(operation.send_counts, memory)?;
-                    self.then = Then::Reduce(versions, Reduction { number, reduce }, Target(memory.recv));
+                    self.next = NextStep::Reduce(versions, Reduction { number, reduce }, Target(memory.recv));
                     Ok(())
                 }
-                Call::AllReduce { bytes, .. } if self.group.is_of_library(&self.call, bytes, true) => {
-                    self.library_sum()
+                Call::AllReduce { bytes, .. } if self.group.is_left_to_library(&self.call, bytes, true) => {
+                    self.library_all_reduce()
                 }
                 Call::AllReduce { number, reduce, bytes } if bytes <= ONE_STEP_BYTES => {
                     self.gather_versions(Reduction { number, reduce })
@@ -103,7 +103,7 @@ impl Started {
                 Call::AllReduce { number, reduce, bytes } => {
                     let own = Memory { send: memory.recv, send_bytes: bytes, ..memory };
                     let versions = self.versions(&shares(bytes, size), own)?;
-                    self.then = Then::Share(versions, Reduction { number, reduce });
+                    self.next = NextStep::Share(versions, Reduction { number, reduce });
                     Ok(())
                 }
                 Call::Send { to, tag, .. } => {
@@ -112,7 +112,7 @@ impl Started {
                 Call::Receive { from, tag, bytes } => {
                     self.receive(memory.recv, bytes, from, tag as c_int, self.group.comm)?;
                     let (count, unit) = self.group.whole(&self.call, bytes)?;
-                    self.then = Then::Count(count, unit);
+                    self.next = NextStep::Count(count, unit);
                     Ok(())
                 }
             }
@@ -137,7 +137,7 @@ impl Started {
         })
     }
 
-    fn keep(&mut self, counts: &[usize]) -> Result<(*const c_int, *const c_int, Unit), CommError> {
+    fn store_pieces(&mut self, counts: &[usize]) -> Result<(*const c_int, *const c_int, Unit), CommError> {
         let pieces = self.group.pieces(&self.call, counts)?;
         let unit = self.group.unit(&self.call, &pieces)?;
         let addresses = (pieces.counts.as_ptr(), pieces.starts.as_ptr());
@@ -148,7 +148,7 @@ impl Started {
     unsafe fn all_gather_v(&mut self, recv_counts: &[usize]) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let memory = self.memory;
-        let (counts, starts, unit) = self.keep(recv_counts)?;
+        let (counts, starts, unit) = self.store_pieces(recv_counts)?;
         // SAFETY: the caller's promise; the pieces' arrays are kept, and do not move.
         self.request(|request| unsafe {
             let own = *counts.add(group.rank);
@@ -173,9 +173,9 @@ impl Started {
         memory: Memory,
     ) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
-        let (sends, send_starts, send_unit) = self.keep(send_counts)?;
-        let (recvs, recv_starts, recv_unit) = self.keep(recv_counts)?;
-        let memory = if memory.send_bytes + memory.recv_bytes == 0 { self.say_something() } else { memory };
+        let (sends, send_starts, send_unit) = self.store_pieces(send_counts)?;
+        let (recvs, recv_starts, recv_unit) = self.store_pieces(recv_counts)?;
+        let memory = if memory.send_bytes + memory.recv_bytes == 0 { self.send_own_byte() } else { memory };
         // SAFETY: the caller's promise; the pieces' arrays are kept, and do not move.
         self.request(|request| unsafe {
             (group.functions().ialltoallv)(
@@ -196,7 +196,7 @@ impl Started {
     /// Turns an all-to-all in which nothing goes to or from this rank into one in which a byte goes from it to
     /// itself. Open MPI 4 does not number a non-blocking call in which a rank has nothing to do, and then matches its
     /// later calls with the wrong ones of other ranks.
-    fn say_something(&mut self) -> Memory {
+    fn send_own_byte(&mut self) -> Memory {
         for pieces in &mut self.pieces {
             pieces.counts[self.group.rank] = 1;
         }
@@ -216,7 +216,7 @@ impl Started {
     }
 
     /// Starts an all-reduce that the library takes.
-    unsafe fn library_sum(&mut self) -> Result<(), CommError> {
+    unsafe fn library_all_reduce(&mut self) -> Result<(), CommError> {
         let (group, memory) = (Arc::clone(&self.group), self.memory);
         let Constants { in_place, float, sum, .. } = group.process.mpi.constants;
         let (in_place, count) = (ptr::without_provenance(in_place), (memory.recv_bytes / size_of::<f32>()) as c_int);
@@ -227,10 +227,10 @@ impl Started {
     }
 
     /// Starts a reduce-scatter that the library takes.
-    unsafe fn library_share(&mut self, counts: &[usize]) -> Result<(), CommError> {
+    unsafe fn library_reduce_scatter(&mut self, counts: &[usize]) -> Result<(), CommError> {
         let (group, memory) = (Arc::clone(&self.group), self.memory);
         let numbers: Vec<usize> = counts.iter().map(|bytes| bytes / size_of::<f32>()).collect();
-        let (numbers, ..) = self.keep(&numbers)?;
+        let (numbers, ..) = self.store_pieces(&numbers)?;
         let Constants { float, sum, .. } = group.process.mpi.constants;
         // SAFETY: the caller's promise; the counts were held against the memory, and their array is kept.
         self.request(|request| unsafe {
@@ -247,7 +247,7 @@ impl Started {
         self.request(|request| unsafe {
             (group.functions().iallgather)(memory.recv, count, byte, there, count, byte, group.comm, request)
         })?;
-        self.then = Then::Reduce(versions, how, Target(memory.recv));
+        self.next = NextStep::Reduce(versions, how, Target(memory.recv));
         Ok(())
     }
 
@@ -294,26 +294,26 @@ impl Started {
             let (to, from) = ((group.rank + step) % group.size(), (group.rank + group.size() - step) % group.size());
             // SAFETY: shares do not overlap, and the memory stays valid until the end (`start`).
             unsafe {
-                self.receive(starts[from], shares[from], from, self.tag, group.beside)?;
-                self.send(own, shares[group.rank], to, self.tag, group.beside)?;
+                self.receive(starts[from], shares[from], from, self.tag, group.internal_comm)?;
+                self.send(own, shares[group.rank], to, self.tag, group.internal_comm)?;
             }
         }
         Ok(())
     }
 
     /// Does the next step, when all requests are done.
-    fn go_on(&mut self, status: &Status) -> Result<(), CommError> {
-        match std::mem::replace(&mut self.then, Then::Finished) {
-            Then::Nothing | Then::Finished => {}
-            Then::Count(count, unit) => self.group.check_received(&self.call, status, count, unit.handle)?,
+    fn finish_step(&mut self, status: &Status) -> Result<(), CommError> {
+        match std::mem::replace(&mut self.next, NextStep::Finished) {
+            NextStep::Nothing | NextStep::Finished => {}
+            NextStep::Count(count, unit) => self.group.check_received(&self.call, status, count, unit.handle)?,
             // SAFETY: the target is this operation's memory, which the requests use no more.
-            Then::Reduce(versions, how, target) => unsafe { versions.reduce(how, target.0) },
-            Then::Share(versions, how) => {
+            NextStep::Reduce(versions, how, target) => unsafe { versions.reduce(how, target.0) },
+            NextStep::Share(versions, how) => {
                 let shares = shares(self.memory.recv_bytes, self.group.size());
                 let start: usize = shares[..self.group.rank].iter().sum();
                 // SAFETY: as above; the own share lies within the memory.
                 unsafe { versions.reduce(how, self.memory.recv.add(start)) };
-                self.then = Then::Nothing;
+                self.next = NextStep::Nothing;
                 self.exchange_shares()?;
             }
         }
@@ -338,7 +338,7 @@ impl Started {
     }
 
     /// Tests the requests, or waits for them. Returns whether all are done.
-    fn work_off(&mut self, status: &mut Status, is_waiting: bool) -> Result<bool, CommError> {
+    fn test_requests(&mut self, status: &mut Status, is_waiting: bool) -> Result<bool, CommError> {
         if let Some(check) = &mut self.check {
             let mut requests = std::mem::take(&mut check.requests);
             while let Some(request) = requests.pop() {
@@ -365,13 +365,13 @@ impl Started {
     }
 
     fn step(&mut self, is_waiting: bool) -> Result<bool, CommError> {
-        self.group.still_going()?;
+        self.group.check_running()?;
         let mut status = Status::default();
-        while !matches!(self.then, Then::Finished) {
-            if !self.work_off(&mut status, is_waiting)? {
+        while !matches!(self.next, NextStep::Finished) {
+            if !self.test_requests(&mut status, is_waiting)? {
                 return Ok(false);
             }
-            self.go_on(&status)?;
+            self.finish_step(&status)?;
         }
         Ok(true)
     }
@@ -405,14 +405,14 @@ impl Steps for Started {
     }
 
     fn close(&mut self) {
-        if matches!(self.then, Then::Finished) {
+        if matches!(self.next, NextStep::Finished) {
             return;
         }
         let failure = if thread::panicking() {
             let (rank, reason) = (self.group.process.rank, format!("panicked during {}", self.call));
             Some(CommError::Died { rank, reason })
         } else {
-            self.group.still_going().and_then(|()| self.finish()).err()
+            self.group.check_running().and_then(|()| self.finish()).err()
         };
         if let Some(error) = failure {
             // The library may still write to memory that is about to be freed: nothing more may happen here.

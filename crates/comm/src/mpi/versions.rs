@@ -4,9 +4,9 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::group::{Group, Process};
-use crate::few::with_few;
 use crate::in_flight::locked;
 use crate::number::Reduction;
+use crate::short_list::with_short_list;
 
 /// Memory in whole cache lines.
 #[derive(Clone, Copy)]
@@ -19,7 +19,7 @@ const LINE: usize = size_of::<Line>();
 /// bytes would do. Libraries and systems copy with `rep movsb`, which takes up to twenty times as long on some CPUs
 /// (Zen 3) if the target lies exactly 16 bytes further in its page than the source, as may happen with two blocks of
 /// an allocator. Ranks mostly lay out their memory alike, so that the distance to the other ranks' memory is similar.
-const APART: usize = 1024;
+const TARGET_DISTANCE: usize = 1024;
 const PAGE: usize = 4096;
 
 /// Consecutive versions in memory that is reused, aligned for every number.
@@ -54,14 +54,16 @@ impl<W: DerefMut<Target = Vec<Line>>> Versions<W> {
         let start = self.lines[self.skipped..].as_ptr().cast::<u8>();
         let source = |rank: usize| start.wrapping_add(rank * self.bytes);
         // SAFETY: the versions lie one after another, each a whole number of numbers.
-        with_few(self.num_ranks, source, |sources| unsafe { number.reduce(reduce, sources, &[target], self.bytes) });
+        with_short_list(self.num_ranks, source, |sources| unsafe {
+            number.reduce(reduce, sources, &[target], self.bytes)
+        });
     }
 }
 
-/// Returns the number of lines after which memory from `start` on lies [`APART`], or up to a line more, further in
-/// its page than `source`.
+/// Returns the number of lines after which memory from `start` on lies [`TARGET_DISTANCE`], or up to a line more,
+/// further in its page than `source`.
 fn lines_to_skip(start: usize, source: usize) -> usize {
-    (source.wrapping_add(APART).wrapping_sub(start) % PAGE).div_ceil(LINE)
+    (source.wrapping_add(TARGET_DISTANCE).wrapping_sub(start) % PAGE).div_ceil(LINE)
 }
 
 /// The spare memory of a process, on loan to an operation that ends later.
@@ -115,7 +117,7 @@ mod tests {
             let start = line * LINE;
             let skipped = lines_to_skip(start, source);
             let further = (start + skipped * LINE).wrapping_sub(source) % PAGE;
-            prop_assert!(skipped <= PAGE / LINE && (APART..APART + LINE).contains(&further), "{further}");
+            prop_assert!(skipped <= PAGE / LINE && (TARGET_DISTANCE..TARGET_DISTANCE + LINE).contains(&further), "{further}");
         }
     }
 }

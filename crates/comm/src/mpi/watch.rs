@@ -75,7 +75,7 @@ impl Page {
 }
 
 /// The callback by which the watchdog ends the run.
-pub(crate) type Bark = dyn Fn(CommError) + Send + Sync;
+pub(crate) type OnFailure = dyn Fn(CommError) + Send + Sync;
 
 pub(crate) struct Watch {
     page: Page,
@@ -154,11 +154,11 @@ impl Watch {
         self: &Arc<Self>,
         pids: &[usize],
         heartbeat: Option<Heartbeat>,
-        bark: impl Fn(CommError) + Send + Sync + 'static,
+        on_failure: impl Fn(CommError) + Send + Sync + 'static,
     ) -> io::Result<JoinHandle<()>> {
         let watch = Arc::clone(self);
         let deaths = DeathWatch::new(pids);
-        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run(deaths, heartbeat, &bark))
+        thread::Builder::new().name("watchdog".to_owned()).spawn(move || watch.run(deaths, heartbeat, &on_failure))
     }
 
     /// Notes that this rank ends as it should, and ends the thread.
@@ -172,7 +172,7 @@ impl Watch {
         !self.page.slots()[0].is_reported.swap(true, Ordering::SeqCst)
     }
 
-    fn run(&self, mut deaths: DeathWatch, mut heartbeat: Option<Heartbeat>, bark: &Bark) {
+    fn run(&self, mut deaths: DeathWatch, mut heartbeat: Option<Heartbeat>, on_failure: &OnFailure) {
         let own = &self.page.slots()[self.own];
         let mut seen = own.state.load(Ordering::Relaxed);
         let mut timer = WaitTimer::new();
@@ -181,13 +181,13 @@ impl Watch {
         while !self.is_over.load(Ordering::Relaxed) {
             if let Some(rank) = self.wait_for_death(&mut deaths) {
                 let reason = "its process ended in the middle of the run (killed?)".to_owned();
-                bark(CommError::Died { rank, reason });
+                on_failure(CommError::Died { rank, reason });
             }
             own.heartbeat.fetch_add(1, Ordering::Relaxed);
             let state = own.state.load(Ordering::Relaxed);
             let waited = timer.tick();
             let shortest = Duration::from_nanos(self.shortest_ns.load(Ordering::Relaxed));
-            let mut still = self.still(&mut signs, shortest);
+            let mut still = self.silent_ranks(&mut signs, shortest);
             let elsewhere = heartbeat.as_mut().and_then(Heartbeat::beat);
             // Datagrams may be lost for a while: they alone are no reason.
             still.extend(elsewhere.filter(|(_, silence)| waited.min(*silence) >= shortest).map(|(rank, _)| rank));
@@ -196,14 +196,14 @@ impl Watch {
                 continue;
             }
             let (ranks, waited) = if waited >= Duration::from_nanos(self.timeout_ns.load(Ordering::Relaxed)) {
-                (self.absent(), waited)
+                (self.absent_ranks(), waited)
             } else {
                 (still, shortest)
             };
             if !ranks.is_empty() && own.state.load(Ordering::Relaxed) == seen {
                 let words = self.call.each_ref().map(|word| word.load(Ordering::Relaxed));
                 let (waiting, call) = (self.ranks[self.own], Call::from_words(words).unwrap_or(Call::Barrier));
-                bark(CommError::Hung { ranks, waiting, call, waited });
+                on_failure(CommError::Hung { ranks, waiting, call, waited });
             }
         }
     }
@@ -215,7 +215,7 @@ impl Watch {
     }
 
     /// Returns the ranks of this node whose processes showed signs of life and then none for `most`.
-    fn still(&self, signs: &mut [Sign], most: Duration) -> Vec<usize> {
+    fn silent_ranks(&self, signs: &mut [Sign], most: Duration) -> Vec<usize> {
         let mut still = Vec::new();
         for (index, (slot, sign)) in self.page.slots().iter().zip(signs).enumerate() {
             let heartbeat = slot.heartbeat.load(Ordering::Relaxed);
@@ -230,7 +230,7 @@ impl Watch {
 
     /// Returns the ranks that do not take part: those of this node that are in no operation or whose process stands
     /// still; otherwise those of other nodes; otherwise all ranks, which wait for each other.
-    fn absent(&self) -> Vec<usize> {
+    fn absent_ranks(&self) -> Vec<usize> {
         let slots = self.page.slots();
         let heartbeats = || slots.iter().map(|slot| slot.heartbeat.load(Ordering::Relaxed)).collect::<Vec<_>>();
         let before = heartbeats();

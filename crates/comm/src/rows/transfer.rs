@@ -3,8 +3,8 @@
 use moeworks_plan::{Algorithm, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
 
-use super::form::{Form, Sums, pick};
-use super::{Leg, RowPlan, times};
+use super::row_format::{RowFormat, Sums, pick};
+use super::{Hop, RowPlan, times};
 use crate::hierarchy::{PendingAllToAll, starts};
 use crate::wire::decode;
 use crate::{CommError, Communicator, Hierarchy};
@@ -12,7 +12,7 @@ use crate::{CommError, Communicator, Hierarchy};
 /// A dispatch in flight.
 #[must_use = "a started communication is finished, or the other ranks wait for it"]
 pub struct PendingDispatch {
-    form: Form,
+    format: RowFormat,
     dtype: DType,
     pending: PendingAllToAll,
 }
@@ -20,7 +20,7 @@ pub struct PendingDispatch {
 /// A combine in flight.
 #[must_use = "a started communication is finished, or the other ranks wait for it"]
 pub struct PendingCombine {
-    form: Form,
+    format: RowFormat,
     dtype: DType,
     pending: PendingAllToAll,
 }
@@ -68,10 +68,10 @@ impl RowPlan {
         wire: Wire,
     ) -> Result<PendingDispatch, CommError> {
         assert_eq!(rows.rows(), self.num_rows, "rows of the plan");
-        let form = Form::new(wire, rows.cols());
-        let packed = form.pack(rows, &self.leaving.rows);
-        let pending = self.leaving.start(hierarchy, self.algorithm, packed, form.bytes)?;
-        Ok(PendingDispatch { form, dtype: rows.dtype(), pending })
+        let format = RowFormat::new(wire, rows.cols());
+        let packed = format.pack(rows, &self.leaving.rows);
+        let pending = self.leaving.start(hierarchy, self.algorithm, packed, format.bytes)?;
+        Ok(PendingDispatch { format, dtype: rows.dtype(), pending })
     }
 
     /// Finishes a dispatch that [`start_dispatch`](Self::start_dispatch) of this plan started.
@@ -84,14 +84,14 @@ impl RowPlan {
         started: PendingDispatch,
         pool: &MemoryPool,
     ) -> Result<Tensor, CommError> {
-        let PendingDispatch { form, dtype, pending } = started;
+        let PendingDispatch { format, dtype, pending } = started;
         let mut received = pending.finish(hierarchy)?;
         if let Some(inside) = &self.inside {
-            let handed_on = pick(&received, &inside.rows, form.bytes);
-            let unordered = inside.carry_inside(&*hierarchy.node, &handed_on, form.bytes)?;
-            received = self.in_order(&unordered, form.bytes);
+            let handed_on = pick(&received, &inside.rows, format.bytes);
+            let unordered = inside.exchange_inside(&*hierarchy.node_comm, &handed_on, format.bytes)?;
+            received = self.in_order(&unordered, format.bytes);
         }
-        Ok(form.unpack(&received, dtype, pool))
+        Ok(format.unpack(&received, dtype, pool))
     }
 
     /// Sends rows back: row i of `rows` (`[R, D]`) belongs to the row that was received as number i. Returns `[T, D]`
@@ -116,20 +116,20 @@ impl RowPlan {
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn start_combine(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<PendingCombine, CommError> {
-        let form = Form::new(wire, rows.cols());
+        let format = RowFormat::new(wire, rows.cols());
         let num_received = self.num_received();
         assert_eq!(rows.rows(), num_received, "rows received by the plan");
         let all: Vec<u32> = (0..num_received as u32).collect();
-        let mut back = form.pack(rows, &all);
+        let mut back = format.pack(rows, &all);
         if let Some(inside) = &self.inside {
-            let unordered = self.out_of_order(&back, form.bytes);
-            let handed_back = inside.carry_back(&*hierarchy.node, &unordered, form.bytes)?;
+            let unordered = self.out_of_order(&back, format.bytes);
+            let handed_back = inside.return_inside(&*hierarchy.node_comm, &unordered, format.bytes)?;
             let num_rows = self.leaving.recv_counts.iter().sum();
-            let sums = form.sum(&handed_back, &inside.rows, num_rows);
-            back = form.encode_all(&sums);
+            let sums = format.sum(&handed_back, &inside.rows, num_rows);
+            back = format.encode_all(&sums);
         }
-        let pending = self.leaving.start_back(hierarchy, self.algorithm, back, form.bytes)?;
-        Ok(PendingCombine { form, dtype: rows.dtype(), pending })
+        let pending = self.leaving.start_back(hierarchy, self.algorithm, back, format.bytes)?;
+        Ok(PendingCombine { format, dtype: rows.dtype(), pending })
     }
 
     /// Finishes a combine that [`start_combine`](Self::start_combine) of this plan started.
@@ -142,22 +142,22 @@ impl RowPlan {
         started: PendingCombine,
         pool: &MemoryPool,
     ) -> Result<Tensor, CommError> {
-        let PendingCombine { form, dtype, pending } = started;
+        let PendingCombine { format, dtype, pending } = started;
         let parts = pending.finish(hierarchy)?;
-        let sums = self.sum_nodes(hierarchy, &form, &parts);
-        Ok(form.tensor(&sums, self.rows.len(), dtype, pool))
+        let sums = self.sum_nodes(hierarchy, &format, &parts);
+        Ok(format.tensor(&sums, self.rows.len(), dtype, pool))
     }
 
     /// Sums over the ranks of a node first, then over nodes.
-    fn sum_nodes(&self, hierarchy: &Hierarchy, form: &Form, parts: &[u8]) -> Vec<f32> {
+    fn sum_nodes(&self, hierarchy: &Hierarchy, format: &RowFormat, parts: &[u8]) -> Vec<f32> {
         let starts = starts(&self.leaving.send_counts);
         let mut total: Option<Sums> = None;
-        for ranks in hierarchy.grid.ranks() {
-            let mut of_node = Sums::new(self.rows.len(), form.width);
-            let mut row = vec![0.0; form.width];
+        for ranks in hierarchy.nodes.ranks() {
+            let mut of_node = Sums::new(self.rows.len(), format.width);
+            let mut row = vec![0.0; format.width];
             for &rank in ranks {
                 for index in starts[rank]..starts[rank] + self.leaving.send_counts[rank] {
-                    decode(form.wire, &parts[index * form.bytes..(index + 1) * form.bytes], &mut row);
+                    decode(format.wire, &parts[index * format.bytes..(index + 1) * format.bytes], &mut row);
                     of_node.add(self.leaving.rows[index] as usize - self.rows.start, &row);
                 }
             }
@@ -187,7 +187,7 @@ impl RowPlan {
     }
 }
 
-impl Leg {
+impl Hop {
     fn start(
         &self,
         hierarchy: &Hierarchy,
@@ -210,14 +210,14 @@ impl Leg {
         hierarchy.start_all_to_all_v(path(algorithm), packed, &sends, &recvs)
     }
 
-    fn carry_inside(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
+    fn exchange_inside(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
         let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
         let mut received = vec![0; recvs.iter().sum()];
         node.all_to_all_v(packed, &sends, &mut received, &recvs)?;
         Ok(received)
     }
 
-    fn carry_back(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
+    fn return_inside(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
         let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
         let mut received = vec![0; recvs.iter().sum()];
         node.all_to_all_v(packed, &sends, &mut received, &recvs)?;

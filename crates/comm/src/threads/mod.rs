@@ -78,7 +78,7 @@ impl ThreadComm {
         let started = Started { group, rendezvous, seats, seat, phase: Phase::Reading, copied, until: None };
         agreement::check_all(&self.group, &started.rendezvous, seat)?;
         if is_last || matches!(call, Call::Broadcast { root, .. } if root == seat) {
-            started.ring();
+            started.wake();
         }
         Ok(started)
     }

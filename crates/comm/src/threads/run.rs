@@ -109,23 +109,23 @@ where
     let num_ranks = options.nodes.len();
     let world = Arc::new(World::new(num_ranks, options.timeout));
     let group = Arc::new(Group::new(Arc::clone(&world), (0..num_ranks).collect(), &options.nodes));
-    let homecoming = Homecoming::default();
+    let end_count = EndCount::default();
     let results = thread::scope(|scope| {
         let start = |number| {
-            let (world, group, rank, homecoming) = (&world, Arc::clone(&group), &rank, &homecoming);
+            let (world, group, rank, end_count) = (&world, Arc::clone(&group), &rank, &end_count);
             let body = move || {
                 let result = run_one(world, ThreadComm::new(group, number), rank);
-                homecoming.arrive();
+                end_count.add();
                 result
             };
             let builder = thread::Builder::new().name(format!("rank-{number}")).stack_size(STACK_BYTES);
             builder.spawn_scoped(scope, body).map_err(|error| {
-                homecoming.arrive();
+                end_count.add();
                 world.fail(CommError::Start(format!("cannot start a thread for rank {number} of {num_ranks}: {error}")))
             })
         };
         let threads: Vec<_> = (0..num_ranks).map(start).collect();
-        homecoming.watch(num_ranks, &world, options);
+        end_count.wait_for_all(num_ranks, &world, options);
         let join = |thread: Result<thread::ScopedJoinHandle<'_, Result<R, E>>, CommError>| match thread {
             Ok(thread) => thread.join().unwrap_or_else(|payload| panic::resume_unwind(payload)),
             Err(error) => Err(E::from(error)),
@@ -181,28 +181,28 @@ pub(crate) fn reason_of_panic(payload: &(dyn Any + Send)) -> String {
 
 /// A counter of the ranks that have ended.
 #[derive(Default)]
-struct Homecoming {
-    num_home: Mutex<usize>,
+struct EndCount {
+    num_ended: Mutex<usize>,
     changed: Condvar,
 }
 
-impl Homecoming {
-    fn arrive(&self) {
-        *locked(&self.num_home) += 1;
+impl EndCount {
+    fn add(&self) {
+        *locked(&self.num_ended) += 1;
         self.changed.notify_all();
     }
 
     /// Waits for all ranks. Calls `on_stuck` if some do not return after the run has failed.
-    fn watch(&self, num_ranks: usize, world: &World, options: &RankOptions) {
+    fn wait_for_all(&self, num_ranks: usize, world: &World, options: &RankOptions) {
         let mut failed_at: Option<Instant> = None;
         let mut has_called = options.on_stuck.is_none();
-        let mut num_home = locked(&self.num_home);
-        while *num_home < num_ranks {
-            let wait = self.changed.wait_timeout(num_home, Duration::from_millis(100));
-            num_home = wait.unwrap_or_else(PoisonError::into_inner).0;
+        let mut num_ended = locked(&self.num_ended);
+        while *num_ended < num_ranks {
+            let wait = self.changed.wait_timeout(num_ended, Duration::from_millis(100));
+            num_ended = wait.unwrap_or_else(PoisonError::into_inner).0;
             let Some(error) = world.failure() else { continue };
             let since = *failed_at.get_or_insert_with(Instant::now);
-            if !has_called && since.elapsed() >= options.grace && *num_home < num_ranks {
+            if !has_called && since.elapsed() >= options.grace && *num_ended < num_ranks {
                 has_called = true;
                 options.on_stuck.iter().for_each(|call| call(&error));
             }

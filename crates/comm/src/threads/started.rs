@@ -84,13 +84,13 @@ impl Started {
         self.rendezvous.post(self.seat).map_or(Memory::new(&[], &mut []), |post| post.memory)
     }
 
-    pub(crate) fn ring(&self) {
+    pub(crate) fn wake(&self) {
         let own = self.rank_of(self.seat);
-        self.group.world.ring((0..self.num_seats()).map(|seat| self.rank_of(seat)).filter(|&rank| rank != own));
+        self.group.world.wake((0..self.num_seats()).map(|seat| self.rank_of(seat)).filter(|&rank| rank != own));
     }
 
     /// Goes as far as possible without waiting. Returns the condition that it then waits for; `None` at the end.
-    fn go_on(&mut self) -> Result<Option<Until>, CommError> {
+    fn progress(&mut self) -> Result<Option<Until>, CommError> {
         loop {
             self.until = None;
             let until = match &self.phase {
@@ -285,7 +285,7 @@ impl Started {
             _ => self.num_seats(),
         };
         if num_done == awaited {
-            self.ring();
+            self.wake();
         }
     }
 
@@ -309,7 +309,7 @@ impl Steps for Started {
     fn advance(&mut self) -> Result<bool, CommError> {
         match self.group.world.failure() {
             Some(error) => Err(error),
-            None => Ok(self.go_on()?.is_none()),
+            None => Ok(self.progress()?.is_none()),
         }
     }
 
@@ -320,7 +320,7 @@ impl Steps for Started {
     fn finish(&mut self) -> Result<(), CommError> {
         let group = Arc::clone(&self.group);
         let waiter = self.waiter();
-        while let Some(until) = self.go_on()? {
+        while let Some(until) = self.progress()? {
             group.world.wait(waiter, &|| self.is_met(until), &|| self.missing())?;
             // The condition may hold although a rank died, and its memory is gone.
             if let Some(error) = group.world.failure() {

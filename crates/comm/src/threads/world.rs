@@ -18,21 +18,21 @@ const SPIN: Duration = Duration::from_micros(200);
 const NAP: Duration = Duration::from_millis(50);
 
 pub(crate) struct World {
-    bells: Vec<Bell>,
+    signals: Vec<WakeSignal>,
     failure: OnceLock<CommError>,
     has_failed: AtomicBool,
     timeout_ns: AtomicU64,
     has_core_each: bool,
 }
 
-/// The bell on which the threads of one rank sleep.
+/// The signal that wakes the sleeping threads of one rank.
 #[derive(Default)]
 #[repr(align(128))] // Two cache lines: neighbours are fetched in pairs.
-struct Bell {
+struct WakeSignal {
     sleepers: AtomicUsize,
     has_left: AtomicBool,
-    num_rings: Mutex<u64>,
-    rung: Condvar,
+    num_wakes: Mutex<u64>,
+    woken: Condvar,
     in_flight: Arc<InFlight>,
 }
 
@@ -48,7 +48,7 @@ impl World {
     pub(crate) fn new(num_ranks: usize, timeout: Duration) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
-            bells: (0..num_ranks).map(|_| Bell::default()).collect(),
+            signals: (0..num_ranks).map(|_| WakeSignal::default()).collect(),
             failure: OnceLock::new(),
             has_failed: AtomicBool::new(false),
             timeout_ns: AtomicU64::new(nanoseconds(timeout)),
@@ -64,7 +64,7 @@ impl World {
     pub(crate) fn fail(&self, error: CommError) -> CommError {
         let first = self.failure.get_or_init(|| error).clone();
         self.has_failed.store(true, Ordering::SeqCst);
-        self.ring_all();
+        self.wake_all();
         first
     }
 
@@ -77,31 +77,31 @@ impl World {
 
     /// Notes that a rank makes no more calls.
     pub(crate) fn leave(&self, rank: usize) {
-        self.bells[rank].has_left.store(true, Ordering::SeqCst);
-        self.ring_all();
+        self.signals[rank].has_left.store(true, Ordering::SeqCst);
+        self.wake_all();
     }
 
-    fn ring_all(&self) {
-        self.ring(0..self.bells.len());
+    fn wake_all(&self) {
+        self.wake(0..self.signals.len());
     }
 
     /// Wakes the ranks that sleep. The values that they wait for were written before.
-    pub(crate) fn ring(&self, ranks: impl IntoIterator<Item = usize>) {
+    pub(crate) fn wake(&self, ranks: impl IntoIterator<Item = usize>) {
         // Either this thread sees the sleeper, or the sleeper, which checks once more after it has registered itself,
         // sees the values.
         fence(Ordering::SeqCst);
         for rank in ranks {
-            let bell = &self.bells[rank];
-            if bell.sleepers.load(Ordering::SeqCst) > 0 {
-                *locked(&bell.num_rings) += 1;
-                bell.rung.notify_all();
+            let signal = &self.signals[rank];
+            if signal.sleepers.load(Ordering::SeqCst) > 0 {
+                *locked(&signal.num_wakes) += 1;
+                signal.woken.notify_all();
             }
         }
     }
 
     /// Returns the operations that a rank has in flight.
     pub(crate) fn in_flight(&self, rank: usize) -> &Arc<InFlight> {
-        &self.bells[rank].in_flight
+        &self.signals[rank].in_flight
     }
 
     /// Waits until `is_ready`. `missing` returns the ranks that it waits for, by their numbers in the whole run.
@@ -154,16 +154,16 @@ impl World {
     }
 
     fn sleep(&self, rank: usize, is_ready: &dyn Fn() -> bool) {
-        let bell = &self.bells[rank];
-        let guard = locked(&bell.num_rings);
-        let heard = *guard;
-        bell.sleepers.fetch_add(1, Ordering::SeqCst);
+        let signal = &self.signals[rank];
+        let guard = locked(&signal.num_wakes);
+        let seen = *guard;
+        signal.sleepers.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         if !is_ready() && !self.has_failed.load(Ordering::SeqCst) {
-            let result = bell.rung.wait_timeout_while(guard, NAP, |num_rings| *num_rings == heard);
+            let result = signal.woken.wait_timeout_while(guard, NAP, |num_wakes| *num_wakes == seen);
             drop(result.unwrap_or_else(PoisonError::into_inner));
         }
-        bell.sleepers.fetch_sub(1, Ordering::SeqCst);
+        signal.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// Ends the run if a missing rank has left, or if ranks have been missing for too long.
@@ -174,7 +174,7 @@ impl World {
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Result<(), CommError> {
         let ranks = missing();
-        if let Some(&rank) = ranks.iter().find(|&&rank| self.bells[rank].has_left.load(Ordering::SeqCst)) {
+        if let Some(&rank) = ranks.iter().find(|&&rank| self.signals[rank].has_left.load(Ordering::SeqCst)) {
             // A rank may have left between its last post and this check: only one that is still missing did not post.
             if missing().contains(&rank) {
                 return Err(self.fail(CommError::Left { rank, call: waiter.call }));

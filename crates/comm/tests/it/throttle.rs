@@ -68,7 +68,7 @@ fn paths_differ_by_the_factor_that_their_costs_say() {
 fn work_under_a_slow_message_hides_it() {
     let link = Link { latency_s: 20e-3, bytes_per_s: 1e9 };
     let attempt = |_| {
-        let stood = run_ranks(&RankOptions::new(2), |comm| {
+        let blocked = run_ranks(&RankOptions::new(2), |comm| {
             let meter = std::sync::Arc::new(Meter::new(false));
             let throttled =
                 Throttled::new(comm.split(Some(0), comm.rank())?.expect("a part"), Links { node: link, cluster: link });
@@ -77,11 +77,11 @@ fn work_under_a_slow_message_hides_it() {
             let pending = exchange()?;
             std::thread::sleep(std::time::Duration::from_millis(25));
             pending.finish()?;
-            let hidden = meter.take_totals().standing_s;
+            let hidden = meter.take_totals().blocked_s;
             exchange()?.finish()?;
-            Ok::<_, CommError>((hidden, meter.take_totals().standing_s))
+            Ok::<_, CommError>((hidden, meter.take_totals().blocked_s))
         });
-        stood.into_iter().map(Result::unwrap).all(|(hidden, whole)| hidden < 10e-3 && whole > 19e-3)
+        blocked.into_iter().map(Result::unwrap).all(|(hidden, whole)| hidden < 10e-3 && whole > 19e-3)
     };
     // On a busy machine a rank may be late.
     assert!((0..20).any(attempt), "the message is not hidden, or takes no time");

@@ -27,7 +27,7 @@ impl Decoder {
 
     /// Passes the next tokens of several sequences, of any number each, and writes their keys and values to their blocks in `cache`.
     /// Returns the logits `[R, V]` f32 of the tokens that want them, in the order of the parts; with none `[0, V]`. `hook` sees what each
-    /// MoE layer decided for the tokens of all parts, one behind the other.
+    /// MoE layer decided for the tokens of the parts, one behind the other, in the order of [`Self::ragged_groups`].
     ///
     /// On a batch-invariant context a sequence gets the bits that it gets alone. Where experts live on several ranks, the others
     /// [serve](Self::serve_inference); ranks that hold the matrices of other layers between them pass the same parts.
@@ -58,7 +58,7 @@ impl Decoder {
                 hook(layer, saved);
             }
         };
-        for indices in self.groups(parts) {
+        for indices in self.ragged_groups(parts) {
             let group: Vec<SequencePart<'_>> = indices.iter().map(|&index| parts[index]).collect();
             let found = self.ragged_pass(ctx, weights, cache, &group, Some(&mut tell));
             if indices.len() == parts.len() {
@@ -106,9 +106,11 @@ impl Decoder {
         self.stage.head_logits(ctx, weights, &wanted)
     }
 
-    /// The parts, by their indices, in groups that take one pass each. Where a rotary embedding changes beyond a length, parts below it
-    /// and beyond it are in different groups; so are parts with and without expert ids.
-    fn groups(&self, parts: &[SequencePart<'_>]) -> Vec<Vec<usize>> {
+    /// Returns the parts, by their indices, in groups that take one pass each, one after the other. Where a rotary embedding changes beyond
+    /// a length, parts below it and beyond it are in different groups; so are parts with and without expert ids. A hook of
+    /// [`Self::forward_ragged`] sees tokens in this order.
+    #[must_use]
+    pub fn ragged_groups(&self, parts: &[SequencePart<'_>]) -> Vec<Vec<usize>> {
         let bound = self.config().variant.rotary.changes_beyond().unwrap_or(usize::MAX);
         let mut groups = BTreeMap::<_, Vec<usize>>::new();
         for (index, part) in parts.iter().enumerate() {

@@ -76,7 +76,7 @@ fn with_all_biases() -> ModelConfig {
 }
 
 fn cases() -> Vec<(&'static str, ModelConfig)> {
-    use RouterKind::{Cosine, Hash, Hierarchical, NoisyTopK, Relu, TopK};
+    use RouterKind::{Cosine, DenseToSparse, Forced, Hash, Hierarchical, LowRank, NoisyTopK, Relu, TopK};
     let qk_norm = |qk_norm| ModelConfig { qk_norm, tie_embeddings: true, ..base() };
     vec![
         ("dense", ModelConfig { num_experts: 0, ..base() }),
@@ -94,6 +94,9 @@ fn cases() -> Vec<(&'static str, ModelConfig)> {
         ("router_tree", routed(Hierarchical, |router| router.schemes.hierarchical.tree = "3".to_owned())),
         ("router_hash", routed(Hash, |_| ())),
         ("router_relu", routed(Relu, |_| ())),
+        ("router_low_rank", routed(LowRank, |router| router.schemes.low_rank.dim = 3)),
+        ("router_dense_to_sparse", routed(DenseToSparse, |_| ())),
+        ("router_forced", routed(Forced, |_| ())),
         (
             "router_bias_state",
             routed(TopK, |router| {

@@ -107,7 +107,7 @@ impl Share<'_> {
 
     /// Returns the number of parameters that are whole at a time under ZeRO 3: those of two layers, and those outside
     /// the layers.
-    fn passing_params(&self) -> Params {
+    fn gathered_params(&self) -> Params {
         let Params { dense, experts } = self.params();
         let outside = dense * self.shape.outside_params as f64 / self.shape.dense_params.max(1) as f64;
         let layers = |params: f64, num: usize| params * (2.0 / num.max(1) as f64).min(1.0);
@@ -122,9 +122,9 @@ impl Share<'_> {
         let (zero, precision) = (self.workload.zero, self.workload.precision);
         let rows = self.tokens() / self.layout.tp as f64 * (self.shape.top_k * self.shape.num_moe_layers) as f64;
         let is_sent = if self.layout.num_expert_ranks() > 1 { 1.0 } else { 0.0 };
-        let (kept, passing) = (precision.weight_bytes() as f64, self.passing_params());
-        let weights = || self.slices().total() * kept + passing.total() * precision.bytes() as f64;
-        let gradients = || self.gradient_bytes(self.slices()) + self.gradient_bytes(passing);
+        let (kept, gathered) = (precision.weight_bytes() as f64, self.gathered_params());
+        let weights = || self.slices().total() * kept + gathered.total() * precision.bytes() as f64;
+        let gradients = || self.gradient_bytes(self.slices()) + self.gradient_bytes(gathered);
         RankMemory {
             weights: if zero >= 3 { weights() } else { params.total() * kept },
             gradients: if zero >= 2 { gradients() } else { self.gradient_bytes(params) },

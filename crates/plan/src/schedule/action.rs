@@ -127,7 +127,7 @@ impl Kind {
     }
 }
 
-/// One action of a rank: what is done with a microbatch in a stage.
+/// One action of a rank on a microbatch in a stage.
 ///
 /// The text form is the stage, the letters of the kind and the microbatch, and for a part of a MoE layer a dot and
 /// the layer's number within the stage: `0F0`, `2BW7`, `3FD1.0`.

@@ -24,7 +24,7 @@ pub(super) fn chain_len(chain: Chain, layers: u16) -> u32 {
     (u32::from(layers) * parts(chain).len() as u32).max(1)
 }
 
-/// Returns the place of an action in its chain; none if a stage of `layers` MoE layers has no such action.
+/// Returns the place of an action in its chain; `None` if a stage of `layers` MoE layers has no such action.
 pub(super) fn chain_index(action: Action, layers: u16) -> Option<u32> {
     if !action.kind.is_part() {
         return (layers == 0 && action.layer == 0).then_some(0);

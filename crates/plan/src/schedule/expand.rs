@@ -48,8 +48,8 @@ impl Checked<'_> {
         Ok(Schedule { moe_layers, ranks, ..copy_head(schedule) })
     }
 
-    /// Returns the schedule with sends and receives as actions: a send right after what it sends is computed, a
-    /// receive right before what it receives is needed.
+    /// Returns the schedule with sends and receives as actions: a send right after its data is computed, a receive
+    /// right before its data is needed.
     #[must_use]
     pub fn with_messages(&self) -> Schedule {
         let schedule = self.schedule();

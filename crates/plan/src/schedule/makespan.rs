@@ -72,7 +72,7 @@ impl Timeline<'_> {
         if self.longest_span > 0.0 { (1.0 - busy / self.longest_span).max(0.0) } else { 0.0 }
     }
 
-    /// Returns the share of communication that no rank stood waiting for; none if there is no communication.
+    /// Returns the share of communication that no rank waited for; `None` if there is no communication.
     #[must_use]
     pub fn hidden(&self) -> Option<f64> {
         (self.communication > 0.0).then(|| 1.0 - self.exposed / self.communication)
@@ -149,7 +149,7 @@ struct Clock<'a> {
     exposed: f64,
 }
 
-/// The time at which something is there, and since when it has been under way if it is communicated.
+/// The time at which a result is available, and the start of its communication, if it is communicated.
 #[derive(Clone, Copy)]
 struct Arrival {
     sent: f64,
@@ -188,7 +188,7 @@ impl<'a> Clock<'a> {
         &mut self.chains[id][usize::from(action.kind.chain() == Chain::Backward)]
     }
 
-    /// Returns when the input of a computation is there.
+    /// Returns when the input of a computation is available.
     fn arrival(&mut self, action: Action) -> Option<Arrival> {
         if action.kind.chain() == Chain::Weight {
             return None;
@@ -222,7 +222,7 @@ impl<'a> Clock<'a> {
         Some(Arrival { sent: before.start, at: before.end })
     }
 
-    /// Waits until something is there; returns the time at which the rank goes on.
+    /// Waits until a result is available; returns the time at which the rank goes on.
     fn wait(&mut self, rank: usize, arrival: Option<Arrival>) -> f64 {
         let now = self.ranks[rank].now;
         match arrival {

@@ -69,8 +69,7 @@ pub struct Schedule {
     pub name: String,
     /// The copies of the weights, each with the microbatches that go through it: one, or two in DualPipe.
     pub copies: Vec<WeightCopy>,
-    /// The number of MoE layers of each stage whose all-to-alls are actions of their own; empty if there are none
-    /// such.
+    /// The number of MoE layers of each stage whose all-to-alls are actions of their own; empty without such layers.
     pub moe_layers: Vec<u16>,
     /// The list of each rank.
     pub ranks: Vec<Vec<Entry>>,
@@ -78,7 +77,7 @@ pub struct Schedule {
 
 /// A copy of all stages, and the microbatches that go through it.
 ///
-/// Microbatches are numbered through: those of a copy begin where those of the copy before end.
+/// Microbatches are numbered consecutively: those of a copy follow those of the copy before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WeightCopy {
     /// The number of microbatches that go through the copy.

@@ -13,12 +13,11 @@ pub struct StageTimes {
     pub dispatch: f64,
     /// The combines of all MoE layers of the stage, one way.
     pub combine: f64,
-    /// The part of F, B and W that experts take; the rest is attention and the like. Only expanded schedules look at
-    /// it.
+    /// The part of F, B and W that experts take; the rest is attention and the like. Only expanded schedules use it.
     pub expert_share: f64,
     /// M_B: the size of the activations that F leaves for B.
     pub activation: f64,
-    /// M_W: the size of what is left of them between B and W.
+    /// M_W: the size of their part that is kept between B and W.
     pub weight_grad_input: f64,
 }
 
@@ -87,7 +86,7 @@ pub enum TimesError {
     /// Times of the wrong number of stages.
     #[error("times of {given} stages: the schedule has {num_stages}; give times for each, or one for all of them")]
     Stages {
-        /// Stages that there are times of.
+        /// The number of stages with times.
         given: usize,
         /// Stages of the schedule.
         num_stages: usize,
@@ -131,7 +130,7 @@ impl Times {
         self.stages.get(stage as usize).or(self.stages.last()).unwrap_or(NONE)
     }
 
-    /// Fails unless there are times of `num_stages` stages, or of one for all, and each is finite and not negative.
+    /// Fails unless there are times for `num_stages` stages, or one for all, and each is finite and not negative.
     pub fn check(&self, num_stages: usize) -> Result<(), TimesError> {
         if self.stages.len() != 1 && self.stages.len() != num_stages {
             return Err(TimesError::Stages { given: self.stages.len(), num_stages });

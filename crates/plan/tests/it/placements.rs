@@ -69,7 +69,7 @@ fn a_text_may_have_a_placement_for_each_layer() {
     assert_eq!([0, 1].map(|place| placements.nth(place)), [placements.layer(1), placements.layer(4)]);
     assert_eq!(placements.layer(0), None);
     assert_eq!(placements.to_string().parse(), Ok(placements));
-    // One for all is written as before, and stands for any layer.
+    // A single placement for all layers is written as before, and holds for any layer.
     let same = Placements::from(mixed());
     assert_eq!((same.to_string(), same.layers()), (MIXED.to_owned(), Vec::new()));
     assert_eq!(MIXED.parse(), Ok(same.clone()));
@@ -165,7 +165,7 @@ proptest! {
 }
 
 /// The costs of rows of `row_bytes` bytes and experts of `expert` bytes there and back. Links carry a byte per second
-/// inside a node and a tenth of it between nodes.
+/// inside a node, and a tenth of it with a latency of half a second between nodes.
 fn costs(algorithm: Algorithm, row_bytes: f64, expert: f64, row_compute_s: f64) -> MoveCosts {
     let link = |latency_s, bytes_per_s| Link { latency_s, bytes_per_s };
     let links = Links { node: link(0.0, 1.0), cluster: link(0.5, 0.1) };

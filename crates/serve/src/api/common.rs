@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::fields::Fields;
-use super::{ApiError, ErrorKind, Sampling};
+use super::{ApiError, ErrorKind, ExpertsFrom, Sampling};
 
 /// Answers to a prompt at most.
 pub const MAX_CHOICES: usize = 128;
@@ -16,10 +16,9 @@ const IGNORED: [&str; 7] =
     ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"];
 
 /// Fields that would change an answer and are not supported yet. They may be there if they ask for nothing.
-const UNSUPPORTED: [&str; 26] = [
+const UNSUPPORTED: [&str; 25] = [
     "top_logprobs",
     "prompt_logprobs",
-    "return_routed_experts",
     "regex",
     "grammar",
     "ebnf",
@@ -68,6 +67,8 @@ pub struct Common {
     pub uses_prefix_cache: bool,
     /// Whether the answer has the ids of its tokens.
     pub returns_token_ids: bool,
+    /// The first token whose experts the answer has; none for none.
+    pub routed_experts: Option<ExpertsFrom>,
 }
 
 impl Common {
@@ -93,6 +94,7 @@ impl Common {
             cache_salt: fields.text("cache_salt", MAX_NAME)?,
             uses_prefix_cache: fields.bool("cache_prompt")?.unwrap_or(true),
             returns_token_ids: fields.bool("return_token_ids")?.unwrap_or(false),
+            routed_experts: ExpertsFrom::take(fields)?,
         })
     }
 }

@@ -73,6 +73,11 @@ impl CompletionRequest {
 }
 
 impl Prompt {
+    /// Reads one prompt: a text, or tokens.
+    pub(super) fn one(value: &Value) -> Result<Self, ApiError> {
+        prompt(value).ok_or_else(|| ApiError::field("prompt", value, "a text or a list of token ids, not empty"))
+    }
+
     /// Checks the tokens against a vocabulary.
     pub(crate) fn check_vocabulary(&self, vocab_size: usize) -> Result<(), ApiError> {
         let Self::Tokens(ids) = self else { return Ok(()) };

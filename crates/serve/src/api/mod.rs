@@ -9,7 +9,9 @@ mod completion;
 mod error;
 mod fields;
 mod json;
+mod line;
 mod messages;
+mod routed_experts;
 mod sampling;
 mod template_variables;
 mod texts;
@@ -20,6 +22,8 @@ pub use completion::{CompletionRequest, Prompt, PromptOptions};
 pub(crate) use error::quoted;
 pub use error::{ApiError, ErrorKind};
 pub use json::MAX_DEPTH;
+pub use line::{Line, LinePrompt};
+pub use routed_experts::ExpertsFrom;
 pub use sampling::Sampling;
 pub use texts::{DetokenizeRequest, TokenizeRequest, TokenizeText};
 

@@ -100,8 +100,8 @@ fn messages_may_have_parts_and_names() {
 
 #[test]
 fn what_the_server_cannot_do_is_refused_with_its_name() {
-    for name in ["echo", "regex", "grammar", "guided_json", "return_routed_experts", "top_logprobs", "suffix"] {
-        let value = if name == "return_routed_experts" || name == "echo" { json!(true) } else { json!("[a-z]") };
+    for name in ["echo", "regex", "grammar", "guided_json", "top_logprobs", "suffix"] {
+        let value = if name == "echo" { json!(true) } else { json!("[a-z]") };
         assert_refused(with(name, value), ErrorKind::Unsupported, name);
     }
     // 0 asks for the log-probabilities of the answer's tokens.

@@ -10,6 +10,7 @@ use super::driver::{Command, Event, NewAnswer, Piece, Reply};
 use super::reply::{Choice, Envelope, Kind, Usage};
 use crate::api::{ApiError, ChatRequest, Common, CompletionRequest, ErrorKind};
 use crate::engine::Request;
+use crate::experts::RoutedExperts;
 
 /// A request with all that the engine needs.
 pub(crate) struct Job {
@@ -48,6 +49,7 @@ impl Job {
     fn new(app: &App, prompts: Prompts, common: Common, tenant: Option<blake3::Hash>) -> Result<Self, ApiError> {
         common.sampling.check_vocabulary(app.served.model.tokenizer.vocab_size())?;
         let Prompts { prompts, max_tokens, kind } = prompts;
+        check_experts(app, &common)?;
         let salt = salt(app, &common, tenant);
         let seed = common.sampling.seed.unwrap_or_else(|| app.new_seed());
         let mut requests = Vec::new();
@@ -117,7 +119,17 @@ fn request(app: &App, common: &Common, start: Start<'_>) -> Result<Request, ApiE
         stop_ids,
         priority: common.priority,
         salt: salt.to_vec(),
+        experts_from: common.routed_experts.map(|from| from.position(prompt.len())).transpose()?,
     })
+}
+
+/// Checks that the model has experts, if they are wanted.
+fn check_experts(app: &App, common: &Common) -> Result<(), ApiError> {
+    if common.routed_experts.is_some() && app.metrics.experts().is_none() {
+        let message = "return_routed_experts: the model has no experts";
+        return Err(ApiError::new(ErrorKind::Unsupported, message).of("return_routed_experts"));
+    }
+    Ok(())
 }
 
 fn check_min_tokens(least: usize, most: usize) -> Result<(), ApiError> {
@@ -158,6 +170,8 @@ pub(crate) struct NextToken {
     pub(crate) token: u32,
     pub(crate) text: String,
     pub(crate) is_first: bool,
+    /// The experts of tokens before it, where they are wanted.
+    pub(crate) experts: Option<RoutedExperts>,
 }
 
 impl Answers {
@@ -193,13 +207,16 @@ impl Answers {
     }
 
     fn take_in(&mut self, index: usize, piece: Piece) -> NextToken {
-        let Piece { token, text, end } = piece;
+        let Piece { token, text, end, experts } = piece;
         let choice = &mut self.choices[index];
         let is_first = choice.tokens.is_empty();
         let text = choice.push(self.envelope.kind, token, &text);
         choice.end = end;
+        if let Some(experts) = &experts {
+            choice.experts.get_or_insert_default().extend(experts);
+        }
         self.usage.completion_tokens += 1;
-        NextToken { choice: index, token, text, is_first }
+        NextToken { choice: index, token, text, is_first, experts }
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::ServerOptions;
 use super::access::Hosts;
+use super::connections::Serving;
 use super::driver::Command;
 use super::metrics::Metrics;
 use super::served::ServedModel;
@@ -62,16 +63,6 @@ impl App {
         }
     }
 
-    /// Says that no further requests are taken.
-    pub(crate) fn drain(&self) {
-        self.is_draining.store(true, Ordering::SeqCst);
-    }
-
-    /// Whether the engine answers.
-    pub(crate) fn is_alive(&self) -> bool {
-        !self.is_engine_gone.load(Ordering::Acquire)
-    }
-
     /// Checks that requests are taken.
     pub(crate) fn check_ready(&self) -> Result<(), ApiError> {
         let unavailable = |message| Err(ApiError::new(ErrorKind::Unavailable, message));
@@ -90,11 +81,6 @@ impl App {
         self.check_ready()?;
         self.check_room(1)?;
         Ok(ticket)
-    }
-
-    /// Requests under way.
-    pub(crate) fn num_requests(&self) -> usize {
-        self.load.requests.load(Ordering::SeqCst)
     }
 
     /// Sequences under way at most.
@@ -132,6 +118,38 @@ impl App {
         let number = self.next_id.fetch_add(1, Ordering::Relaxed);
         let hash = blake3::keyed_hash(&self.id_key, &[&number.to_le_bytes()[..], b"seed"].concat());
         hash.as_bytes().iter().take(8).fold(0, |seed, &byte| seed << 8 | u64::from(byte))
+    }
+}
+
+impl Serving for App {
+    fn max_connections(&self) -> usize {
+        self.options.max_connections
+    }
+
+    fn head_timeout(&self) -> Duration {
+        self.options.head_timeout
+    }
+
+    fn shutdown_timeout(&self) -> Duration {
+        self.options.shutdown_timeout
+    }
+
+    /// Whether the engine answers.
+    fn is_alive(&self) -> bool {
+        !self.is_engine_gone.load(Ordering::Acquire)
+    }
+
+    fn drain(&self) {
+        self.is_draining.store(true, Ordering::SeqCst);
+    }
+
+    fn num_requests(&self) -> usize {
+        self.load.requests.load(Ordering::SeqCst)
+    }
+
+    fn end_requests(&self) {
+        // An engine that has ended needs no order.
+        let _ = self.send(Command::Stop);
     }
 }
 

@@ -14,8 +14,6 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 
 use super::StopSignal;
-use super::app::App;
-use super::driver::Command;
 
 /// Bytes of the head of a request at most, and lines of it.
 const MAX_HEAD_BYTES: usize = 64 << 10;
@@ -29,10 +27,28 @@ const CLOSING: Duration = Duration::from_secs(2);
 /// The pause after a connection that could not be accepted, as where there are no more file descriptors.
 const PAUSE: Duration = Duration::from_millis(50);
 
+/// A program that answers requests, as its connections see it.
+pub(crate) trait Serving: Send + Sync + 'static {
+    /// Connections at a time.
+    fn max_connections(&self) -> usize;
+    /// The time that the head of a request takes at most, and the silence on a connection before it.
+    fn head_timeout(&self) -> Duration;
+    /// The time that requests have to end when the program is told to.
+    fn shutdown_timeout(&self) -> Duration;
+    /// Whether it can answer at all.
+    fn is_alive(&self) -> bool;
+    /// Takes no further requests.
+    fn drain(&self);
+    /// Requests under way.
+    fn num_requests(&self) -> usize;
+    /// Ends the requests under way with errors.
+    fn end_requests(&self);
+}
+
 /// Serves connections until `stop`, then those requests that are under way.
-pub(crate) async fn serve(listener: TcpListener, router: Router, app: &Arc<App>, stop: &StopSignal) {
+pub(crate) async fn serve<S: Serving>(listener: TcpListener, router: Router, app: &Arc<S>, stop: &StopSignal) {
     let (closing, is_closing) = watch::channel(false);
-    let places = Arc::new(Semaphore::new(app.options.max_connections));
+    let places = Arc::new(Semaphore::new(app.max_connections()));
     {
         let accepting = pin!(accept(listener, router, app, Arc::clone(&places), is_closing));
         let ending = pin!(end(app, stop));
@@ -40,13 +56,13 @@ pub(crate) async fn serve(listener: TcpListener, router: Router, app: &Arc<App>,
     }
     // Whoever receives it is about to end, or has ended.
     let _ = closing.send(true);
-    let all = u32::try_from(app.options.max_connections).unwrap_or(u32::MAX);
+    let all = u32::try_from(app.max_connections()).unwrap_or(u32::MAX);
     let _ = tokio::time::timeout(CLOSING, places.acquire_many(all)).await;
 }
 
 /// Waits for `stop` or the end of the engine, then for the requests under way, up to the time that they have. Those that are left are
 /// ended.
-async fn end(app: &Arc<App>, stop: &StopSignal) {
+async fn end<S: Serving>(app: &Arc<S>, stop: &StopSignal) {
     while !stop.is_stopped() && app.is_alive() {
         stop.told_within(ALIVE_POLL).await;
     }
@@ -56,9 +72,8 @@ async fn end(app: &Arc<App>, stop: &StopSignal) {
             tokio::time::sleep(POLL).await;
         }
     };
-    let _ = tokio::time::timeout(app.options.shutdown_timeout, idle).await;
-    // An engine that has ended needs no order.
-    let _ = app.send(Command::Stop);
+    let _ = tokio::time::timeout(app.shutdown_timeout(), idle).await;
+    app.end_requests();
     let told = async {
         while app.num_requests() > 0 {
             tokio::time::sleep(POLL).await;
@@ -67,10 +82,10 @@ async fn end(app: &Arc<App>, stop: &StopSignal) {
     let _ = tokio::time::timeout(CLOSING, told).await;
 }
 
-async fn accept(
+async fn accept<S: Serving>(
     listener: TcpListener,
     router: Router,
-    app: &Arc<App>,
+    app: &Arc<S>,
     places: Arc<Semaphore>,
     is_closing: watch::Receiver<bool>,
 ) -> io::Result<()> {
@@ -82,7 +97,7 @@ async fn accept(
             continue;
         };
         let (router, is_closing) = (router.clone(), is_closing.clone());
-        let head_timeout = app.options.head_timeout;
+        let head_timeout = app.head_timeout();
         tokio::spawn(async move {
             converse(stream, router, head_timeout, is_closing).await;
             drop(place);

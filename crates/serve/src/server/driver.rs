@@ -11,6 +11,7 @@ use super::metrics::{Finish, Metrics};
 use super::work::TurnEngine;
 use crate::api::{ApiError, ErrorKind};
 use crate::engine::{Output, Request};
+use crate::experts::RoutedExperts;
 use crate::scheduler::SequenceId;
 
 /// An order to the engine's thread.
@@ -54,6 +55,8 @@ pub(crate) struct Piece {
     /// The text that is certain with it.
     pub(crate) text: String,
     pub(crate) end: Option<End>,
+    /// The experts of tokens before it, where they are wanted.
+    pub(crate) experts: Option<RoutedExperts>,
 }
 
 /// An answer under way.
@@ -158,14 +161,14 @@ impl<'a, E: TurnEngine> Driver<'a, E> {
     }
 
     fn hand_out(&mut self, output: Output) {
-        let Output { sequence, token, text, end } = output;
+        let Output { sequence, token, text, end, experts } = output;
         let Some(live) = self.live.get_mut(&sequence) else { return };
         let now = Instant::now();
         self.metrics.add_token(live.since, live.last.replace(now), now);
         if let Some(end) = end {
             self.metrics.finish(if end == End::Limit { Finish::Length } else { Finish::Stop }, live.since);
         }
-        live.reply.send(Event::Token(Piece { token, text, end }));
+        live.reply.send(Event::Token(Piece { token, text, end, experts }));
         if end.is_some() {
             self.live.remove(&sequence);
         }

@@ -1,9 +1,13 @@
 //! Metrics in the text format of Prometheus, with the names and shapes of vLLM's.
 
 use std::fmt::Write as _;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use serde_json::{Value, json};
+
+use super::moe::{balancedness, layers};
+use crate::experts::ExpertLoad;
 use crate::scheduler::Counts;
 
 /// The reason why a request ended.
@@ -55,6 +59,8 @@ pub(crate) struct Metrics {
     /// The model's name, with what a label must escape.
     model: String,
     num_blocks: usize,
+    /// The load of experts; none for a model without.
+    experts: Option<Arc<ExpertLoad>>,
     figures: Mutex<Figures>,
 }
 
@@ -81,7 +87,33 @@ impl Metrics {
             between_tokens: Histogram::new(&BETWEEN_TOKENS),
             whole: Histogram::new(&WHOLE),
         };
-        Self { prefix: prefix.to_owned(), model, num_blocks, figures: Mutex::new(figures) }
+        Self { prefix: prefix.to_owned(), model, num_blocks, experts: None, figures: Mutex::new(figures) }
+    }
+
+    /// The metrics with the load of experts.
+    pub(crate) fn with_experts(self, experts: Option<Arc<ExpertLoad>>) -> Self {
+        Self { experts, ..self }
+    }
+
+    pub(crate) fn experts(&self) -> Option<&ExpertLoad> {
+        self.experts.as_deref()
+    }
+
+    /// The figures that the page shows.
+    pub(crate) fn serving(&self) -> Value {
+        let figures = self.figures();
+        json!({
+            "running": figures.counts.running,
+            "waiting": figures.counts.waiting,
+            "kv_cache_usage": self.kv_cache_usage(figures.counts),
+            "prompt_tokens": figures.prompt_tokens,
+            "generation_tokens": figures.generation_tokens,
+        })
+    }
+
+    /// The share of the blocks that sequences hold, from 0 to 1.
+    fn kv_cache_usage(&self, counts: Counts) -> f64 {
+        1.0 - counts.free_blocks as f64 / self.num_blocks.max(1) as f64
     }
 
     fn figures(&self) -> MutexGuard<'_, Figures> {
@@ -120,8 +152,8 @@ impl Metrics {
     /// Writes all figures.
     pub(crate) fn text(&self) -> String {
         let figures = self.figures();
-        let Counts { waiting, running, free_blocks, preemptions, prefix_queries, prefix_hits } = figures.counts;
-        let usage = 1.0 - free_blocks as f64 / self.num_blocks.max(1) as f64;
+        let Counts { waiting, running, preemptions, prefix_queries, prefix_hits, .. } = figures.counts;
+        let usage = self.kv_cache_usage(figures.counts);
         let mut page = Page { metrics: self, text: String::new() };
         page.one("gauge", "num_requests_running", "Sequences that hold blocks.", running as f64);
         page.one("gauge", "num_requests_waiting", "Sequences that wait for blocks.", waiting as f64);
@@ -143,6 +175,8 @@ impl Metrics {
         page.histogram("time_to_first_token_seconds", "Time to the first token.", &figures.first_token);
         page.histogram("inter_token_latency_seconds", "Time between tokens.", &figures.between_tokens);
         page.histogram("e2e_request_latency_seconds", "Time of whole answers.", &figures.whole);
+        drop(figures);
+        page.experts();
         page.text
     }
 }
@@ -168,6 +202,28 @@ impl Page<'_> {
     fn one(&mut self, kind: &str, name: &str, help: &str, value: f64) {
         self.head(kind, name, help);
         self.sample(name, "", value);
+    }
+
+    /// Writes the load of experts, if there are any.
+    fn experts(&mut self) {
+        let layers = layers(self.metrics.experts());
+        if layers.is_empty() {
+            return;
+        }
+        let (counts, cv) = ("expert_tokens_total", "expert_load_cv");
+        self.head("counter", counts, "Tokens that each expert computed, by layer.");
+        for load in &layers {
+            for (expert, &count) in load.tokens_per_expert.iter().enumerate() {
+                let labels = format!(",layer=\"{}\",expert=\"{expert}\"", load.layer);
+                self.sample(counts, &labels, count as f64);
+            }
+        }
+        self.head("gauge", cv, "Standard deviation over mean of the experts' tokens, by layer; 0 where even.");
+        for load in &layers {
+            self.sample(cv, &format!(",layer=\"{}\"", load.layer), load.cv());
+        }
+        let help = "Mean load over highest load of experts, the mean of all layers; 1 where even.";
+        self.one("gauge", "expert_balancedness", help, balancedness(&layers));
     }
 
     fn histogram(&mut self, name: &str, help: &str, histogram: &Histogram) {

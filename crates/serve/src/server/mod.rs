@@ -1,13 +1,16 @@
 //! The server: connections over HTTP/1.1, and one thread that makes the engine's turns.
 
-mod access;
+pub(crate) mod access;
 mod answers;
 mod app;
-mod connections;
+mod base64;
+pub(crate) mod connections;
 mod driver;
 mod metrics;
+mod moe;
+mod page;
 mod reply;
-mod routes;
+pub(crate) mod routes;
 mod served;
 mod stream;
 mod texts;
@@ -143,7 +146,8 @@ pub fn serve(
         .build()?;
     listener.set_nonblocking(true)?;
     let hosts = Hosts::new(&options.allowed_hosts, listener.local_addr()?);
-    let metrics = Arc::new(Metrics::new(&options.metrics_prefix, served.name(), options.num_blocks));
+    let metrics = Metrics::new(&options.metrics_prefix, served.name(), options.num_blocks);
+    let metrics = Arc::new(metrics.with_experts(engine.expert_load()));
     let (commands, inbox) = mpsc::channel();
     let is_gone = Arc::new(AtomicBool::new(false));
     let link = EngineLink { commands, metrics: Arc::clone(&metrics), is_gone: Arc::clone(&is_gone) };

@@ -4,6 +4,9 @@ use moeworks_infer::chat::final_message;
 use moeworks_infer::generation::End;
 use serde_json::{Value, json};
 
+use super::base64;
+use crate::experts::RoutedExperts;
+
 /// The kind of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -54,6 +57,8 @@ pub(crate) struct Choice {
     pub(crate) text: String,
     pub(crate) tokens: Vec<u32>,
     pub(crate) end: Option<End>,
+    /// The experts of the tokens so far, where they are wanted.
+    pub(crate) experts: Option<RoutedExperts>,
     /// Bytes of the shown text that were returned in pieces.
     num_shown: usize,
 }
@@ -88,11 +93,14 @@ pub(crate) struct Delta<'a> {
     pub(crate) end: Option<End>,
     /// Whether it is the first of its answer.
     pub(crate) is_first: bool,
+    /// The experts of tokens before it, where they are wanted.
+    pub(crate) experts: Option<&'a RoutedExperts>,
 }
 
 impl Envelope {
     /// The JSON of whole answers.
     pub(crate) fn whole(&self, choices: &[Choice], usage: Usage) -> Value {
+        let experts: Option<Vec<&RoutedExperts>> = choices.iter().map(|choice| choice.experts.as_ref()).collect();
         let choices: Vec<Value> =
             choices.iter().enumerate().map(|(index, choice)| self.choice(index, choice)).collect();
         let object = match self.kind {
@@ -102,6 +110,9 @@ impl Envelope {
         let mut whole = self.head(object);
         whole["choices"] = choices.into();
         whole["usage"] = usage.to_json();
+        if let Some(experts) = experts {
+            whole["sglext"] = experts_json(&experts);
+        }
         whole
     }
 
@@ -132,7 +143,7 @@ impl Envelope {
 
     /// The JSON of a piece. `usage` is there where each piece has it; none where only the last has, which is a null then.
     pub(crate) fn chunk(&self, delta: &Delta<'_>, usage: Option<Option<Usage>>) -> Value {
-        let &Delta { choice, text, tokens, end, is_first } = delta;
+        let &Delta { choice, text, tokens, end, is_first, experts } = delta;
         let mut json = json!({"index": choice, "finish_reason": finish_reason(end), "logprobs": null});
         match self.kind {
             Kind::Completion => json["text"] = text.into(),
@@ -141,7 +152,11 @@ impl Envelope {
             Kind::Chat { .. } => json["delta"] = json!({"content": text}),
         }
         self.add_tokens(&mut json, choice, tokens, is_first);
-        self.stream_part(vec![json], usage)
+        let mut part = self.stream_part(vec![json], usage);
+        if let Some(experts) = experts {
+            part["sglext"] = experts_json(&[experts]);
+        }
+        part
     }
 
     /// The JSON of the last piece, with the number of tokens.
@@ -161,6 +176,25 @@ impl Envelope {
         }
         part
     }
+}
+
+/// The experts of tokens as SGLang has them: `[N, L, K]` numbers of 32 bits in base64, a text for one answer and a list for several, with
+/// the shapes.
+fn experts_json(answers: &[&RoutedExperts]) -> Value {
+    let one = |experts: &&RoutedExperts| (base64::of_i32s(&experts.ids).into(), shape_json(experts));
+    let (mut texts, mut shapes): (Vec<Value>, Vec<Value>) = answers.iter().map(one).unzip();
+    match (texts.len(), texts.pop(), shapes.pop()) {
+        (1, Some(text), Some(shape)) => json!({"routed_experts": text, "routed_experts_shape": shape}),
+        (_, text, shape) => {
+            texts.extend(text);
+            shapes.extend(shape);
+            json!({"routed_experts": texts, "routed_experts_shape": shapes})
+        }
+    }
+}
+
+fn shape_json(experts: &RoutedExperts) -> Value {
+    json!([experts.num_tokens(), experts.num_layers, experts.top_k])
 }
 
 /// Names the program whose answers these are: a seed gives the same text as long as it is the same.
@@ -187,7 +221,7 @@ mod tests {
 
     #[test]
     fn whole_answers_have_the_form_of_openai() {
-        let choice = Choice { text: "a".into(), tokens: vec![7], end: Some(End::Limit), num_shown: 0 };
+        let choice = Choice { text: "a".into(), tokens: vec![7], end: Some(End::Limit), ..Choice::default() };
         let choices = [choice.clone(), choice.clone(), choice];
         let usage = Usage { prompt_tokens: 3, completion_tokens: 3 };
         let json = envelope(Kind::Completion).whole(&choices, usage);
@@ -198,6 +232,20 @@ mod tests {
         let json = envelope(Kind::Chat { has_channels: false }).whole(&choices[..1], usage);
         assert_eq!(json["choices"][0]["message"]["content"], "a");
         assert_eq!(json["object"], "chat.completion");
+    }
+
+    #[test]
+    fn experts_have_the_form_of_sglang() {
+        let experts = |ids: &[i32]| Some(RoutedExperts { num_layers: 2, top_k: 1, ids: ids.to_vec() });
+        let choice = |ids| Choice { experts: experts(ids), ..Choice::default() };
+        let choices = [choice(&[1, -1]), choice(&[])];
+        let json = envelope(Kind::Completion).whole(&choices[..1], Usage::default());
+        assert_eq!(json["sglext"], json!({"routed_experts": "AQAAAP////8=", "routed_experts_shape": [1, 2, 1]}));
+        let json = envelope(Kind::Completion).whole(&choices, Usage::default());
+        assert_eq!(json["sglext"]["routed_experts"], json!(["AQAAAP////8=", ""]));
+        assert_eq!(json["sglext"]["routed_experts_shape"], json!([[1, 2, 1], [0, 2, 1]]));
+        let json = envelope(Kind::Completion).whole(&[Choice::default()], Usage::default());
+        assert!(json.get("sglext").is_none());
     }
 
     #[test]
@@ -224,7 +272,7 @@ mod tests {
     #[test]
     fn chunks_of_a_chat_begin_with_the_role() {
         let envelope = Envelope { prompts: None, ..envelope(Kind::Chat { has_channels: false }) };
-        let delta = Delta { choice: 0, text: "a", tokens: None, end: None, is_first: true };
+        let delta = Delta { choice: 0, text: "a", tokens: None, end: None, is_first: true, experts: None };
         let first = envelope.chunk(&delta, None);
         assert_eq!(first["choices"][0]["delta"], json!({"role": "assistant", "content": "a"}));
         assert!(first.get("usage").is_none());

@@ -1,7 +1,7 @@
 //! The paths of the API.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -16,7 +16,8 @@ use serde_json::{Value, json};
 
 use super::answers::Job;
 use super::app::App;
-use super::{stream, texts};
+use super::connections::Serving as _;
+use super::{moe, page, stream, texts};
 use crate::api::{ApiError, ErrorKind, quoted};
 
 /// Seconds after which a client that was sent away may come again.
@@ -29,6 +30,7 @@ struct Tenant(Option<blake3::Hash>);
 /// Makes the paths of the API.
 pub(crate) fn router(app: Arc<App>) -> Router {
     Router::new()
+        .route("/", get(page::page))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/v1/completions", post(completions))
@@ -40,17 +42,18 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/ready", get(ready))
         .route("/version", get(version))
         .route("/metrics", get(metrics))
+        .route("/moe/load", get(moe_load))
         .fallback(no_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(Arc::clone(&app), let_in))
         .with_state(app)
 }
 
-/// Lets requests in that mean this server and have a key; probes need none.
+/// Lets requests in that mean this server and have a key; probes and the page, which asks for one itself, need none.
 async fn let_in(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let checked = app.hosts.check(request.version(), request.headers()).and_then(|()| {
-        let is_probe = matches!(request.uri().path(), "/health" | "/ready");
-        if is_probe { Ok(None) } else { app.options.keys.check(request.headers()) }
+        let is_open = matches!(request.uri().path(), "/health" | "/ready" | "/");
+        if is_open { Ok(None) } else { app.options.keys.check(request.headers()) }
     });
     match checked {
         Ok(tenant) => {
@@ -79,7 +82,7 @@ impl IntoResponse for ApiError {
     }
 }
 
-fn as_json(value: &Value) -> Response {
+pub(crate) fn as_json(value: &Value) -> Response {
     ([(CONTENT_TYPE, "application/json")], value.to_string()).into_response()
 }
 
@@ -102,26 +105,34 @@ async fn read_body(app: &App, request: Request) -> Result<Bytes, ApiError> {
         return Err(ApiError::new(ErrorKind::MediaType, message));
     }
     let most = app.options.max_body_bytes;
-    let too_large = || ApiError::new(ErrorKind::LargeBody, format!("the body is larger than {most} bytes"));
     let length = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     if length.is_some_and(|length| length > most as u64) {
-        return Err(too_large());
+        return Err(too_large(most));
     }
+    read_limited(request.into_body(), most, app.options.body_timeout).await
+}
+
+fn too_large(most: usize) -> ApiError {
+    ApiError::new(ErrorKind::LargeBody, format!("the body is larger than {most} bytes"))
+}
+
+/// Reads a body of at most `most` bytes in at most `time`.
+pub(crate) async fn read_limited(body: Body, most: usize, time: Duration) -> Result<Bytes, ApiError> {
     let read = async {
-        let (mut pieces, mut body) = (request.into_body().into_data_stream(), Vec::new());
+        let (mut pieces, mut body) = (body.into_data_stream(), Vec::new());
         while let Some(piece) = pieces.next().await {
             let piece =
                 piece.map_err(|_| ApiError::new(ErrorKind::Invalid, "the body: ended early or is malformed"))?;
             if body.len() + piece.len() > most {
-                return Err(too_large());
+                return Err(too_large(most));
             }
             body.extend_from_slice(&piece);
         }
         Ok(Bytes::from(body))
     };
-    let seconds = app.options.body_timeout.as_secs();
+    let seconds = time.as_secs();
     let late = |_| ApiError::new(ErrorKind::Timeout, format!("the body took longer than {seconds} seconds"));
-    tokio::time::timeout(app.options.body_timeout, read).await.map_err(late)?
+    tokio::time::timeout(time, read).await.map_err(late)?
 }
 
 /// Does work that takes a while on a thread of its own.
@@ -214,6 +225,10 @@ async fn ready(State(app): State<Arc<App>>) -> Result<Response, ApiError> {
 
 async fn version() -> Response {
     as_json(&json!({"version": env!("CARGO_PKG_VERSION")}))
+}
+
+async fn moe_load(State(app): State<Arc<App>>) -> Response {
+    as_json(&moe::load(&app))
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {

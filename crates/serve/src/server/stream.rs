@@ -57,14 +57,14 @@ impl Feed {
     /// The event of a token, if it has anything to say.
     fn chunk(&self, token: &NextToken) -> Option<String> {
         let Answers { choices, common, envelope, usage, .. } = &self.answers;
-        let &NextToken { choice, token, ref text, is_first } = token;
+        let &NextToken { choice, token, ref text, is_first, ref experts } = token;
         let end = choices[choice].end;
-        if text.is_empty() && end.is_none() && !is_first && !common.returns_token_ids {
+        if text.is_empty() && end.is_none() && !is_first && !common.returns_token_ids && experts.is_none() {
             return None;
         }
         let usage = common.includes_usage.then_some(Some(*usage).filter(|_| common.has_continuous_usage));
         let tokens = [token];
-        let delta = Delta { choice, text, tokens: Some(&tokens), end, is_first };
+        let delta = Delta { choice, text, tokens: Some(&tokens), end, is_first, experts: experts.as_ref() };
         Some(event(&envelope.chunk(&delta, usage)))
     }
 

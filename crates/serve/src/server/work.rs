@@ -1,7 +1,10 @@
 //! The engine as the server sees it.
 
+use std::sync::Arc;
+
 use crate::api::{ApiError, ErrorKind};
 use crate::engine::{Engine, EngineError, Output, Request};
+use crate::experts::ExpertLoad;
 use crate::scheduler::{Counts, Refused, SequenceId};
 
 /// An engine that answers many requests at once, turn by turn.
@@ -26,6 +29,11 @@ pub trait TurnEngine {
 
     /// Counts of what is waiting and running, for metrics.
     fn counts(&self) -> Counts;
+
+    /// The tokens that each expert computes; none for a model without experts.
+    fn expert_load(&self) -> Option<Arc<ExpertLoad>> {
+        None
+    }
 }
 
 impl TurnEngine for Engine<'_> {
@@ -47,6 +55,10 @@ impl TurnEngine for Engine<'_> {
 
     fn counts(&self) -> Counts {
         Engine::counts(self)
+    }
+
+    fn expert_load(&self) -> Option<Arc<ExpertLoad>> {
+        Engine::expert_load(self)
     }
 }
 

@@ -13,7 +13,7 @@ use moeworks_ops::Context;
 use moeworks_serve::{Counts, Engine, EngineError, Limits, Refused, Request, SequenceId};
 
 /// A small model of a family, whose tokens are shown as bytes and of which one ends a text.
-fn model(name: &str) -> Model {
+pub(crate) fn model(name: &str) -> Model {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures").join(name);
     let ctx = Context::cpu(2).with_batch_invariance(true);
     let (config, weights) = load_model(&ctx, &path).unwrap();
@@ -21,7 +21,7 @@ fn model(name: &str) -> Model {
     Model { ctx, decoder, weights, tokenizer, stop_ids: vec![6], part_checked: None }
 }
 
-fn limits() -> Limits {
+pub(crate) fn limits() -> Limits {
     Limits { num_blocks: 64, block_len: 4, turn_tokens: 24, max_running: 8, ..Limits::default() }
 }
 
@@ -37,7 +37,7 @@ fn options(index: usize) -> SamplingOptions {
     SamplingOptions { temperature, seed: index as u64, ..SamplingOptions::default() }
 }
 
-fn request(index: usize) -> Request {
+pub(crate) fn request(index: usize) -> Request {
     Request {
         prompt: prompt(index),
         max_new_tokens: 3 + index % 9,
@@ -46,6 +46,7 @@ fn request(index: usize) -> Request {
         stop_ids: vec![6],
         priority: 0,
         salt: Vec::new(),
+        experts_from: None,
     }
 }
 

@@ -45,7 +45,7 @@ impl FakeEngine {
         answer.num_drawn += 1;
         if answer.request.stop_ids.contains(&(letter as u32)) {
             let (text, end) = (answer.stops.finish(), Some(End::StopToken));
-            return Some(Output { sequence: id, token: letter as u32, text, end });
+            return Some(Output { sequence: id, token: letter as u32, text, end, experts: None });
         }
         let mut text = answer.stops.push(&letter.to_string());
         let is_last = answer.num_drawn == answer.request.max_new_tokens;
@@ -53,7 +53,7 @@ impl FakeEngine {
         if end.is_some() {
             text += &answer.stops.finish();
         }
-        Some(Output { sequence: id, token: letter as u32, text, end })
+        Some(Output { sequence: id, token: letter as u32, text, end, experts: None })
     }
 }
 

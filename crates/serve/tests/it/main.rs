@@ -2,8 +2,10 @@
 
 mod answers;
 mod engine;
+mod experts;
 mod fake_engine;
 mod faults;
+mod gateway;
 mod http;
 mod random_turns;
 mod scheduler;

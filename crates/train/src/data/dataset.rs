@@ -48,6 +48,15 @@ impl DatasetOptions {
     }
 }
 
+/// A source to create a data set from.
+#[derive(Clone, Debug)]
+pub struct NamedTokens {
+    /// The name of the source in errors and figures.
+    pub name: String,
+    /// The tokens of the source.
+    pub tokens: Arc<TokenStore>,
+}
+
 /// A source of a data set: its tokens, and their split into training and validation.
 #[derive(Clone, Debug)]
 pub struct Part {
@@ -116,17 +125,14 @@ impl Dataset {
 
     /// Creates a data set of `tokens`. `place` names the data in errors.
     pub fn new(tokens: Arc<TokenStore>, options: DatasetOptions, place: &str) -> Result<Self, DatasetError> {
-        Self::blended(vec![(tokens, place.into())], &[1.0], options)
+        Self::blended(vec![NamedTokens { tokens, name: place.into() }], &[1.0], options)
     }
 
     /// Creates a data set of several named sources, each with a weight.
-    pub fn blended(
-        sources: Vec<(Arc<TokenStore>, String)>,
-        weights: &[f64],
-        options: DatasetOptions,
-    ) -> Result<Self, DatasetError> {
+    pub fn blended(sources: Vec<NamedTokens>, weights: &[f64], options: DatasetOptions) -> Result<Self, DatasetError> {
         let num_files = sources.len();
-        let parts = sources.into_iter().map(|(tokens, name)| part(tokens, options, name)).collect::<Result<_, _>>()?;
+        let parts =
+            sources.into_iter().map(|source| part(source.tokens, options, source.name)).collect::<Result<_, _>>()?;
         Ok(Self { parts, blend: Blend::new(weights), options, spans: None, separator: None, num_files })
     }
 

@@ -37,13 +37,14 @@ pub fn specialization(mut pairs: Vec<(u32, u32)>) -> Option<Specialization> {
         let a = same_id.len() as u64;
         *frequencies.entry(a).or_insert(0_u64) += 1;
         for cell in same_id.chunk_by(|a, b| a.1 == b.1) {
-            information += term(cell.len() as u64, (a, experts[&cell[0].1]), total);
+            information += term(cell.len() as u64, Margins { id: a, expert: experts[&cell[0].1], total });
         }
     }
     let ln_factorials = ln_factorials(total);
     let mut by_chance = 0.0;
     for (&a, &num_ids) in &frequencies {
-        let of_one_id: f64 = experts.values().map(|&b| expected_term((a, b), total, &ln_factorials)).sum();
+        let of_one_id: f64 =
+            experts.values().map(|&b| expected_term(Margins { id: a, expert: b, total }, &ln_factorials)).sum();
         by_chance += num_ids as f64 * of_one_id;
     }
     let possible = entropy - by_chance;
@@ -51,18 +52,28 @@ pub fn specialization(mut pairs: Vec<(u32, u32)>) -> Option<Specialization> {
     (possible > 1e-9).then(|| Specialization { nats, share: nats / possible })
 }
 
+/// The number of tokens with an id, of tokens at an expert, and of all tokens: a_t, b_e and N.
+#[derive(Clone, Copy)]
+struct Margins {
+    id: u64,
+    expert: u64,
+    total: u64,
+}
+
 fn share(part: u64, whole: u64) -> f64 {
     part as f64 / whole as f64
 }
 
 /// Computes one summand of I: `n / N ln(N n / (a b))`.
-fn term(n: u64, (a, b): (u64, u64), total: u64) -> f64 {
-    share(n, total) * (total as f64 * n as f64 / (a as f64 * b as f64)).ln()
+fn term(n: u64, margins: Margins) -> f64 {
+    let Margins { id, expert, total } = margins;
+    share(n, total) * (total as f64 * n as f64 / (id as f64 * expert as f64)).ln()
 }
 
 /// Computes the mean of [`term`] for a hypergeometric n. The sum starts at the likeliest n and goes in both
 /// directions until the probabilities are negligible.
-fn expected_term((a, b): (u64, u64), total: u64, ln_factorials: &[f64]) -> f64 {
+fn expected_term(margins: Margins, ln_factorials: &[f64]) -> f64 {
+    let Margins { id: a, expert: b, total } = margins;
     let (low, high) = ((a + b).saturating_sub(total), a.min(b));
     let mode = (((a + 1) as f64 * (b + 1) as f64 / (total + 2) as f64) as u64).clamp(low, high);
     let ln = |n: u64| ln_factorials[n as usize];
@@ -72,7 +83,7 @@ fn expected_term((a, b): (u64, u64), total: u64, ln_factorials: &[f64]) -> f64 {
         - ln(a - mode)
         - ln(b - mode)
         - ln(total + mode - a - b);
-    let weighted = |n: u64, probability: f64| if n == 0 { 0.0 } else { probability * term(n, (a, b), total) };
+    let weighted = |n: u64, probability: f64| if n == 0 { 0.0 } else { probability * term(n, margins) };
     // The ratio P(n + 1) / P(n).
     let ratio = |n: u64| (a - n) as f64 * (b - n) as f64 / ((n + 1) as f64 * (total + n + 1 - a - b) as f64);
     let is_relevant = |probability: &f64| *probability > 1e-18;

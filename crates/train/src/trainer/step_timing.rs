@@ -27,7 +27,7 @@ impl<'a> StepTiming<'a> {
 
     /// Ends the phase of forward and backward.
     pub(super) fn passed(&mut self) {
-        let standing_ms = self.account("forward and backward").standing_s * 1e3;
+        let standing_ms = self.account("forward and backward").blocked_s * 1e3;
         self.record.work_ms = (self.lap() - standing_ms).max(0.0);
     }
 
@@ -54,11 +54,11 @@ impl<'a> StepTiming<'a> {
         let Some(ranks) = self.ranks else { return Totals::default() };
         ranks.meter().record(name, self.start);
         let totals = ranks.meter().take_totals();
-        self.record.standing_ms += totals.standing_s * 1e3;
+        self.record.standing_ms += totals.blocked_s * 1e3;
         self.record.node_bytes += totals.node_bytes;
         self.record.cluster_bytes += totals.cluster_bytes;
         let of_matrices = ranks.take_tensor_totals();
-        self.record.tensor_ms += of_matrices.standing_s * 1e3;
+        self.record.tensor_ms += of_matrices.blocked_s * 1e3;
         self.record.tensor_bytes += of_matrices.node_bytes + of_matrices.cluster_bytes;
         totals
     }

@@ -1,4 +1,4 @@
-//! The trainer with a model that is no decoder.
+//! Tests of the trainer with a model that is not a decoder.
 
 mod classifier;
 
@@ -32,7 +32,7 @@ fn settings(steps: u64) -> TrainerSettings {
     }
 }
 
-/// A run in a folder of its own.
+/// Starts a run in a new folder.
 fn start(run_dir: &Path, steps: u64, frozen: &[&str], ranks: Option<Arc<Ranks>>) -> Trainer<Classifier> {
     let task = Classifier::new(ranks.as_deref(), frozen);
     let folder = RunFolder::from(run_dir.to_owned());
@@ -46,7 +46,7 @@ fn resume(run_dir: &Path, steps: u64, ranks: Option<Arc<Ranks>>) -> Trainer<Clas
     Trainer::resume(task, ResumeOptions { run_dir, settings, ctx: Context::cpu(1), ranks }).expect("the run goes on")
 }
 
-/// Runs until all steps are done, or step `last` is.
+/// Trains until all steps, or step `last`, are done.
 fn run_until(trainer: &mut Trainer<Classifier>, last: u64) -> Outcome {
     let requests = Requests::default();
     let stop = Arc::clone(&requests.stop);
@@ -58,9 +58,8 @@ fn run_until(trainer: &mut Trainer<Classifier>, last: u64) -> Outcome {
     trainer.run(&requests, on_event).expect("trained")
 }
 
-/// Does `work` on each rank of a layout, dp x ep.
-fn on_ranks(layout: (usize, usize), zero: u8, work: impl Fn(Arc<Ranks>) + Sync) {
-    let layout = Layout::new(layout.0, layout.1, 1);
+/// Runs `work` on each rank of a layout.
+fn on_ranks(layout: Layout, zero: u8, work: impl Fn(Arc<Ranks>) + Sync) {
     let result = try_run_ranks(&RankOptions::new(layout.num_ranks()), |comm: &dyn Communicator| {
         let placement = Placement::sharded(4, layout.ep);
         let ranks = Ranks::new(comm, layout, placement, Exchange::plain(Wire::F32))?.with_zero(zero);
@@ -78,13 +77,13 @@ fn metric(record: &Record, name: &str) -> Option<f64> {
     record.metrics.iter().find(|metric| metric.name == name).map(|metric| metric.value)
 }
 
-/// The bytes of the files of the newest checkpoint that make the next steps.
+/// Reads the files of the newest checkpoint that determine the next steps.
 fn checkpoint(trainer: &Trainer<Classifier>) -> [Vec<u8>; 2] {
     let dir = trainer.last_checkpoint().expect("a checkpoint");
     ["model.safetensors", "optimizer.safetensors"].map(|name| fs::read(dir.join(name)).expect("a file"))
 }
 
-/// The figures of a step without those of its time.
+/// Removes the timings from the record of a step.
 fn without_times(record: Record) -> Record {
     let Record { step, tokens, loss, balance_loss, grad_norm, lr, val_loss, metrics, layers, .. } = record;
     Record { step, tokens, loss, balance_loss, grad_norm, lr, val_loss, metrics, layers, ..Record::default() }
@@ -118,9 +117,8 @@ fn a_classifier_on_ranks_makes_the_steps_of_one_rank() {
     let folder = tempfile::tempdir().expect("a folder");
     run_until(&mut start(&folder.path().join("one"), 6, &[], None), 0);
     let one = records(&folder.path().join("one"));
-    for (index, (layout, zero)) in
-        [((2, 1), 0), ((2, 1), 1), ((2, 1), 2), ((1, 2), 0), ((2, 2), 2)].into_iter().enumerate()
-    {
+    for (index, (dp, ep, zero)) in [(2, 1, 0), (2, 1, 1), (2, 1, 2), (1, 2, 0), (2, 2, 2)].into_iter().enumerate() {
+        let layout = Layout::new(dp, ep, 1);
         let run_dir = folder.path().join(index.to_string());
         on_ranks(layout, zero, |ranks| _ = run_until(&mut start(&run_dir, 6, &[], Some(ranks)), 0));
         for (many, one) in records(&run_dir).iter().zip(&one) {
@@ -165,7 +163,7 @@ fn a_run_of_two_ranks_goes_on_as_one() {
     let folder = tempfile::tempdir().expect("a folder");
     let [one_dir, ranks_dir] = ["one", "ranks"].map(|name| folder.path().join(name));
     run_until(&mut start(&one_dir, 8, &[], None), 0);
-    on_ranks((1, 2), 1, |ranks| _ = run_until(&mut start(&ranks_dir, 8, &[], Some(ranks)), 4));
+    on_ranks(Layout::new(1, 2, 1), 1, |ranks| _ = run_until(&mut start(&ranks_dir, 8, &[], Some(ranks)), 4));
     run_until(&mut resume(&ranks_dir, 8, None), 0);
     let [one, ranks] = [one_dir, ranks_dir].map(|dir| records(&dir).pop().expect("a record"));
     assert_eq!((ranks.step, one.step), (8, 8));
@@ -211,7 +209,7 @@ fn what_a_task_does_not_support_on_ranks_is_refused() {
     );
 }
 
-/// The loss that the gradient is of, and the routing that it holds for.
+/// Computes the loss, its gradients, and the routing at which they hold.
 fn pass(task: &mut Classifier, ctx: &Context, weights: &Weights, grads: &mut Weights) -> (f64, PassFigures) {
     let model = ModelView { ctx, ranks: None, params: weights };
     let batch = Microbatch { step: 3, index: 0, num: 1, progress: 0.5 };
@@ -241,7 +239,7 @@ fn the_gradient_of_the_classifier_is_that_of_differences() {
                 result
             };
             let ((up, at_up), (down, at_down)) = (moved(5e-3), moved(-5e-3));
-            // Where a choice of experts changes there is no derivative.
+            // The loss is not differentiable where the choice of experts changes.
             if routing(&at_up) != routing(&figures) || routing(&at_down) != routing(&figures) {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Layers of settings, and the one line that each wrong one gives.
+//! Layers of settings, and the one-line error for each invalid one.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! Training on several sources by weight, and on one as ever.
+//! Training on several weighted sources, and on a single one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use moeworks_train::data::{Dataset, DatasetError, Mix};
 use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart, LanguageModelTrainer};
 use moeworks_train::{Event, Outcome, Requests, TrainError, resumed_config};
 
-/// A small model on the sources `paths`.
+/// Returns the configuration of a small model on the sources `paths`.
 fn config(cache: &Path, paths: &[String], settings: &[&str]) -> RunConfig {
     let small = [
         "model.width=32",
@@ -41,7 +41,7 @@ fn config(cache: &Path, paths: &[String], settings: &[&str]) -> RunConfig {
     ConfigLayers { overrides, ..ConfigLayers::default() }.resolve().unwrap()
 }
 
-/// Files of capital letters, of digits and of small letters, each of other text in every line.
+/// A folder with files of capital letters, of digits and of small letters. All lines are different.
 struct Texts(tempfile::TempDir);
 
 impl Texts {
@@ -73,7 +73,7 @@ impl Texts {
     }
 }
 
-/// Which source each of the first `num` training sequences is from: 0 for small letters, 1 for capitals, 2 for
+/// Returns the source of each of the first `num` training sequences: 0 for small letters, 1 for capitals, 2 for
 /// digits.
 fn sources(data: &Dataset, num: usize) -> Vec<usize> {
     let mut batch = moeworks_infer::data::Batch::default();
@@ -125,7 +125,7 @@ fn a_single_source_is_the_same_with_a_weight_and_without() {
     assert!(plain.validation_batches(0).eq(weighted.validation_batches(0)));
 }
 
-/// The first tokens of each sequence were written down before there were weights.
+/// The expected first tokens of each sequence were recorded before weights were supported.
 #[test]
 fn without_weights_the_order_is_what_it_was() {
     let texts = Texts::new();
@@ -159,7 +159,7 @@ fn weights_that_are_none_are_refused() {
         assert!(message.contains(expected), "{message}");
         assert!(!message.contains('\n'));
     }
-    // A file in two sources would be trained on and held out.
+    // A file in two sources would be in both training and held-out data.
     let message = texts.dataset(&["large.txt=1", "*.txt=1", "small.txt=1"]).unwrap_err().to_string();
     assert!(message.contains("small.txt: no text found: 2 files named more than once are read once"), "{message}");
 }

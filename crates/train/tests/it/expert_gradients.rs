@@ -1,4 +1,4 @@
-//! Gradients of experts in bf16.
+//! Training with bf16 gradients of the experts.
 
 use moeworks_gpu::Gpu;
 use moeworks_ops::Context;

@@ -1,4 +1,4 @@
-//! Training whose experts multiply in eight-bit floats.
+//! Training with fp8 products in the experts.
 
 use moeworks_gpu::{Emulation, Gpu, GpuOptions};
 use moeworks_ops::Context;
@@ -7,7 +7,8 @@ use crate::steps::Steps;
 
 const STEPS: usize = 12;
 
-/// The losses of some steps on one batch, in bf16 but for the context's experts.
+/// Trains a few steps on one batch, in bf16 except for the products that the context computes in fp8, and returns the
+/// losses.
 fn losses(ctx: &Context) -> Vec<f64> {
     let mut steps = Steps::new(ctx, ctx);
     let step = |_| {
@@ -18,7 +19,7 @@ fn losses(ctx: &Context) -> Vec<f64> {
     (0..STEPS).map(step).collect()
 }
 
-/// The largest difference of two runs' losses, as a share of the loss.
+/// Returns the largest relative difference of two runs' losses.
 fn distance(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).fold(0.0, |most, (a, b)| most.max((a - b).abs() / b))
 }

@@ -1,4 +1,4 @@
-//! Weights that a run leaves as they are (`train.freeze`).
+//! Frozen weights (`train.freeze`).
 
 use std::path::{Path, PathBuf};
 
@@ -16,13 +16,13 @@ use moeworks_train::metrics::{METRICS_JSONL, Record, read_records};
 use moeworks_train::optimizer::global_norm;
 use moeworks_train::{Ranks, Requests, resumed_config};
 
-/// A model that makes a step in milliseconds, with experts in every other layer.
+/// A model whose steps take milliseconds, with experts in every other layer.
 const TINY: &str = "model.width=16 model.num_layers=2 model.num_heads=2 model.num_kv_heads=2 model.head_dim=8 \
     model.num_experts=6 model.expert_width=8 model.moe_every=2 model.dense_width=12 model.shared_width=6 \
     model.max_seq_len=16 train.seq_len=16 train.batch_size=6 train.eval_every=0 train.sample_every=0 \
     train.checkpoint_every=0 train.precision=f32 train.threads=1 train.warmup_steps=0 train.steps=4 parallel.pin=false";
 
-/// The embedding, the experts, and of the first layer the queries and half of the feed-forward.
+/// The frozen weights: the embedding, the experts, and the queries and half of the feed-forward of the first layer.
 const FROZEN: [&str; 4] =
     ["model.embed_tokens.*", "*.mlp.experts.*", "model.layers.0.self_attn.q_proj.*", "model.layers.0.mlp.down_proj"];
 
@@ -50,7 +50,7 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// Trains a new run for `steps` steps on as many ranks as the settings say, and returns its last checkpoint.
+    /// Trains a new run for `steps` steps on the configured number of ranks, and returns its last checkpoint.
     fn train(&self, name: &str, steps: u64) -> PathBuf {
         let mut config = self.config.clone();
         config.train.steps = steps;
@@ -61,7 +61,7 @@ impl Place {
         })
     }
 
-    /// Goes on with a run up to `steps` steps.
+    /// Resumes a run up to `steps` steps.
     fn resume(&self, name: &str, steps: u64) -> PathBuf {
         let change = |mut config: RunConfig| {
             config.train.steps = steps;
@@ -102,7 +102,7 @@ impl Place {
     }
 }
 
-/// The table of a run's weights, its vocabulary that of bytes.
+/// Returns the table of a run's weights, with the vocabulary of bytes.
 fn table(config: &RunConfig) -> (ModelConfig, WeightTable) {
     let mut config = config.clone();
     config.model.vocab_size = 257;
@@ -110,7 +110,8 @@ fn table(config: &RunConfig) -> (ModelConfig, WeightTable) {
     (config.model, table)
 }
 
-/// Fails unless the frozen weights of a checkpoint have the bits that they began with, and all others have others.
+/// Asserts that the frozen weights of a checkpoint are bit-identical to their initial values, and that all others
+/// differ.
 fn assert_only_trained_weights_moved(place: &Place, checkpoint: &Path, what: &str) {
     let (ctx, (model, table)) = (Context::cpu(1), table(&place.config));
     let first = Decoder::new(model).expect("a model").init(&ctx, place.config.train.seed, None);

@@ -1,4 +1,5 @@
-//! What a training step asks of a GPU, at sizes that no emulation computes: it computes where its tensors are.
+//! Bytes that a training step copies to and from a GPU, at sizes that a test cannot compute on the CPU: the step must
+//! run where its tensors are.
 
 use moeworks_gpu::{Emulation, Gpu, GpuOptions};
 use moeworks_model::{Decoder, GradTarget, ModelConfig, PassOptions, TokenBatch};
@@ -11,7 +12,7 @@ const VOCABULARY: usize = 30_000;
 const SEQ_LEN: usize = 512;
 const SEQUENCES: usize = 40;
 
-/// Bytes that one training pass of this model copies to and from a GPU, after one like it.
+/// Returns the bytes that a training pass of this model copies to and from a GPU, after a first pass.
 fn copied(config: ModelConfig) -> (u64, u64) {
     let traced = Emulation { is_hopper: true, is_traced: true, ..Emulation::default() };
     let ctx = Context::cpu(2).with_gpu(Gpu::emulated(traced, &GpuOptions::default()).expect("needs no compiler"));
@@ -50,8 +51,9 @@ fn config() -> ModelConfig {
     }
 }
 
-/// Ids, targets, positions and what losses and statistics are made of: some numbers a token, where a row of the
-/// residual stream, of scores or of logits would be 32, 16 and 30,000. Logits come in several chunks.
+/// Only ids, targets, positions and the terms of losses and statistics are copied: a few numbers per token. A row of
+/// the residual stream, of scores or of logits would be 32, 16 and 30,000 numbers. Logits are computed in several
+/// chunks.
 #[test]
 fn a_training_pass_copies_a_few_numbers_a_token() {
     let deepseek = RouterConfig {
@@ -65,13 +67,13 @@ fn a_training_pass_copies_a_few_numbers_a_token() {
     let plain = config();
     let switch = ModelConfig { jitter: Ramp::constant(0.01), top_k: 1, ..config() };
     let deepseek = ModelConfig { router: deepseek, shared_width: 16, normalize_weights: true, ..config() };
-    // Where there are groups, each layer's choices are looked at to count the tokens of each.
+    // With groups, the choices of each layer are copied to count the tokens of each group.
     let choices = deepseek.num_layers * deepseek.top_k;
     for (name, config, more) in [("plain", plain, 0), ("Switch", switch, 0), ("DeepSeek-V3", deepseek, choices)] {
         let tokens = (SEQUENCES * SEQ_LEN) as u64;
         let (uploaded, downloaded) = copied(config);
-        // Seven lists of numbers of four bytes up (three of them for the embedding of ids that are all different),
-        // three down.
+        // Seven lists of four-byte numbers are uploaded (three of them for the embedding, with ids that are all
+        // different), and three are downloaded.
         assert!(uploaded <= 8 * 4 * tokens, "{name}: {uploaded} bytes to the GPU for {tokens} tokens");
         assert!(
             downloaded <= (4 + more as u64) * 4 * tokens,

@@ -1,4 +1,4 @@
-//! What becomes of a run on ranks that are threads when one of them panics or hangs in the middle of it.
+//! Runs whose ranks are threads, one of which panics or hangs in the middle.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -11,13 +11,13 @@ use moeworks_train::language_model::{LanguageModel, LanguageModelResume, Languag
 use moeworks_train::metrics::{METRICS_JSONL, read_records};
 use moeworks_train::{Event, Ranks, Requests, TrainError, resumed_config};
 
-/// A model that makes a step in milliseconds, with a checkpoint every other step.
+/// A model whose steps take milliseconds, with a checkpoint every other step.
 const TINY: &str = "model.width=16 model.num_layers=2 model.num_heads=1 model.num_kv_heads=1 model.head_dim=16 \
     model.num_experts=6 model.expert_width=8 model.max_seq_len=16 train.seq_len=16 train.batch_size=6 \
     train.eval_every=0 train.sample_every=0 train.checkpoint_every=2 train.precision=f32 train.threads=1 \
     train.schedule=constant parallel.pin=false";
 
-/// The last step of a run here.
+/// The last step of the runs.
 const STEPS: u64 = 9;
 
 struct Place {
@@ -43,11 +43,13 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// Trains on `num_ranks` ranks; `on_step` is told the rank and the step that it has made, while the others go on.
+    /// Trains on `num_ranks` ranks that wait for each other for `timeout_s` seconds. `on_step` gets the rank and the step that it has finished, while the other ranks
+    /// continue.
     fn train(
         &self,
         name: &str,
-        (num_ranks, timeout_s): (usize, u64),
+        num_ranks: usize,
+        timeout_s: u64,
         on_step: impl Fn(usize, u64) + Sync,
     ) -> Result<(), TrainError> {
         let mut config = self.config.clone();
@@ -76,11 +78,11 @@ fn losses(run_dir: &Path) -> Vec<(u64, f64)> {
 fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
     let place = Place::new();
     let start = Instant::now();
-    let failed = place.train("run", (3, 25), |rank, step| assert!((rank, step) != (2, 5), "out of paper"));
+    let failed = place.train("run", 3, 25, |rank, step| assert!((rank, step) != (2, 5), "out of paper"));
     let said = failed.expect_err("a run that lost a rank has failed").to_string();
     assert!(said.starts_with("rank 2 died: panicked:") && said.contains("out of paper"), "{said}");
     assert!(start.elapsed() < Duration::from_secs(30), "the others ended after {:?}", start.elapsed());
-    // The checkpoint of step 4 is what it goes on from, as one rank.
+    // The run resumes from the checkpoint of step 4, on one rank.
     let run_dir = place.run_dir("run");
     let config = resumed_config(&run_dir, |mut config| {
         config.parallel.ep = 1;
@@ -96,7 +98,7 @@ fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
     let mut resumed = LanguageModel::resume(resume).expect("resumed");
     assert_eq!(resumed.progress().step, 4);
     resumed.run(&Requests::default(), &mut |_| ()).expect("trained");
-    place.train("whole", (1, 25), |_, _| ()).expect("trained");
+    place.train("whole", 1, 25, |_, _| ()).expect("trained");
     let (run, whole) = (losses(&run_dir), losses(&place.run_dir("whole")));
     assert_eq!(run.len() as u64, STEPS, "every step once");
     for ((step, loss), (expected_step, expected)) in run.into_iter().zip(whole) {
@@ -108,8 +110,8 @@ fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
 #[test]
 fn a_rank_that_hangs_in_a_step_is_named_by_the_others() {
     let place = Place::new();
-    // A thread cannot be ended from outside: this one comes back when the others have long given up.
-    let failed = place.train("run", (3, 2), |rank, step| {
+    // A thread cannot be ended from outside; this one returns long after the others have given up.
+    let failed = place.train("run", 3, 2, |rank, step| {
         if (rank, step) == (1, 3) {
             std::thread::sleep(Duration::from_secs(5));
         }

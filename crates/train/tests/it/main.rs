@@ -1,4 +1,4 @@
-//! What users of the crate see.
+//! Tests of the crate's public interface.
 
 mod any_model;
 mod config;

@@ -1,11 +1,12 @@
-//! Where the optimizer's state is while a GPU computes.
+//! Placement of the optimizer's state during training on a GPU.
 
 use moeworks_gpu::Gpu;
 use moeworks_ops::Context;
 
 use crate::steps::Steps;
 
-/// What the GPU holds for each weight after two steps in bf16 and one pass, in bytes, and the loss of that pass.
+/// Trains two steps in bf16 and computes one more pass. Returns the bytes of GPU memory per weight and the loss of
+/// that pass.
 fn trained(gpu: &Gpu, is_offloaded: bool) -> (f64, f64) {
     let ctx = Context::cpu(2).with_gpu(gpu.clone());
     let mut steps = Steps::new(&ctx, &if is_offloaded { ctx.on_host() } else { ctx.clone() });
@@ -25,7 +26,7 @@ fn an_offloaded_optimizer_leaves_a_third_of_the_bytes_on_the_gpu_and_makes_the_s
         return;
     };
     let ((kept, loss), (offloaded, loss_offloaded)) = (trained(first, false), trained(second, true));
-    // Gradients in f32 and weights in bf16; besides them both moments and weights in f32.
+    // The GPU holds gradients in f32 and weights in bf16; without offloading also two moments and weights in f32.
     assert!(kept >= 17.5, "{kept} bytes a weight");
     assert!(offloaded <= 6.5, "{offloaded} bytes a weight");
     assert!((loss - loss_offloaded).abs() <= 1e-4 * loss, "{loss_offloaded}, not {loss}");

@@ -1,4 +1,4 @@
-//! The whole way from files to batches, on real text where it is at hand.
+//! The complete path from files to batches, on real text if it is available.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;

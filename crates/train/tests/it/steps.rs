@@ -1,4 +1,4 @@
-//! Training steps of a small model in bf16 on one batch, for tests of where and in what they are computed.
+//! Training steps of a small bf16 model on one batch, for tests of devices and precisions.
 
 use moeworks_model::{Decoder, DecoderWeights, GradTarget, ModelConfig, ParamSet, PassOptions, TokenBatch};
 use moeworks_ops::Context;
@@ -8,10 +8,10 @@ use moeworks_train::optimizer::{AdamWConfig, Optimizer, UpdateScale};
 
 const SEQ_LEN: usize = 24;
 
-/// A model that learns two sequences by heart.
+/// A model that memorizes two sequences.
 pub(crate) struct Steps {
     ctx: Context,
-    /// Where weights are updated.
+    /// The context in which weights are updated.
     at: Context,
     decoder: Decoder,
     weights: DecoderWeights,
@@ -26,7 +26,7 @@ impl Steps {
         Self::with_expert_gradients(ctx, at, DType::F32)
     }
 
-    /// Steps whose gradients of experts are of a type.
+    /// Creates steps with gradients of experts of the given type.
     pub(crate) fn with_expert_gradients(ctx: &Context, at: &Context, gradients: DType) -> Self {
         let config = ModelConfig {
             vocab_size: 300,
@@ -57,12 +57,12 @@ impl Steps {
         }
     }
 
-    /// Finds the gradients; the loss of a token.
+    /// Computes the gradients and returns the loss per token.
     pub(crate) fn pass(&mut self) -> f64 {
         self.pass_writing(Write::Replace)
     }
 
-    /// As [`pass`](Self::pass), with gradients that replace what is there or are added to it.
+    /// Computes a [`pass`](Self::pass) whose gradients replace the existing ones or are added to them.
     pub(crate) fn pass_writing(&mut self, write: Write) -> f64 {
         let Self { ctx, decoder, compute, grads, ids, .. } = self;
         let batch =

@@ -27,7 +27,7 @@ pub enum CheckError {
     /// The lists of ranks and stages do not fit each other.
     #[error("{0}")]
     Shape(String),
-    /// An action of a stage or microbatch that is not there.
+    /// An action of a stage or microbatch that does not exist.
     #[error("{place}: {what} {value} is out of range: the schedule has {count}, counted from 0")]
     Range {
         /// The action.
@@ -47,8 +47,8 @@ pub enum CheckError {
         /// The rank that holds the stage.
         right: u32,
     },
-    /// An action that does not fit its stage: whole where all-to-alls are actions, a part where not, a message that
-    /// nobody needs.
+    /// An action that does not fit its stage: a whole one where all-to-alls are actions, a part where they are not,
+    /// or a message that no stage needs.
     #[error("{place}: {problem}")]
     Form {
         /// The action.
@@ -56,7 +56,7 @@ pub enum CheckError {
         /// The problem, with what would be right.
         problem: String,
     },
-    /// An action that was there before.
+    /// An action that occurs a second time.
     #[error("{place}: is there a second time: it must be there once")]
     Repeated {
         /// The action.

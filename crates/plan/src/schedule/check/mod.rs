@@ -13,8 +13,8 @@ use super::action::{Action, Chain};
 use super::chains::{chain_index, chain_len};
 use super::times::Times;
 
-/// A schedule that can be carried out: every action is there once and on the rank that holds its stage, each comes
-/// after what it needs, messages are received in the order in which they are sent, and no rank waits forever.
+/// A schedule that can be carried out. Every action occurs once, on the rank that holds its stage and after the
+/// actions that it needs. Messages are received in the order in which they are sent, and no rank waits forever.
 #[derive(Clone, Debug)]
 pub struct Checked<'a> {
     pub(super) schedule: &'a Schedule,
@@ -46,8 +46,8 @@ pub struct Peaks {
 }
 
 impl Schedule {
-    /// Proves that the schedule can be carried out, or says where not. Time and memory are in proportion to the
-    /// actions there are.
+    /// Proves that the schedule can be carried out, or returns the first problem. Time and memory are in proportion
+    /// to the number of actions.
     pub fn check(&self) -> Result<Checked<'_>, CheckError> {
         rows::check_shape(self)?;
         let has_messages = self.has_messages();
@@ -91,7 +91,7 @@ impl<'a> Checked<'a> {
     }
 }
 
-/// The change that an action makes to what its rank holds.
+/// The change of a rank's memory by an action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// The action begins a forward: activations come when it starts.

@@ -18,7 +18,7 @@ pub(in crate::schedule) struct Transfer {
     pub(in crate::schedule) microbatch: u32,
 }
 
-/// Returns what an action waits for from another rank.
+/// Returns the output or gradient that an action needs from another rank.
 pub(in crate::schedule) fn awaited(schedule: &Schedule, has_messages: bool, action: Action) -> Option<Transfer> {
     let waits = match action.kind {
         Kind::ReceiveInput | Kind::ReceiveGrad => true,
@@ -37,7 +37,7 @@ pub(in crate::schedule) fn awaited(schedule: &Schedule, has_messages: bool, acti
     Some(Transfer { is_grad, stage, rank, microbatch: action.microbatch })
 }
 
-/// Returns whether an action gives another stage what it waits for: it ends a chain, or sends what the chain made.
+/// Returns whether an action provides the input of another stage: it ends a chain, or sends its result.
 pub(in crate::schedule) fn releases(schedule: &Schedule, has_messages: bool, action: Action) -> bool {
     let layers = || schedule.moe_layers_of(action.stage);
     match action.kind {

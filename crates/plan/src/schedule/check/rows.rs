@@ -7,7 +7,7 @@ use super::super::chains::{backward_before_weight, chain_action, chain_index, ch
 use super::super::text::{MAX_COPIES, is_pair};
 use super::{Change, CheckError, Peaks, Place, Schedule};
 
-/// Fails unless copies, stages and ranks fit each other, and there are as many actions as there must be at least.
+/// Fails unless copies, stages and ranks fit each other, and there are at least as many actions as needed.
 pub(super) fn check_shape(schedule: &Schedule) -> Result<(), CheckError> {
     let shape = |problem: String| Err(CheckError::Shape(problem));
     let (num_ranks, num_stages) = (schedule.num_ranks(), schedule.num_stages());
@@ -70,7 +70,8 @@ fn least_actions(layers: u16) -> u32 {
     if layers == 0 { 2 } else { len(Chain::Forward) + len(Chain::Backward) + len(Chain::Weight) }
 }
 
-/// Returns the first action that a rank with too few actions lacks: among one more than there are, one is not there.
+/// Returns the first missing action of a rank with too few actions. The search ends after at most one candidate more
+/// than the rank has actions.
 fn first_missing(schedule: &Schedule, rank: usize) -> Action {
     let given: HashSet<Action> = schedule.ranks[rank].iter().flat_map(Entry::actions).collect();
     let first_of = |copy: usize| schedule.copies[..copy].iter().map(|of| of.num_microbatches).sum::<u32>();
@@ -107,8 +108,8 @@ struct Progress<'a> {
     received: [Vec<Vec<Place>>; 2],
 }
 
-/// Fails unless each action is there once, on its rank and after what it needs of the same rank; gives the peaks of
-/// each rank.
+/// Fails unless each action occurs once, on its rank and after the actions of this rank that it needs. Returns the
+/// peaks of each rank.
 pub(super) fn check_rows(schedule: &Schedule, has_messages: bool) -> Result<Vec<Peaks>, CheckError> {
     let num_microbatches = schedule.num_microbatches();
     let size = schedule.num_stages() * num_microbatches;
@@ -353,7 +354,7 @@ pub(in crate::schedule) fn is_from_other_rank(schedule: &Schedule, action: Actio
     source_stage(schedule, action).is_some_and(|stage| rank_of(stage) != rank_of(action.stage))
 }
 
-/// Returns the rank at the other end of a message; none if the stage there is not there or on the same rank.
+/// Returns the rank at the other end of a message; `None` if that stage does not exist or is on the same rank.
 pub(in crate::schedule) fn message_peer(schedule: &Schedule, action: Action) -> Option<u32> {
     let stage = match action.kind {
         Kind::SendOutput | Kind::ReceiveGrad => Some(action.stage + 1),

@@ -59,7 +59,7 @@ pub struct UnknownSchedule {
     pub name: String,
 }
 
-/// The size of a schedule, and what the automatic ones go by.
+/// The size of a schedule, and the times and memory that the automatic kinds follow.
 #[derive(Clone, Copy, Debug)]
 pub struct ScheduleRequest<'a> {
     /// p: the number of ranks.
@@ -238,7 +238,7 @@ impl ScheduleKind {
         }
     }
 
-    /// Returns the most memory of each rank: p or 2p microbatches of activations, or what was asked for.
+    /// Returns the most memory of each rank: p or 2p microbatches of activations, or the given limit.
     fn memory_limits(self, request: &ScheduleRequest<'_>) -> Result<Vec<f64>, GenerateError> {
         request.times.check(request.num_ranks)?;
         let microbatches = if self == Self::Zb1p { request.num_ranks } else { 2 * request.num_ranks };

@@ -65,7 +65,7 @@ impl VRow {
 
 /// Returns the list of a rank in ZB-V: stage r and stage 2p-1-r on rank r.
 ///
-/// The pattern is that of at least 2p-1 microbatches; with fewer those that are not there are left out.
+/// The pattern is made for at least 2p-1 microbatches; with fewer, the missing ones are left out.
 pub(super) fn v_row(size: Size, rank: usize) -> Row {
     let pattern = size.microbatches.max(2 * size.ranks - 1);
     let mut v = VRow {

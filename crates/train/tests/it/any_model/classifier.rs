@@ -1,7 +1,6 @@
-//! A model that is no decoder: it tells the class of a point by a linear layer, an MoE layer and another linear
-//! layer.
+//! A model that is not a decoder: it classifies points with a linear layer, an MoE layer and another linear layer.
 //!
-//! Shape letters: N points, P numbers of a point, D width, C classes.
+//! Letters of shapes: N points, P coordinates of a point, D width, C classes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,26 +18,26 @@ use moeworks_train::metrics::LayerRecord;
 use moeworks_train::task::{Evaluation, Metric, Microbatch, ModelView, ParamsAndCopy, PassFigures, PassGradients};
 use moeworks_train::{Ranks, Task, TrainError};
 
-/// P, D and C.
+/// The sizes P, D and C.
 const POINT: usize = 6;
 const WIDTH: usize = 16;
 pub(crate) const NUM_CLASSES: usize = 4;
-/// Points of a microbatch, on all ranks.
+/// The number of points of a microbatch, over all ranks.
 pub(crate) const NUM_POINTS: usize = 64;
-/// Clusters of points: several of them are of one class, so that no plane divides the classes.
+/// The number of clusters of points. Several clusters have the same class, so that no plane separates the classes.
 const NUM_CLUSTERS: usize = 16;
-/// Weight of the balance loss.
+/// The weight of the balance loss.
 pub(crate) const BALANCE: f32 = 0.01;
-/// The stream of random numbers of the points that are held out; no microbatch has its number.
+/// The random stream of the held-out points; no microbatch uses its number.
 const HELD_OUT: u64 = 1 << 40;
 
 /// The weights of the model, or their gradients.
 #[derive(Clone)]
 pub(crate) struct Weights {
-    /// `[D, P]`.
+    /// The input layer, `[D, P]`.
     input: Tensor,
     moe: MoeWeights,
-    /// `[C, D]`.
+    /// The output layer, `[C, D]`.
     output: Tensor,
 }
 
@@ -64,22 +63,22 @@ impl ParamSet for Weights {
     }
 }
 
-/// Points and their classes.
+/// A set of points with their classes.
 struct Points {
-    /// `[N, P]`.
+    /// The points, `[N, P]`.
     x: Tensor,
-    /// `[N]`.
+    /// The class of each point, `[N]`.
     classes: Vec<u32>,
 }
 
-/// The model with its data.
+/// The model and its data.
 pub(crate) struct Classifier {
     layer: MoeLayer,
     table: Arc<WeightTable>,
 }
 
 impl Classifier {
-    /// The model on this rank, if there are several; the weights whose names match one of `frozen` stay as they are.
+    /// Creates the model, or its part on this rank. Weights whose names match one of `frozen` are not trained.
     pub(crate) fn new(ranks: Option<&Ranks>, frozen: &[&str]) -> Self {
         let config = MoeConfig {
             width: WIDTH,
@@ -110,7 +109,7 @@ impl Classifier {
         Self { layer: layer.expect("a layer"), table: Arc::new(table) }
     }
 
-    /// Some of the points of a stream: each is near the middle of a cluster, which says its class.
+    /// Draws some of the points of a random stream. Each is near the centre of a cluster, which determines its class.
     fn points(ctx: &Context, stream: u64, which: Range<usize>) -> Points {
         let (middles, random) = (Random::new(1, Purpose::Test, 0), Random::new(2, Purpose::Test, stream));
         let cluster = |point: usize| random.below(point as u64, NUM_CLUSTERS as u64) as usize;
@@ -123,8 +122,8 @@ impl Classifier {
         Points { x, classes: which.map(|point| (cluster(point) % NUM_CLASSES) as u32).collect() }
     }
 
-    /// The results of the layers for points: the input `[N, D]` of the MoE layer, its output with that, and what
-    /// backward needs.
+    /// Computes the hidden layers for points: the input `[N, D]` of the MoE layer, the sum of that and its output,
+    /// and the values that backward needs.
     fn hidden(
         &self,
         ctx: &Context,

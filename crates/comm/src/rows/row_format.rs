@@ -15,14 +15,14 @@ pub(super) fn pick(rows: &[u8], numbers: &[u32], bytes: usize) -> Vec<u8> {
 }
 
 /// The wire format of rows of one width.
-pub(super) struct Form {
+pub(super) struct RowFormat {
     pub(super) wire: Wire,
     pub(super) width: usize,
     /// Bytes of a row.
     pub(super) bytes: usize,
 }
 
-impl Form {
+impl RowFormat {
     /// Makes the format of rows of `width` numbers.
     pub(super) fn new(wire: Wire, width: usize) -> Self {
         Self { wire, width, bytes: wire.row_bytes(width) }
