@@ -13,7 +13,7 @@ use moeworks_ops::experts::{
     experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
-use moeworks_ops::{Activation, Context, peak};
+use moeworks_ops::{Activation, Context, MachineOptions, peak};
 use moeworks_tensor::{DType, Tensor, bf16};
 
 struct Shape {
@@ -41,7 +41,7 @@ fn main() {
         return;
     }
     let filter = std::env::args().skip(1).find(|arg| !arg.starts_with("--")).unwrap_or_default();
-    let ctx = Context::cpu_all_cores();
+    let ctx = Context::cpu_all_cores().on_machine(&MachineOptions::from_variables(|name| std::env::var_os(name)));
     let peaks = peak::measure(&ctx);
     println!("{} threads, {:?}, reads {:.1} GB/s", ctx.threads().count(), ctx.isa(), peaks.read_bytes_per_s / 1e9);
     for shape in SHAPES {

@@ -2,7 +2,7 @@
 //! With `-- TEXT` only the cases whose name contains the text.
 
 use moeworks_bench::kernels::time_kernels;
-use moeworks_ops::{Context, Isa, peak};
+use moeworks_ops::{Context, Isa, MachineOptions, peak};
 use moeworks_tensor::DType;
 
 fn main() {
@@ -11,7 +11,7 @@ fn main() {
         return;
     }
     let filter = std::env::args().skip(1).find(|arg| !arg.starts_with("--")).unwrap_or_default();
-    let ctx = Context::cpu_all_cores();
+    let ctx = Context::cpu_all_cores().on_machine(&MachineOptions::from_variables(|name| std::env::var_os(name)));
     table(&ctx, &[DType::F32, DType::BF16], &filter);
     if Isa::best() != ctx.isa() {
         println!("\nand with the instruction set that was found slower:");

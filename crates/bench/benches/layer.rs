@@ -8,12 +8,12 @@ use std::hint::black_box;
 
 use moeworks_bench::timing::best_seconds;
 use moeworks_moe::{Dispatch, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
-use moeworks_ops::Context;
 use moeworks_ops::elementwise::{cast, fill_normal};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertWeights, WeightGradInputs, experts_backward, experts_forward, experts_weight_grad,
 };
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
+use moeworks_ops::{Context, MachineOptions};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 /// The number of runs of each case, of which the best counts.
@@ -24,7 +24,7 @@ fn main() {
     if std::env::args().any(|arg| arg == "--test") {
         return;
     }
-    let ctx = Context::cpu_all_cores();
+    let ctx = Context::cpu_all_cores().on_machine(&MachineOptions::from_variables(|name| std::env::var_os(name)));
     println!("{} threads, {:?}", ctx.threads().count(), ctx.isa());
     let large = MoeConfig::plain(1024, 512, 32, 4);
     let comparison = MoeConfig::plain(256, 512, 8, 2);

@@ -4,7 +4,7 @@
 use moeworks_comm::mpi::RawMpi;
 use moeworks_comm::{CommError, Communicator, Reduce, cores_by_numa_node};
 use moeworks_ops::linear::linear;
-use moeworks_ops::{Context, peak};
+use moeworks_ops::{Context, MachineOptions, peak};
 use moeworks_plan::{Link, Nodes, RankSpec, Topology};
 use moeworks_tensor::{DType, Tensor};
 use moeworks_train::machine_bytes;
@@ -79,6 +79,7 @@ pub fn measure(
     comm: &dyn Communicator,
     raw: Option<&RawMpi>,
     max_bytes: usize,
+    machine: &MachineOptions,
 ) -> Result<Option<ClusterTimes>, CommError> {
     let mut timings = time_sizes(comm, Among::All, raw, max_bytes)?;
     let grid = Nodes::new(comm.nodes());
@@ -94,7 +95,7 @@ pub fn measure(
         }
     }
     let links = collectives::links(comm)?;
-    let topology = topology(comm, &links)?;
+    let topology = topology(comm, &links, machine)?;
     let kind = raw.map_or_else(|| "threads".to_owned(), RawMpi::version);
     Ok((comm.rank() == 0).then_some(ClusterTimes { kind, num_ranks: comm.size(), timings, links, topology }))
 }
@@ -116,14 +117,14 @@ fn time_sizes(
 }
 
 /// Measures the rates of a rank while all ranks compute, and combines them with the links into a topology.
-fn topology(comm: &dyn Communicator, links: &Links) -> Result<Topology, CommError> {
+fn topology(comm: &dyn Communicator, links: &Links, machine: &MachineOptions) -> Result<Topology, CommError> {
     let nodes = comm.nodes();
     let num_nodes = nodes.iter().max().map_or(0, |last| last + 1);
     let size_of = |node: usize| nodes.iter().filter(|&&other| other == node).count();
     let node_sizes: Vec<usize> = (0..num_nodes).map(size_of).collect();
     let largest = node_sizes.iter().copied().max().unwrap_or(1);
     let cores = num_cores();
-    let ctx = Context::cpu((cores / largest).max(1));
+    let ctx = Context::cpu((cores / largest).max(1)).on_machine(machine);
     comm.barrier()?;
     let mut rates = [
         product_rate(&ctx),
@@ -179,7 +180,8 @@ mod tests {
     #[test]
     fn where_there_are_nodes_each_is_measured_and_what_is_between_them() {
         let options = RankOptions::new(0).with_nodes(&[0, 0, 1, 1, 1]).with_timeout(TIMEOUT);
-        let measured = try_run_ranks(&options, |comm| measure(comm, None, 64)).expect("ranks talk");
+        let measured =
+            try_run_ranks(&options, |comm| measure(comm, None, 64, &MachineOptions::default())).expect("ranks talk");
         let measured = measured.into_iter().flatten().next().expect("rank 0 knows");
         for among in Among::EVERY {
             let timings = measured.timings.iter().filter(|case| case.among == among);

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Throttled};
 use moeworks_moe::{ExpertRanks, LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
-use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
+use moeworks_ops::{Context, MachineOptions};
 use moeworks_plan::{Exchange, Link, Links, Placement, Wire};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
@@ -51,16 +51,25 @@ pub struct Overlap {
 ///
 /// # Errors
 /// [`CommError`], as all calls.
-pub fn measure(comm: &dyn Communicator, link: Option<Link>) -> Result<Option<Overlap>, CommError> {
-    let passes = layer_passes(comm, link)?;
-    let ctx = Context::cpu((num_cores() / comm.size()).max(1));
+pub fn measure(
+    comm: &dyn Communicator,
+    link: Option<Link>,
+    machine: &MachineOptions,
+) -> Result<Option<Overlap>, CommError> {
+    let passes = layer_passes(comm, link, machine)?;
+    let ctx = Context::cpu((num_cores() / comm.size()).max(1)).on_machine(machine);
     let gradient_sums = gradient_sums::measure(comm, part(comm, link)?, &ctx, TOKENS, PASSES)?;
     Ok(passes.map(|passes| Overlap { num_ranks: comm.size(), passes, gradient_sums }))
 }
 
 /// Times passes with each number of chunks. Rank 0 gets the medians.
-fn layer_passes(comm: &dyn Communicator, link: Option<Link>) -> Result<Option<Vec<Pass>>, CommError> {
-    let mut layers = CHUNKS.into_iter().map(|chunks| Layer::new(comm, link, chunks)).collect::<Result<Vec<_>, _>>()?;
+fn layer_passes(
+    comm: &dyn Communicator,
+    link: Option<Link>,
+    machine: &MachineOptions,
+) -> Result<Option<Vec<Pass>>, CommError> {
+    let mut layers =
+        CHUNKS.into_iter().map(|chunks| Layer::new(comm, link, chunks, machine)).collect::<Result<Vec<_>, _>>()?;
     let mut passes = vec![Vec::new(); layers.len()];
     // The passes take turns, so that other load of the machine affects all alike.
     for _ in 0..PASSES {
@@ -89,14 +98,19 @@ struct Layer {
 }
 
 impl Layer {
-    fn new(comm: &dyn Communicator, link: Option<Link>, chunks: usize) -> Result<Self, CommError> {
+    fn new(
+        comm: &dyn Communicator,
+        link: Option<Link>,
+        chunks: usize,
+        machine: &MachineOptions,
+    ) -> Result<Self, CommError> {
         let meter = Arc::new(Meter::new(true));
         let group = Box::new(Metered::new(part(comm, link)?, Arc::clone(&meter)));
         let exchange = Exchange { chunks, ..Exchange::plain(Wire::F32) };
         let config = config(comm.size());
         let placement = Placement::sharded(config.num_experts, comm.size());
         let ranks = ExpertRanks::new(part(comm, link)?, group, placement, exchange)?;
-        let ctx = Context::cpu((num_cores() / comm.size()).max(1));
+        let ctx = Context::cpu((num_cores() / comm.size()).max(1)).on_machine(machine);
         let weights = MoeWeights::random(&ctx, &config, SEED, 0.02).select_experts(&ctx, ranks.layer(0).held());
         let mut grads = weights.clone();
         grads.tensors_mut().into_iter().for_each(|tensor| *tensor = ctx.zeros(tensor.shape(), DType::F32));

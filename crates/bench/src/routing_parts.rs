@@ -47,7 +47,7 @@ impl Routed {
     pub(crate) fn pass(&self, ctx: &Context, is_both: bool) {
         let LayerShape { d, e, k, .. } = self.shape;
         let size = [self.x.rows(), d];
-        let scores = softmax_top_k_with(ctx, logits(ctx, &self.x, &self.router), (k, true), is_both);
+        let scores = softmax_top_k_with(ctx, logits(ctx, &self.x, &self.router), k, true, is_both);
         let sums = is_both.then(|| choice_sums(ctx, &scores.ids, &scores.weights, e));
         let sorted = sort_all_choices(ctx, &scores.ids, &scores.weights, e);
         let rows = sorted.rows();

@@ -5,7 +5,7 @@ use std::time::Instant;
 use moeworks_model::account::{memory_on_one_rank, training_flops_per_token};
 use moeworks_model::{Decoder, GradTarget, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
 use moeworks_ops::linear::Write;
-use moeworks_ops::{Context, peak};
+use moeworks_ops::{Context, MachineOptions, peak};
 use moeworks_plan::{Precision, Tokens, Workload};
 use moeworks_tensor::{DType, Purpose, Random};
 use moeworks_train::config::{ConfigError, RunConfig};
@@ -38,8 +38,8 @@ pub struct Speed {
 ///
 /// # Errors
 /// [`TrainError`] where the configuration or its device cannot be used.
-pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, TrainError> {
-    let ctx = context(config, None)?;
+pub fn tokens_per_second(config: &RunConfig, machine: &MachineOptions) -> Result<Speed, TrainError> {
+    let ctx = context(config, None, machine)?;
     let precision = config.train.precision;
     let dtype = if precision.has_bf16_copies() { DType::BF16 } else { DType::F32 };
     let peak_flops = peak::measure(&ctx).flops(dtype);
@@ -64,8 +64,8 @@ pub fn tokens_per_second(config: &RunConfig) -> Result<Speed, TrainError> {
 ///
 /// # Errors
 /// [`TrainError`] where the device is not there.
-pub fn memory_bytes_per_s(config: &RunConfig) -> Result<f64, TrainError> {
-    Ok(peak::measure(&context(config, None)?).read_bytes_per_s)
+pub fn memory_bytes_per_s(config: &RunConfig, machine: &MachineOptions) -> Result<f64, TrainError> {
+    Ok(peak::measure(&context(config, None, machine)?).read_bytes_per_s)
 }
 
 /// Finds the largest model of the same layer shape, and the number of sequences, within the limits.

@@ -16,6 +16,7 @@ use moeworks_train::config::{Precision, RunConfig};
 use serde_json::{Value, json};
 
 use crate::args::{BenchArgs, BenchKind, CasesArgs, DecodeArgs, MoeArgs};
+use crate::environment;
 use crate::estimate::BYTE_VOCABULARY;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
@@ -160,7 +161,7 @@ impl Output {
         config.train.threads = args.machine.threads;
         config.train.device = args.machine.device;
         config.train.precision = precision;
-        let speed = training::tokens_per_second(&config)?;
+        let speed = training::tokens_per_second(&config, &environment::machine())?;
         self.cases.push(
             json!({ "name": name, "tokens_per_s": speed.tokens_per_s, "limit": "peak", "share_of_limit": speed.mfu }),
         );

@@ -1,16 +1,24 @@
 //! The environment variables that the commands read, all in one place. The other crates get their values as
 //! arguments.
 //!
-//! Device and MPI libraries read their own variables (`crates/gpu`, `crates/ops`, `crates/comm`).
+//! MPI libraries read their own variables (`crates/comm`).
 
 use std::env;
 use std::path::PathBuf;
+
+use moeworks_ops::MachineOptions;
 
 /// The variables with the number of processes that a launcher started: Open MPI's, Hydra's (MPICH) and Slurm's.
 const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"];
 
 /// The types of terminals without escape codes, in which Ctrl-C is a signal and not a key.
 const PLAIN_TERMINALS: [&str; 3] = ["dumb", "cons25", "emacs"];
+
+/// Returns the options of the machine: libraries of GPUs, the folder of compiled kernels, and parts that are
+/// left out or asked for.
+pub(crate) fn machine() -> MachineOptions {
+    MachineOptions::from_variables(|name| env::var_os(name))
+}
 
 /// Returns the value of a variable, or `None` if it is not set.
 pub(crate) fn variable(name: &str) -> Option<String> {

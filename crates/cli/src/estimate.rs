@@ -7,6 +7,7 @@ use serde_json::json;
 
 use crate::account::{self, Training};
 use crate::args::EstimateArgs;
+use crate::environment;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::progress::{duration, thousands};
@@ -24,7 +25,7 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     let training = Training { tokens: micro_tokens, expert_gradients: train.expert_gradients };
     let tokens = micro_tokens as u64 * train.grad_accumulation as u64 * train.steps;
     let flops = training_flops_per_token(&config.model, train.seq_len);
-    let measured = tokens_per_second(&config)?;
+    let measured = tokens_per_second(&config, &environment::machine())?;
     let seconds = tokens as f64 / measured.tokens_per_s;
     if args.json {
         let mut value = account::json(&config.model, &table, training, train.seq_len);

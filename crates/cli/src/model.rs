@@ -9,6 +9,7 @@ use moeworks_model::{DecoderWeights, ModelConfig, WeightCheck};
 use moeworks_ops::Context;
 
 use crate::args::{CheckWeights, ComputeArgs, MachineArgs};
+use crate::environment;
 use crate::failure::Failure;
 use crate::progress::bytes;
 
@@ -73,6 +74,7 @@ pub(crate) fn context(machine: &MachineArgs) -> Result<Context, Failure> {
         device,
         expert_cache_bytes: (expert_cache * 1e9) as usize,
         is_batch_invariant: batch_invariant,
+        machine: environment::machine(),
     };
     let FoundContext { ctx, missing } = options.context().map_err(|error| match error {
         InferError::ExpertCacheWithoutGpu => {

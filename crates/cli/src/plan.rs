@@ -17,6 +17,7 @@ use self::explain::explain;
 use self::json::{as_json, scaling_json};
 use self::rows::{HEADER, SCALING_HEADER, scaling_row, table_row};
 use crate::args::PlanArgs;
+use crate::environment;
 use crate::estimate::vocabulary;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
@@ -155,11 +156,12 @@ fn read_topology(file: &Path) -> Result<Topology, Failure> {
 
 /// Describes this machine by a short measurement of `config`.
 fn this_machine(config: &RunConfig, num_ranks: usize) -> Result<Topology, Failure> {
-    let speed = tokens_per_second(config)?;
+    let machine = environment::machine();
+    let speed = tokens_per_second(config, &machine)?;
     let whole = RankSpec {
         flops: speed.tokens_per_s * training_flops_per_token(&config.model, config.train.seq_len),
         memory_bytes: machine_bytes().unwrap_or(UNKNOWN_MEMORY) as f64,
-        memory_bytes_per_s: memory_bytes_per_s(config)?,
+        memory_bytes_per_s: memory_bytes_per_s(config, &machine)?,
     };
     Ok(Topology::one_machine(num_ranks, whole))
 }

@@ -10,6 +10,7 @@ use moeworks_train::study::{BASE, Study, plot, report};
 use moeworks_train::{Event, Requests};
 
 use crate::args::StudyArgs;
+use crate::environment;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::host::Call;
@@ -42,7 +43,7 @@ pub(crate) fn run(args: &StudyArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     let requests = Requests::default();
     let _receiving = call.give_signals_to(&requests)?;
     let watch = reading::watch(Arc::clone(&requests.stop));
-    let findings = study.run(&requests, &watch, |name, event| {
+    let findings = study.run(&environment::machine(), &requests, &watch, |name, event| {
         if shown.as_ref().is_none_or(|(of, _)| of != name) {
             if let Some((_, display)) = shown.take() {
                 display.finish();

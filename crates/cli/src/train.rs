@@ -14,6 +14,7 @@ use moeworks_train::report::write_report;
 use moeworks_train::{Event, IfTaken, Outcome, Progress, Ranks, Requests, RunFolder, TrainError, resumed_config};
 
 use crate::args::{CheckWeights, ConfigArgs, ReportArgs, TrainArgs};
+use crate::environment;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::host::Call;
@@ -81,15 +82,15 @@ impl Start {
     }
 
     fn trainer(&self, ranks: Option<Ranks>, requests: &Requests) -> Result<LanguageModelTrainer, TrainError> {
-        let watch = &reading::watch(Arc::clone(&requests.stop));
+        let (machine, watch) = (environment::machine(), &reading::watch(Arc::clone(&requests.stop)));
         match self {
             Self::New { config, folder, from } => {
                 let (config, folder, from) = (config.clone(), folder.clone(), from.clone());
-                LanguageModel::start(LanguageModelStart { config, folder, from, ranks, watch })
+                LanguageModel::start(LanguageModelStart { config, folder, from, ranks, machine, watch })
             }
             Self::Resumed { config, run_dir } => {
                 let (config, run_dir) = (config.clone(), run_dir.clone());
-                LanguageModel::resume(LanguageModelResume { run_dir, config, ranks, watch })
+                LanguageModel::resume(LanguageModelResume { run_dir, config, ranks, machine, watch })
             }
         }
     }

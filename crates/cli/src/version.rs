@@ -5,6 +5,8 @@ use std::sync::OnceLock;
 use moeworks_infer::system::System;
 use moeworks_ops::Isa;
 
+use crate::environment;
+
 /// Returns the version, with the commit and its date if the program was built from a checkout.
 pub(crate) fn short() -> &'static str {
     static TEXT: OnceLock<String> = OnceLock::new();
@@ -28,7 +30,7 @@ pub(crate) fn long() -> &'static str {
 
 /// Describes the kernels that this machine computes with.
 pub(crate) fn kernels() -> &'static str {
-    match Isa::detect() {
+    match environment::machine().isa() {
         Isa::Portable => "plain code, without vector instructions of their own",
         Isa::Neon => "NEON",
         Isa::Avx2 => "AVX2",

@@ -24,7 +24,7 @@ impl Backend {
         }
     }
 
-    /// The device's number, by which tensors know where they are.
+    /// Returns the device's number, by which tensors know where they are.
     pub(crate) fn number(&self) -> usize {
         match self {
             Self::Nvidia(device) => device.number(),
@@ -32,7 +32,7 @@ impl Backend {
         }
     }
 
-    /// Bytes of the device's memory; none for an emulation.
+    /// Returns the bytes of the device's memory; none for an emulation.
     pub(crate) fn memory_bytes(&self) -> Option<u64> {
         match self {
             Self::Nvidia(device) => device.memory_bytes(),
@@ -61,7 +61,7 @@ impl Backend {
         }
     }
 
-    /// A block with unspecified contents, for work that is queued from now on.
+    /// Allocates a block with unspecified contents, for work that is queued from now on.
     pub(crate) fn block(&self, bytes: usize) -> Result<DeviceBlock, GpuError> {
         match self {
             Self::Nvidia(device) => device.block(bytes),
@@ -69,7 +69,7 @@ impl Backend {
         }
     }
 
-    /// A block with a copy of these bytes, which are the caller's again when this returns.
+    /// Allocates a block with a copy of these bytes, which are the caller's again when this returns.
     pub(crate) fn upload(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
         match self {
             Self::Nvidia(device) => device.upload(bytes),
@@ -99,9 +99,11 @@ impl Backend {
         }
     }
 
+    /// Queues a launch.
+    ///
     /// # Safety
     ///
-    /// As for [`Gpu::launch`](crate::Gpu::launch).
+    /// See [`Gpu::launch`](crate::Gpu::launch).
     pub(crate) unsafe fn launch(&self, launch: &Launch<'_>) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
         unsafe {
@@ -112,7 +114,7 @@ impl Backend {
         }
     }
 
-    /// A graph of these launches, one after the other.
+    /// Makes a graph of these launches, one after the other.
     pub(crate) fn graph(&self, launches: &[CapturedLaunch]) -> Result<Graph, GpuError> {
         match self {
             Self::Nvidia(device) => device.graph(launches).map(Graph::Nvidia),
@@ -120,9 +122,11 @@ impl Backend {
         }
     }
 
+    /// Queues a graph.
+    ///
     /// # Safety
     ///
-    /// As for [`Gpu::launch`](crate::Gpu::launch), for each launch with the arguments that it has now.
+    /// The conditions of [`Gpu::launch`](crate::Gpu::launch) hold for each launch with the arguments that it has now.
     pub(crate) unsafe fn run_graph(&self, graph: &Graph) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
         unsafe {
@@ -136,7 +140,7 @@ impl Backend {
         }
     }
 
-    /// Whether there is a library for plain products.
+    /// Returns whether there is a library for plain products.
     pub(crate) fn has_blas(&self) -> bool {
         match self {
             Self::Nvidia(device) => device.blas().is_some(),
@@ -144,9 +148,11 @@ impl Backend {
         }
     }
 
+    /// Queues a plain product by the library. Returns whether the library took it.
+    ///
     /// # Safety
     ///
-    /// As for [`Blas::run`](crate::blas::Blas::run).
+    /// See [`Blas::run`](crate::blas::Blas::run).
     pub(crate) unsafe fn dense(&self, product: DenseProduct, at: Places) -> Result<bool, GpuError> {
         // SAFETY: the caller's promise.
         unsafe {

@@ -1,10 +1,11 @@
-//! Plain products in bf16 by NVIDIA's own library, cuBLASLt, which is found at run time; without it, or if it has no algorithm for a
-//! product, our kernels take them.
+//! Plain bf16 products by NVIDIA's library cuBLASLt, which is found at run time. Without it, or where it has no
+//! algorithm for a product, our kernels compute it.
 //!
-//! The library is column-major: our rows are its columns. So it is asked for the transposed product, whose operands change sides.
+//! The library is column-major: our rows are its columns. So it computes the transposed product, whose operands
+//! change sides.
 
 use std::collections::HashMap;
-use std::env;
+
 use std::ffi::{c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::ptr;
@@ -13,18 +14,15 @@ use std::sync::{Mutex, PoisonError};
 use libloading::Library;
 use moeworks_tensor::{DeviceBlock, Tensor};
 
-use crate::GpuError;
-use crate::library::{NVRTC_VARIABLE, functions, load};
-
-/// The variable that names a cuBLASLt library to use in place of the system's; empty to use none.
-pub const CUBLASLT_VARIABLE: &str = "MOEWORKS_CUBLASLT_LIBRARY";
+use crate::library::{functions, load};
+use crate::{GpuError, GpuOptions};
 
 /// Names that the system's loader may know, the newest first.
 const NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "/usr/local/cuda/lib64/libcublasLt.so"];
 
 /// Memory that products may use for partial sums.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
-/// The library's default for the alignment of operands in bytes.
+/// The library's default alignment of operands in bytes.
 const ALIGNMENT: u64 = 256;
 /// The most products whose plans are kept.
 const MAX_PLANS: usize = 256;
@@ -72,12 +70,12 @@ functions! {
     multiply = "cublasLtMatmul": fn(Pointer, Pointer, *const c_void, Pointer, Pointer, Pointer, Pointer, *const c_void, Pointer, Pointer, Pointer, Pointer, *const [u64; 8], Pointer, usize, Pointer) -> Status;
 }
 
-/// A product `A B` of two row-major matrices of bf16: `[rows, columns]` in f32 or bf16.
+/// A product `A B` of two row-major bf16 matrices: `[rows, columns]` in f32 or bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DenseProduct {
-    /// A lies as `[depth, rows]`, not `[rows, depth]`.
+    /// A is stored as `[depth, rows]`, not `[rows, depth]`.
     pub is_a_transposed: bool,
-    /// B lies as `[columns, depth]`, not `[depth, columns]`.
+    /// B is stored as `[columns, depth]`, not `[depth, columns]`.
     pub is_b_transposed: bool,
     /// Rows of the result.
     pub rows: usize,
@@ -100,7 +98,7 @@ pub enum Onto<'a> {
     Itself,
 }
 
-/// The addresses of operands and result; `base`, of the result's type, is added if it is there.
+/// The addresses of operands and result. `base`, of the result's type, is added if it is there.
 #[derive(Clone, Copy)]
 pub(crate) struct Places {
     pub(crate) a: u64,
@@ -116,12 +114,14 @@ pub(crate) struct Blas {
     workspace: DeviceBlock,
     plans: Mutex<HashMap<DenseProduct, Option<Plan>>>,
 }
-// SAFETY: the handle may be used by several threads ("thread safety" in the library's documentation); plans are behind a lock.
+// SAFETY: the handle may be used by several threads ("thread safety" in the library's documentation); plans are
+// behind a lock.
 unsafe impl Send for Blas {}
 // SAFETY: as above.
 unsafe impl Sync for Blas {}
 
-/// The library's description of a product and the algorithm for it. Plans live as long as the library, as there are few.
+/// The library's description of a product and the algorithm for it. Plans live as long as the library, as there are
+/// few.
 struct Plan {
     desc: Pointer,
     /// The layouts of the first operand, the second one, and the result.
@@ -129,19 +129,18 @@ struct Plan {
     found: Found,
 }
 
-/// The error for a product's status.
+/// Returns the error for a product's status.
 pub(crate) fn failed(product: DenseProduct, status: c_int) -> GpuError {
     GpuError::Driver { call: format!("cuBLASLt's {product:?}"), message: format!("status {status}") }
 }
 
-/// The libraries to try in order: the one that [`CUBLASLT_VARIABLE`] names; or those beside NVRTC's if that was named (in its folder, or
-/// where Python's wheels of version 12 have it), and the system's.
-fn candidates() -> Vec<PathBuf> {
-    let candidates: Vec<PathBuf> = match env::var_os(CUBLASLT_VARIABLE) {
-        Some(path) => vec![path.into()],
+/// The libraries to try in order: the one that [`CUBLASLT_VARIABLE`] names; or those beside NVRTC's if that was named
+/// (in its folder, or where Python's wheels of version 12 have it), and the system's.
+fn candidates(options: &GpuOptions) -> Vec<PathBuf> {
+    let candidates: Vec<PathBuf> = match &options.cublaslt_library {
+        Some(path) => vec![path.clone()],
         None => {
-            let nvrtc = env::var_os(NVRTC_VARIABLE).map(PathBuf::from);
-            let folder = nvrtc.as_deref().and_then(Path::parent);
+            let folder = options.nvrtc_library.as_deref().and_then(Path::parent);
             let wheels = folder.and_then(|folder| Some(folder.parent()?.parent()?.join("cublas/lib")));
             let folders = folder.map(Path::to_path_buf).into_iter().chain(wheels);
             let beside =
@@ -153,9 +152,14 @@ fn candidates() -> Vec<PathBuf> {
 }
 
 impl Blas {
-    /// Opens the first library that can be used with a driver that knows this major version of CUDA. The device's context must be current.
-    pub(crate) fn find(driver_major: c_int, workspace: impl Fn() -> Option<DeviceBlock>) -> Option<Self> {
-        candidates().iter().find_map(|path| Self::open(load(path).ok()?, driver_major, workspace()?))
+    /// Opens the first library that can be used with a driver that knows this major version of CUDA. The device's
+    /// context must be current.
+    pub(crate) fn find(
+        options: &GpuOptions,
+        driver_major: c_int,
+        workspace: impl Fn() -> Option<DeviceBlock>,
+    ) -> Option<Self> {
+        candidates(options).iter().find_map(|path| Self::open(load(path).ok()?, driver_major, workspace()?))
     }
 
     /// Opens a library; none if it lacks a function, is too new or cannot be initialised.
@@ -176,8 +180,8 @@ impl Blas {
     ///
     /// # Safety
     ///
-    /// The places are the device's memory of the sizes that the product says, nobody else uses the result's until the stream is done, and
-    /// the device's context is current.
+    /// The places are the device's memory of the sizes that the product says, nobody else uses the result's until the
+    /// stream is done, and the device's context is current.
     pub(crate) unsafe fn run(&self, product: DenseProduct, at: Places, stream: Pointer) -> Result<bool, Status> {
         let places = [at.a, at.b, at.y, at.base.unwrap_or(0)];
         if places.iter().any(|place| !place.is_multiple_of(ALIGNMENT)) {
@@ -192,8 +196,8 @@ impl Blas {
         let (to, base) = (at.y as Pointer, at.base.unwrap_or(at.y) as Pointer);
         let (one, keep): (f32, f32) = (1.0, if at.base.is_some() { 1.0 } else { 0.0 });
         let [of_first, of_second, of_result] = plan.layouts;
-        // SAFETY: the caller's promise; the plan was made by this library for these sizes, and the factors are f32 as its description
-        // says. The workspace is used by this stream alone, one product after the other.
+        // SAFETY: the caller's promise; the plan was made by this library for these sizes, and the factors are f32 as
+        // its description says. The workspace is used by this stream alone, one product after the other.
         let status = unsafe {
             (self.functions.multiply)(
                 self.handle,
@@ -216,7 +220,7 @@ impl Blas {
         };
         match status {
             0 => Ok(true),
-            // Nothing was launched: kernels of our own take it, now and later.
+            // Nothing was launched: our own kernels compute it, now and later.
             INVALID_VALUE | ARCH_MISMATCH | NOT_SUPPORTED => {
                 if let Some(plan) = plans.insert(product, None).flatten() {
                     self.drop_plan(&plan);
@@ -227,7 +231,7 @@ impl Blas {
         }
     }
 
-    /// The library's first choice for the product; none if it has none.
+    /// Returns the library's first choice for the product; none if it has none.
     fn plan(&self, product: DenseProduct) -> Option<Plan> {
         let DenseProduct { is_a_transposed, is_b_transposed, rows, columns, depth, is_rounded } = product;
         // Each operand as the library sees it: its rows are consecutive.
@@ -260,7 +264,7 @@ impl Blas {
         None
     }
 
-    /// Writes the first algorithm that the library names to the plan. Returns whether there is one.
+    /// Writes the library's first algorithm to the plan. Returns whether there is one.
     fn choose(&self, plan: &mut Plan) -> bool {
         let (f, mut preference, mut count) = (&self.functions, ptr::null_mut(), 0);
         let ([first, second, result], workspace) = (plan.layouts, WORKSPACE_BYTES);
@@ -288,8 +292,10 @@ impl Blas {
         }
     }
 
+    /// Destroys the descriptions of a plan.
     fn drop_plan(&self, plan: &Plan) {
-        // SAFETY: pointers that are not null were made by this library and are used no more; queued products have copies.
+        // SAFETY: pointers that are not null were made by this library and are used no more; queued products have
+        // copies.
         unsafe {
             if !plan.desc.is_null() {
                 (self.functions.drop_desc)(plan.desc);

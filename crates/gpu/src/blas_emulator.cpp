@@ -1,5 +1,5 @@
-// What tests have in the place of cuBLASLt: the functions of it that are used, on the host, by its documentation and not by what calls them.
-// Matrices lie column by column; what is asked for that is not here is refused.
+// What tests have in the place of cuBLASLt: the functions of it that are used, on the host, by its documentation and
+// not by what calls them. Matrices lie column by column; what is asked for that is not here is refused.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{Emulation, Gpu, GpuError};
+use crate::{Emulation, Gpu, GpuError, GpuOptions};
 
-/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests, `emulated`,
-/// `emulated-hopper` or `trace-sm90`.
+/// A device by name: `cpu`, `cuda` (the first GPU), `cuda:1`, `auto` (the first GPU if there is one), or, for tests,
+/// `emulated`, `emulated-hopper` or `trace-sm90`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// The CPU.
@@ -24,7 +24,7 @@ pub enum DeviceChoice {
     TraceSm90,
 }
 
-/// A name of no device.
+/// The error for a name of no device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown device {0:?}: must be cpu, cuda, cuda:N or auto")]
 pub struct UnknownDevice(String);
@@ -73,10 +73,11 @@ pub struct Chosen {
 }
 
 impl DeviceChoice {
-    /// The device of the rank `place` places after the one that has this choice. Ranks take GPUs in turn, several ranks a GPU where there
-    /// are fewer of them. Other devices are the same for all ranks, and so is `auto` where the GPU cannot be used.
+    /// Returns the device of the rank `place` places after the one that has this choice. Ranks take GPUs in turn, and
+    /// several ranks share a GPU where there are fewer of them. Other devices are the same for all ranks, and so is
+    /// `auto` where the GPU cannot be used.
     #[must_use]
-    pub fn later(self, place: usize) -> Self {
+    pub fn later(self, place: usize, options: &GpuOptions) -> Self {
         let after = |first: usize| match Gpu::count() {
             Ok(count) if first < count => (first + place) % count,
             // Opening it says what is missing.
@@ -84,7 +85,7 @@ impl DeviceChoice {
         };
         match self {
             Self::Cuda(first) => Self::Cuda(after(first)),
-            Self::Auto if Gpu::open(after(0)).is_ok() => Self::Cuda(after(0)),
+            Self::Auto if Gpu::open(after(0), options).is_ok() => Self::Cuda(after(0)),
             _ => self,
         }
     }
@@ -93,15 +94,16 @@ impl DeviceChoice {
     ///
     /// # Errors
     ///
-    /// The thing that is missing for a GPU that was asked for.
-    pub fn open(self) -> Result<Chosen, GpuError> {
+    /// If a GPU that was asked for is missing or cannot be used.
+    pub fn open(self, options: &GpuOptions) -> Result<Chosen, GpuError> {
+        let emulated = |emulation| Gpu::emulated(emulation, options);
         let gpu = match self {
             Self::Cpu => return Ok(Chosen { gpu: None, missing: None }),
-            Self::Cuda(index) => Gpu::open(index)?,
-            Self::Emulated => Gpu::emulated(Emulation::default())?,
-            Self::EmulatedHopper => Gpu::emulated(Emulation { is_hopper: true, ..Emulation::default() })?,
-            Self::TraceSm90 => Gpu::emulated(Emulation { is_hopper: true, is_traced: true, ..Emulation::default() })?,
-            Self::Auto => match Gpu::open(0) {
+            Self::Cuda(index) => Gpu::open(index, options)?,
+            Self::Emulated => emulated(Emulation::default())?,
+            Self::EmulatedHopper => emulated(Emulation { is_hopper: true, ..Emulation::default() })?,
+            Self::TraceSm90 => emulated(Emulation { is_hopper: true, is_traced: true, ..Emulation::default() })?,
+            Self::Auto => match Gpu::open(0, options) {
                 Ok(gpu) => gpu,
                 Err(error) => return Ok(Chosen { gpu: None, missing: Some(error) }),
             },

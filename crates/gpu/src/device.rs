@@ -33,9 +33,10 @@ impl Device {
         lock(&self.capture)
     }
 
-    /// Launches what was captured.
+    /// Launches everything that was captured.
     pub(crate) fn flush(&self) {
-        // SAFETY: every captured launch came through `Gpu::launch`; blocks that were dropped since are retained until now.
+        // SAFETY: every captured launch came through `Gpu::launch`; blocks that were dropped since are retained until
+        // now.
         unsafe { self.capture().flush(&self.backend, &self.meter) }.unwrap_or_else(|error| panic_any(error));
     }
 
@@ -43,14 +44,14 @@ impl Device {
         self.held.load(Ordering::Relaxed)
     }
 
-    /// A block that counts as held, and is retained while captured launches may use it.
+    /// Wraps a block so that it counts as held and is retained while captured launches may use it.
     pub(crate) fn counted(self: &Arc<Self>, inner: DeviceBlock, bytes: usize) -> DeviceBlock {
         self.held.fetch_add(bytes, Ordering::Relaxed);
         Box::new(Block { device: Arc::clone(self), inner: Some(inner), bytes })
     }
 }
 
-/// A block of a GPU's memory, which stays while captured launches may use it.
+/// A block of a GPU's memory that is retained while captured launches may use it.
 struct Block {
     device: Arc<Device>,
     inner: Option<DeviceBlock>,
@@ -89,7 +90,7 @@ impl Drop for Block {
     }
 }
 
-/// A step that is being captured. If it panics, the launches that are left of it are discarded.
+/// A step that is being captured. If it panics, its remaining launches are discarded.
 pub(crate) struct Capturing<'a>(&'a Device);
 
 impl<'a> Capturing<'a> {

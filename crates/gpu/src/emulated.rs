@@ -16,20 +16,20 @@ use crate::launch::{Launch, pointers};
 use crate::library::reason;
 use crate::sources::SOURCES;
 use crate::tensor_map::{Matrices, TensorMap};
-use crate::{GpuError, kernel_cache};
+use crate::{GpuError, GpuOptions, kernel_cache};
 
-/// The alignment of memory in bytes, as on a GPU for vectors and tensor copies.
+/// The alignment of memory in bytes, like a GPU's for vectors and tensor copies.
 const ALIGN: usize = 256;
-/// Bytes before and after a block, which no kernel may write.
+/// Bytes before and after a block that no kernel may write.
 const GUARD: usize = 256;
 /// The value of guards and fresh memory: NaN in every float type.
 const FILL: u8 = 0xff;
 
-/// The compiler's options. They allow contraction as on a GPU: a product and a sum may be one operation.
+/// The compiler's options. Like a GPU, they allow a product and a sum to be contracted into one operation.
 const OPTIONS: [&str; 6] = ["-std=c++17", "-O2", "-w", "-fPIC", "-pthread", "-D_FORTIFY_SOURCE=0"];
 
 pub(crate) struct Emulated {
-    /// None if nothing is computed.
+    /// The kernels; none if nothing is computed.
     library: Option<&'static Library>,
     kind: Emulation,
     blas: Option<Blas>,
@@ -41,35 +41,38 @@ type Entry = unsafe extern "C" fn(*const u32, u32, u32, *mut *mut c_void, *const
 /// The kind of GPU that is emulated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Emulation {
-    /// The threads of a block take turns from the last to the first: a result that differs lacks a barrier.
+    /// The threads of a block run in turn from the last to the first: a result that differs lacks a barrier.
     pub is_reversed: bool,
-    /// The GPU has Hopper's instructions, and kernels that are made of them are taken.
+    /// The GPU has Hopper's instructions, and kernels made of them are used.
     pub is_hopper: bool,
     /// There is a library for plain products: another emulation.
     pub has_library: bool,
-    /// Nothing is computed, and memory is all zeros: each kernel is a line on standard error with its name, blocks, threads and numbers, and
-    /// each copy a line with its bytes. So a pass of any size shows where it has too few blocks, waits or copies.
+    /// Nothing is computed, and memory is all zeros. Each kernel is a line on standard error with its name, blocks,
+    /// threads and numbers, and each copy a line with its bytes. So a pass of any size shows where it has too few
+    /// blocks, waits or copies.
     pub is_traced: bool,
 }
 
-/// The number of the first emulated GPU, above those of all others, because memory of one device is not memory of another.
+/// The number of the first emulated GPU, above those of all others, because memory of one device is not memory of
+/// another.
 const FIRST_NUMBER: usize = 1 << 16;
 /// The version of CUDA that the emulated library for plain products states.
 const BLAS_MAJOR: i32 = 12;
-/// The multiprocessors of an emulated GPU: so few that blocks that stay for many tiles have several.
+/// The multiprocessors of an emulated GPU: so few that blocks that process many tiles have several.
 const PROCESSORS: usize = 3;
 /// The multiprocessors of a traced GPU: an H100's.
 const TRACED_PROCESSORS: usize = 132;
 
 impl Emulated {
-    pub(crate) fn open(kind: Emulation) -> Result<Self, GpuError> {
+    pub(crate) fn open(kind: Emulation, options: &GpuOptions) -> Result<Self, GpuError> {
+        // The library is the same whichever folder it is cached in.
         static LIBRARY: OnceLock<Result<Library, GpuError>> = OnceLock::new();
         static OPENED: AtomicUsize = AtomicUsize::new(FIRST_NUMBER);
         let number = OPENED.fetch_add(1, Ordering::Relaxed);
         if kind.is_traced {
             return Ok(Self { library: None, kind, blas: None, number });
         }
-        let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
+        let library = LIBRARY.get_or_init(|| load(&options.kernel_folder())).as_ref().map_err(Clone::clone)?;
         let mut emulated = Self { library: Some(library), kind, blas: None, number };
         if kind.has_library {
             emulated.blas = Blas::open(library, BLAS_MAJOR, emulated.block(WORKSPACE_BYTES));
@@ -93,12 +96,14 @@ impl Emulated {
         self.kind.is_hopper.then_some(self.processors())
     }
 
-    /// The most shared memory of a block; with threads in reverse as little as on GPUs of capability 8.6 and 8.9.
+    /// Returns the most shared memory of a block; with threads in reverse as little as on GPUs of capability 8.6 and
+    /// 8.9.
     pub(crate) fn most_shared(&self) -> usize {
         if self.kind.is_reversed && !self.kind.is_hopper { 99 << 10 } else { 227 << 10 }
     }
 
-    /// The map for tensor copies as the emulator reads it. With threads in reverse there is none, so that tests see both ways of copying.
+    /// Returns the map for tensor copies as the emulator reads it. With threads in reverse there is none, so that
+    /// tests cover both ways of copying.
     pub(crate) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         if !self.kind.is_hopper || self.kind.is_reversed {
             return None;
@@ -114,12 +119,12 @@ impl Emulated {
         self.number
     }
 
-    /// A block of fresh memory, all NaN.
+    /// Allocates a block of fresh memory, all NaN.
     pub(crate) fn block(&self, bytes: usize) -> DeviceBlock {
         Box::new(Block::new(bytes, self))
     }
 
-    /// A block with a copy of `bytes`.
+    /// Allocates a block with a copy of `bytes`.
     pub(crate) fn upload(&self, bytes: &[u8]) -> DeviceBlock {
         if self.kind.is_traced {
             eprintln!("to the GPU: {} bytes", bytes.len());
@@ -154,15 +159,19 @@ impl Emulated {
             return Ok(());
         };
         if launch.shared > self.most_shared() {
-            return Err(failed(format!("{} bytes of shared memory of {}", launch.shared, self.most_shared())));
+            return Err(failed(format!(
+                "{} bytes of shared memory: must be at most {}",
+                launch.shared,
+                self.most_shared()
+            )));
         }
         let name = format!("emulated_{}\0", launch.kernel);
         // SAFETY: every such function of the library has this type (`EMULATED_KERNEL`).
         let entry = unsafe { library.get::<Entry>(name.as_bytes()) }.map_err(|error| failed(reason(error)))?;
         let (mut values, kinds, grid) = (launch.values(), launch.kinds(), launch.blocks());
         let mut args = pointers(&mut values);
-        // SAFETY: kinds of arguments are compared with the kernel's parameters before any is read; what the kernel then does
-        // is the caller's promise. The message lives until this thread's next launch.
+        // SAFETY: kinds of arguments are compared with the kernel's parameters before any is read; what the kernel
+        // then does is the caller's promise. The message lives until this thread's next launch.
         let message = unsafe {
             let kinds = kinds.as_ptr().cast();
             let (threads, shared) = (launch.threads as u32, launch.shared as u32);
@@ -176,11 +185,12 @@ impl Emulated {
 /// The emulation of the library for plain products.
 const BLAS: (&str, &str) = ("blas", include_str!("blas_emulator.cpp"));
 
-fn load() -> Result<Library, GpuError> {
+/// Loads the kernels for the host, compiled if they are not in `folder` yet.
+fn load(folder: &Path) -> Result<Library, GpuError> {
     let kernels = SOURCES.iter().map(|source| (source.name, source.emulated_text()));
     let texts: Vec<(&str, String)> = kernels.chain([(BLAS.0, BLAS.1.to_string())]).collect();
     let parts: Vec<&str> = texts.iter().map(|(_, text)| text.as_str()).chain(OPTIONS).collect();
-    let path = kernel_cache::path(&kernel_cache::folder(), "emulated", &parts, "so");
+    let path = kernel_cache::path(folder, "emulated", &parts, "so");
     if !path.exists() {
         kernel_cache::write_whole(&path, |beside| compile(&texts, beside))?;
     }
@@ -188,7 +198,7 @@ fn load() -> Result<Library, GpuError> {
     unsafe { Library::new(&path) }.map_err(|error| GpuError::NoEmulation { reason: reason(error) })
 }
 
-/// Writes the texts into a folder beside `to`, compiles them there and removes it.
+/// Writes the sources into a folder beside `to`, compiles them there and removes it.
 fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
     let failed = |reason: String| GpuError::NoEmulation { reason };
     let folder = to.with_extension("sources");
@@ -205,7 +215,7 @@ fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
         let name = file(name, "cpp");
         fs::write(folder.join(&name), text).map_err(|error| failed(format!("{name}: {error}")))?;
     }
-    // Each core compiles every so many-th file.
+    // Each core compiles an equal share of the files.
     let count = std::thread::available_parallelism().map_or(1, usize::from);
     let of_core = |first: usize| texts.iter().skip(first).step_by(count).map(|(name, _)| file(name, "cpp")).collect();
     let parts: Vec<Vec<String>> = (0..count.min(texts.len())).map(of_core).collect();
@@ -215,7 +225,7 @@ fn compile(texts: &[(&str, String)], to: &Path) -> Result<(), GpuError> {
     });
     let objects: Vec<String> = texts.iter().map(|(name, _)| file(name, "o")).collect();
     let result = compiled.and_then(|()| run(&["-shared".as_ref(), "-o".as_ref(), to.as_os_str()], &objects));
-    // It holds only sources and objects; they cost nothing if they stay.
+    // The folder holds only sources and objects; nothing is lost if it stays.
     let _ = fs::remove_dir_all(&folder);
     result
 }

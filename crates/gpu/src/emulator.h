@@ -1,7 +1,8 @@
-// Runs kernel sources on the host's processor, for tests: a block's threads are fibers of one thread that take turns at barriers
-// and at operations of a warp. Found here: wrong results, threads that do not meet at a barrier or a warp operation, reads of
-// shared memory before it is written (it starts as NaN), missing waits for asynchronous copies (they arrive at the wait), and,
-// by a second order of the threads, most missing barriers. Not found: anything about speed, or about memory ordering.
+// Runs kernel sources on the host's processor, for tests: a block's threads are fibers of one thread that take turns
+// at barriers and at operations of a warp. Found here: wrong results, threads that do not meet at a barrier or a warp
+// operation, reads of shared memory before it is written (it starts as NaN), missing waits for asynchronous copies
+// (they arrive at the wait), and, by a second order of the threads, most missing barriers. Not found: anything about
+// speed, or about memory ordering.
 #pragma once
 #include <csetjmp>
 #include <cmath>
@@ -60,8 +61,8 @@ struct Map { u64 address; u32 columns, rows, matrices, box_rows, box_blocks; };
 struct Box { unsigned char* to; Map map; u32 x, y, z; };
 struct Expected { const void* barrier; u32 bytes = 0; std::vector<Box> boxes; };
 
-// A product that is under way: where its sums are, how many columns, the descriptors of what is multiplied, and whether that are bytes
-// (E4M3, else bf16).
+// A product that is under way: where its sums are, how many columns, the descriptors of what is multiplied, and
+// whether that are bytes (E4M3, else bf16).
 struct Product { float* sums; u32 columns; u64 a, b; bool a_major, b_major, are_bytes, adds; };
 
 struct Fiber {
@@ -254,7 +255,8 @@ struct E4m3 {
 };
 inline const E4m3 e4m3;
 
-// The kernel `f` with the arguments that `args` points to, one each. Kinds: p pointer, u integer of 32 bits, l of 64, f float.
+// The kernel `f` with the arguments that `args` points to, one each. Kinds: p pointer, u integer of 32 bits, l of 64,
+// f float.
 template <typename... A> struct KernelCall : Call {
     void (*f)(A...);
     void** args;
@@ -341,8 +343,9 @@ static inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
 
-// PTX, "Matrix fragments for mma.m16n8k16": group = lane / 4, pair = lane % 4; a's registers are rows (group, group + 8) by
-// columns 2 pair + (0, 1), then the same 8 columns on; b's are rows 2 pair + (0, 1), then 8 rows on, of column group.
+// PTX, "Matrix fragments for mma.m16n8k16": group = lane / 4, pair = lane % 4; a's registers are rows (group, group +
+// 8) by columns 2 pair + (0, 1), then the same 8 columns on; b's are rows 2 pair + (0, 1), then 8 rows on, of column
+// group.
 static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     struct In { u32 a[4], b[2]; float c[4]; };
     struct Out { float c[4]; };
@@ -520,7 +523,8 @@ static inline void products_may_read() { emulator_fiber().has_unseen_copies = fa
 template <u32 N> static inline void give_registers() {}
 template <u32 N> static inline void take_registers() {}
 
-// An element of an operand in shared memory, by PTX's "Matrix descriptor" and the canonical layouts of lines of 128 bytes.
+// An element of an operand in shared memory, by PTX's "Matrix descriptor" and the canonical layouts of lines of 128
+// bytes.
 static inline float emulated_element(const emulator::Product& product, u64 descriptor, bool is_major, u32 row, u32 k) {
     u32 start = (u32)(descriptor & 0x3fff) << 4, block = (u32)(descriptor >> 16 & 0x3fff) << 4, line = (u32)(descriptor >> 32 & 0x3fff) << 4;
     u32 at = is_major ? start + row / 8 * line + row % 8 * 128 + k * (product.are_bytes ? 1 : 2)

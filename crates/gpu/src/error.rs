@@ -9,7 +9,7 @@ pub enum GpuError {
     #[error("no NVIDIA driver (libcuda.so.1) was found: install the driver of the GPU")]
     NoDriver,
     /// The driver sees too few devices.
-    #[error("there is no GPU {index}: the driver sees {count}")]
+    #[error("GPU {index} is out of range: the driver sees {count}")]
     NoDevice {
         /// The index asked for.
         index: usize,
@@ -25,7 +25,7 @@ pub enum GpuError {
         capability: u32,
     },
     /// A driver without what graphs and tensor copies ask for.
-    #[error("the GPU's driver knows CUDA {}.{}: must be at least 12.0, so install a newer one", version / 1000, version % 1000 / 10)]
+    #[error("the GPU's driver knows CUDA {}.{}: must be at least 12.0, so install a newer driver", version / 1000, version % 1000 / 10)]
     OldDriver {
         /// 1000 times the major version and 10 times the minor one.
         version: i32,

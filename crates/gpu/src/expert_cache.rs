@@ -1,9 +1,9 @@
-//! A least-recently-used cache of a model's experts in a GPU's memory, while the host's memory holds all of them. Experts of all layers
-//! share it, and those that the next layer will probably want can be prefetched ("Fast Inference of Mixture-of-Experts Language Models
-//! with Offloading", 2312.17238).
+//! A least-recently-used cache of a model's experts in a GPU's memory, while the host's memory holds all of them.
+//! Experts of all layers share it, and those that the next layer will probably need can be prefetched ("Fast
+//! Inference of Mixture-of-Experts Language Models with Offloading", 2312.17238).
 //!
-//! Weights that the cache knows must not be written to: it would go on with its copies. Copies go by way of page-locked memory
-//! (`nvidia/pinned.rs`), which the device reads by itself: the host is done with them once they lie there.
+//! Cached weights must not be written to, because the cache would go on with its copies. Copies go through
+//! page-locked memory (`nvidia/pinned.rs`), which the device reads by itself.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -18,9 +18,9 @@ use crate::nvidia::PendingCopy;
 /// Counts of the experts that were in the cache when tokens needed them, and of those that were not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExpertCacheStats {
-    /// Experts that were in the cache when tokens came to them.
+    /// Experts that were in the cache when tokens needed them.
     pub hits: u64,
-    /// Hits on experts that had been prefetched, when tokens first came to them.
+    /// Hits on prefetched experts, counted at their first use.
     pub prefetch_hits: u64,
     /// Experts that tokens waited for.
     pub misses: u64,
@@ -35,7 +35,7 @@ pub struct ExpertStacks<'a> {
     pub gate_up: &'a Tensor,
     /// Down projections.
     pub down: &'a Tensor,
-    /// E.
+    /// E: the number of experts.
     pub num_experts: usize,
 }
 
@@ -44,12 +44,13 @@ impl ExpertStacks<'_> {
         [self.gate_up, self.down]
     }
 
-    /// Bytes of an expert.
+    /// Returns the bytes of an expert.
     fn expert_bytes(&self) -> usize {
         self.both().iter().map(|stack| stack.num_bytes() / self.num_experts).sum()
     }
 
-    /// Tells the stacks of a layer from those of others, as long as one of their tensors is kept.
+    /// Returns a number that tells the stacks of a layer from those of others, as long as one of their tensors is
+    /// kept.
     fn id(&self) -> usize {
         self.gate_up.parts()[0].bytes().as_ptr().addr()
     }
@@ -57,10 +58,11 @@ impl ExpertStacks<'_> {
 
 /// An expert in the cache.
 struct CachedExpert {
-    /// The copies that are still pending. They stand before the matrices to be dropped first, which waits for them.
+    /// The copies that are still in flight. They are declared before the matrices so that they are dropped first,
+    /// which waits for them.
     pending: [Option<PendingCopy>; 2],
     matrices: [Tensor; 2],
-    /// Keeps the host's memory, so that no other stack can be where this one was.
+    /// Keeps the host's memory alive, so that no other stack can take its address.
     _stack: Tensor,
     bytes: usize,
     /// The time of the last use.
@@ -68,7 +70,7 @@ struct CachedExpert {
     is_unused: bool,
 }
 
-/// The cache; see the module's head.
+/// A cache of experts; see the module's documentation.
 pub struct ExpertCache {
     bytes: usize,
     state: Mutex<State>,
@@ -76,7 +78,7 @@ pub struct ExpertCache {
 
 #[derive(Default)]
 struct State {
-    /// By stack and index.
+    /// The experts by stack and index.
     experts: HashMap<(usize, usize), CachedExpert>,
     bytes: usize,
     now: u64,
@@ -96,20 +98,20 @@ impl ExpertCache {
         self.state().stats
     }
 
-    /// The number of experts of this size that fit, at least one.
+    /// Returns the number of experts of this size that fit, at least one.
     #[must_use]
     pub fn capacity(&self, stacks: ExpertStacks<'_>) -> usize {
         (self.bytes / stacks.expert_bytes().max(1)).max(1)
     }
 
-    /// Loads the experts that are missing and evicts those that were used longest ago. Returns the addresses `[E]` of gate and up and of
-    /// down, as pairs of 32-bit words: those of `experts`, and 0 for all others.
+    /// Loads the experts that are missing and evicts the least recently used. Returns the addresses `[E]` of gate and
+    /// up and of down, as pairs of 32-bit words: those of `experts`, and 0 for all others.
     #[must_use]
     pub fn load(&self, gpu: &Gpu, pool: &MemoryPool, stacks: ExpertStacks<'_>, experts: &[usize]) -> [Vec<u32>; 2] {
         let mut state = self.state();
         state.now += 1;
         let mut addresses = [vec![0; 2 * stacks.num_experts], vec![0; 2 * stacks.num_experts]];
-        // None of them is evicted for another.
+        // None of these experts is evicted for another.
         let now = state.now;
         for &expert in experts {
             if let Some(cached) = state.experts.get_mut(&(stacks.id(), expert)) {
@@ -140,7 +142,7 @@ impl ExpertCache {
         addresses
     }
 
-    /// Prefetches the experts that are missing, as long as others than those used last can be evicted for them.
+    /// Prefetches the experts that are missing, as long as experts other than the last used can be evicted for them.
     pub fn prefetch(&self, gpu: &Gpu, pool: &MemoryPool, stacks: ExpertStacks<'_>, experts: &[usize]) {
         let mut state = self.state();
         for &expert in experts {
@@ -157,8 +159,8 @@ impl ExpertCache {
 }
 
 impl State {
-    /// Evicts experts, the least recently used first, until `needed` bytes of `all` are free. Returns false if the experts that are used
-    /// now do not leave as much.
+    /// Evicts experts, the least recently used first, until `needed` bytes of `all` are free. Returns false if the
+    /// experts in use do not leave so much.
     fn evict_for(&mut self, needed: usize, all: usize) -> bool {
         while self.bytes + needed > all {
             let past = self.experts.iter().filter(|(_, cached)| cached.used < self.now);
@@ -192,7 +194,7 @@ impl State {
     }
 }
 
-/// The bytes of an expert's matrices in a stack, gathered in `buffer` if the stack is in pieces.
+/// Returns the bytes of an expert's matrices in a stack, gathered in `buffer` if the stack is in pieces.
 fn expert_bytes<'a>(stack: &'a Tensor, expert: usize, num_experts: usize, buffer: &'a mut Vec<u8>) -> &'a [u8] {
     let len = stack.num_bytes() / num_experts;
     match stack.pieces() {

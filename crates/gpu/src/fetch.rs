@@ -1,4 +1,5 @@
-//! Small results for the host, each waited for by itself: the GPU goes on meanwhile with work that is queued later.
+//! Asynchronous copies of small results to the host, each waited for on its own: the GPU meanwhile goes on with work
+//! that is queued later.
 
 use std::panic::panic_any;
 
@@ -8,12 +9,12 @@ use crate::Gpu;
 use crate::backend::Backend;
 use crate::nvidia::Download;
 
-/// A tensor that is on its way to the host.
+/// A tensor that is being copied to the host.
 pub struct Fetched(State);
 
 enum State {
     InFlight(Download),
-    /// It is copied when it is looked at.
+    /// Copied when it is read.
     OnAccess(Tensor),
 }
 

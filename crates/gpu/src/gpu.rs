@@ -12,12 +12,13 @@ use crate::device::{Capturing, Device, lock};
 use crate::emulated::Emulated;
 use crate::expert_cache::{ExpertCache, ExpertCacheStats};
 use crate::nvidia::{self, Nvidia, PendingCopy};
-use crate::{Arg, CapturedLaunch, Emulation, GpuError, Launch, Pending, Traffic};
+use crate::{Arg, CapturedLaunch, Emulation, GpuError, GpuOptions, Launch, Pending, Traffic};
 
 /// A GPU, or its emulation. Cloning gives another handle.
 #[derive(Clone)]
 pub struct Gpu {
     pub(crate) device: Arc<Device>,
+    options: Arc<GpuOptions>,
     lists: Arc<Mutex<CachedLists>>,
     all_rows: Arc<Mutex<HashMap<usize, [Tensor; 2]>>>,
     counters: Arc<Mutex<Option<Tensor>>>,
@@ -27,7 +28,8 @@ pub struct Gpu {
 /// Lists that are on the GPU already, by their contents.
 type CachedLists = HashMap<Vec<u32>, Tensor>;
 
-/// The most lists that are cached: a model of a hundred layers has about a thousand maps of matrices (`tensor_map.rs`).
+/// The most lists that are cached: a model of a hundred layers has about a thousand maps of matrices
+/// (`tensor_map.rs`).
 const MAX_CACHED_LISTS: usize = 4096;
 
 /// The length of [`Gpu::counters`], by which blocks of a kernel find out which of them is the last.
@@ -38,9 +40,10 @@ const MAX_ALL_ROWS: usize = 16;
 
 /// Opening a GPU and asking what it is.
 impl Gpu {
-    fn new(backend: Backend) -> Self {
+    fn new(backend: Backend, options: &GpuOptions) -> Self {
         Self {
             device: Arc::new(Device::new(backend)),
+            options: Arc::new(options.clone()),
             lists: Arc::default(),
             all_rows: Arc::default(),
             counters: Arc::default(),
@@ -48,7 +51,7 @@ impl Gpu {
         }
     }
 
-    /// The number of GPUs that the driver sees.
+    /// Returns the number of GPUs that the driver sees.
     ///
     /// # Errors
     ///
@@ -57,87 +60,94 @@ impl Gpu {
         nvidia::count()
     }
 
-    /// The GPU with this index.
+    /// Opens the GPU with this index.
     ///
     /// # Errors
     ///
     /// The one thing that is missing, in a line.
-    pub fn open(index: usize) -> Result<Self, GpuError> {
-        Ok(Self::new(Backend::Nvidia(Nvidia::open(index)?)))
+    pub fn open(index: usize, options: &GpuOptions) -> Result<Self, GpuError> {
+        Ok(Self::new(Backend::Nvidia(Nvidia::open(index, options)?), options))
     }
 
-    /// The emulation, for tests: needs a C++ compiler (`c++`), which compiles all kernels on the first call; they are cached on disk.
+    /// Opens the emulation, for tests. It needs a C++ compiler (`c++`), which compiles all kernels on the first call;
+    /// they are cached on disk.
     ///
     /// # Errors
     ///
     /// The reason why the kernels cannot be compiled for the host.
-    pub fn emulated(emulation: Emulation) -> Result<Self, GpuError> {
-        Ok(Self::new(Backend::Emulated(Emulated::open(emulation)?)))
+    pub fn emulated(emulation: Emulation, options: &GpuOptions) -> Result<Self, GpuError> {
+        Ok(Self::new(Backend::Emulated(Emulated::open(emulation, options)?), options))
     }
 
-    /// Adds an [`ExpertCache`] of so many bytes: the experts of models that are not trained stay in the host's memory and are copied to the
-    /// GPU when tokens choose them. Their weights must not be written to.
+    /// Returns the options that the GPU was opened with.
+    #[must_use]
+    pub fn options(&self) -> &GpuOptions {
+        &self.options
+    }
+
+    /// Adds an [`ExpertCache`] of `bytes` bytes. The experts of models that are not trained then stay in the host's
+    /// memory and are copied to the GPU when tokens choose them. Their weights must not be written to.
     #[must_use]
     pub fn with_expert_cache(mut self, bytes: usize) -> Self {
         self.expert_cache = Some(Arc::new(ExpertCache::new(bytes)));
         self
     }
 
-    /// The cache of experts whose weights stay in the host's memory, if there is one.
+    /// Returns the cache of experts whose weights stay in the host's memory, if there is one.
     #[must_use]
     pub fn expert_cache(&self) -> Option<&ExpertCache> {
         self.expert_cache.as_deref()
     }
 
-    /// The counts of hits and misses; none without a cache.
+    /// Returns the counts of hits and misses; none without a cache.
     #[must_use]
     pub fn expert_cache_stats(&self) -> Option<ExpertCacheStats> {
         self.expert_cache.as_ref().map(|cache| cache.stats())
     }
 
-    /// The GPU's name.
+    /// Returns the GPU's name.
     #[must_use]
     pub fn name(&self) -> &str {
         self.device.backend.name()
     }
 
-    /// Bytes of the GPU's memory, of which other processes may have some; none for an emulation.
+    /// Returns the bytes of the GPU's memory, of which other processes may use some; none for an emulation.
     #[must_use]
     pub fn memory_bytes(&self) -> Option<u64> {
         self.device.backend.memory_bytes()
     }
 
-    /// The number of multiprocessors.
+    /// Returns the number of multiprocessors.
     #[must_use]
     pub fn processors(&self) -> usize {
         self.device.backend.processors()
     }
 
-    /// The number of multiprocessors, if kernels made of Hopper's own instructions (`sm_90a`) can run here.
+    /// Returns the number of multiprocessors if kernels made of Hopper's own instructions (`sm_90a`) can run here.
     #[must_use]
     pub fn hopper_processors(&self) -> Option<usize> {
         self.device.backend.hopper_processors()
     }
 
-    /// The most shared memory that a block of a kernel may have, in bytes.
+    /// Returns the most shared memory that a block of a kernel may have, in bytes.
     #[must_use]
     pub fn most_shared(&self) -> usize {
         self.device.backend.most_shared()
     }
 
-    /// Whether kernels run on the CPU.
+    /// Returns whether kernels run on the CPU.
     #[must_use]
     pub fn is_emulated(&self) -> bool {
         matches!(&self.device.backend, Backend::Emulated(_))
     }
 
-    /// Copies and launches by this handle and its clones since it was opened.
+    /// Returns the counts of copies and launches by this handle and its clones since it was opened.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
         self.device.meter.traffic()
     }
 
-    /// Bytes of the GPU's memory that tensors hold now.
+    /// Returns the bytes of the GPU's memory that tensors hold now.
     #[must_use]
     pub fn held_bytes(&self) -> usize {
         self.device.held_bytes()
@@ -146,15 +156,15 @@ impl Gpu {
 
 /// Memory.
 impl Gpu {
-    /// A tensor with unspecified contents on the GPU.
+    /// Allocates a tensor with unspecified contents on the GPU.
     #[must_use]
     pub fn empty(&self, pool: &MemoryPool, shape: &[usize], dtype: DType) -> Tensor {
         let elements: usize = shape.iter().product();
         Tensor::from_device(pool, shape, dtype, self.block(elements / dtype.block_len() * dtype.size()))
     }
 
-    /// The list as a tensor that is copied to the GPU once: for lists that are needed again and again, such as the tiles of a product of
-    /// so many rows.
+    /// Returns the list as a tensor that is copied to the GPU once, for lists that recur, such as the tiles of a
+    /// product.
     #[must_use]
     pub fn cached_list(&self, pool: &MemoryPool, list: &[u32]) -> Tensor {
         let mut lists = lock(&self.lists);
@@ -169,7 +179,8 @@ impl Gpu {
         tensor
     }
 
-    /// The result of `make` for so many rows, made once: a process knows few numbers of rows, those of steps and of batches of texts.
+    /// Returns the result of `make` for `rows` rows, made once. A process uses few numbers of rows: those of steps
+    /// and of batches of texts.
     #[must_use]
     pub fn all_rows(&self, rows: usize, make: impl FnOnce() -> [Tensor; 2]) -> [Tensor; 2] {
         let mut cached = lock(&self.all_rows);
@@ -179,20 +190,20 @@ impl Gpu {
         cached.entry(rows).or_insert_with(make).clone()
     }
 
-    /// [`COUNTERS`] numbers that kernels find 0 and leave 0.
+    /// Returns [`COUNTERS`] numbers that kernels find 0 and leave 0.
     #[must_use]
     pub fn counters(&self, pool: &MemoryPool) -> Tensor {
         let make = || Tensor::from_slice(pool, &[COUNTERS], &[0_u32; COUNTERS]);
         lock(&self.counters).get_or_insert_with(make).clone()
     }
 
-    /// The address of a tensor on the GPU, to which it is copied if it is not there.
+    /// Returns the address of a tensor on the GPU, after copying it there if needed.
     #[must_use]
     pub fn address(&self, tensor: &Tensor) -> u64 {
         tensor.device_address(self.number(), |bytes| self.upload(bytes))
     }
 
-    /// The address for writing; the host's copy is no longer valid.
+    /// Returns the address for writing; the host's copy becomes invalid.
     fn address_mut(&self, tensor: &mut Tensor) -> u64 {
         tensor.device_address_mut(self.number(), |bytes| self.upload(bytes))
     }
@@ -212,8 +223,8 @@ impl Gpu {
         self.device.counted(block, bytes.len())
     }
 
-    /// A tensor of these bytes on the GPU that stays long. A prefetch is copied beside everything else that is queued, and whoever uses
-    /// it drops the [`PendingCopy`] first.
+    /// Returns a long-lived tensor of these bytes on the GPU. A prefetch is copied beside everything else that is
+    /// queued; its [`PendingCopy`] must be dropped before the tensor is used.
     pub(crate) fn upload_tensor(
         &self,
         pool: &MemoryPool,
@@ -233,8 +244,8 @@ impl Gpu {
         (Tensor::from_device(pool, shape, dtype, self.device.counted(block, bytes.len())), pending)
     }
 
-    /// The result of `make`. Where there is no memory for it, it is tried again after captured launches, which retain dropped blocks,
-    /// have been made.
+    /// Returns the result of `make`. If there is no memory for it, flushes captured launches, which retain dropped
+    /// blocks, and tries again.
     fn allocated<T>(&self, make: impl Fn() -> Result<T, GpuError>) -> T {
         let again = |_| {
             self.device.flush();
@@ -254,35 +265,35 @@ pub(crate) struct UploadedTensor<'a> {
 
 /// Launches.
 impl Gpu {
-    /// The argument of a kernel that reads `tensor`.
+    /// Returns the argument of a kernel that reads `tensor`.
     #[must_use]
     pub fn read<'a>(&self, tensor: &'a Tensor) -> Arg<'a> {
         Arg::pointer(self.address(tensor))
     }
 
-    /// The argument of a kernel that writes `tensor`, which nobody may share.
+    /// Returns the argument of a kernel that writes `tensor`, which nobody may share.
     #[must_use]
     pub fn write<'a>(&self, tensor: &'a mut Tensor) -> Arg<'a> {
         Arg::pointer(self.address_mut(tensor))
     }
 
-    /// Queues a kernel behind everything that was asked of the GPU before.
+    /// Queues a kernel behind everything that was queued before.
     ///
     /// # Safety
     ///
-    /// With these arguments the kernel touches no memory except that of the tensors they were made of, and no tensor that it writes is
-    /// also read by another block through another argument.
+    /// With these arguments the kernel touches no memory except that of the tensors they were made of, and no tensor
+    /// that it writes is also read by another block through another argument.
     pub unsafe fn launch(&self, launch: &Launch<'_>) {
         // SAFETY: the caller's promise.
         unsafe { self.launch_as(launch, None) };
     }
 
-    /// Queues a kernel as [`launch`](Self::launch) does, and declares its operation: a launcher that comes next may
-    /// [take it back](Self::fuse_with_last).
+    /// Queues a kernel like [`launch`](Self::launch) and declares its operation. A launcher that comes next may [take
+    /// it back](Self::fuse_with_last).
     ///
     /// # Safety
     ///
-    /// That of [`launch`](Self::launch).
+    /// See [`launch`](Self::launch).
     pub unsafe fn launch_pending(&self, launch: &Launch<'_>, pending: Pending<'_>) {
         // SAFETY: the caller's promise.
         unsafe { self.launch_as(launch, Some(pending)) };
@@ -307,8 +318,9 @@ impl Gpu {
         unsafe { self.device.backend.launch(launch) }.unwrap_or_else(|error| panic_any(error));
     }
 
-    /// Runs a step that is repeated with the same operations, such as a token of decoding: its launches are captured and go to the GPU
-    /// together, from the second time on as graphs. The GPU begins when the step's first launches have been put together.
+    /// Runs a step that is repeated with the same operations, such as a token of decoding. Its launches are captured
+    /// and go to the GPU together, from the second time on as graphs. The GPU begins when the step's first launches
+    /// have been put together.
     pub fn capture_replay<R>(&self, step: impl FnOnce() -> R) -> R {
         let capturing = Capturing::begin(&self.device);
         let result = step();
@@ -317,32 +329,33 @@ impl Gpu {
         result
     }
 
-    /// Removes the last captured launch, if its operation was declared and `take` takes something of it. The caller launches a kernel that
-    /// does the work of both.
+    /// Removes the last captured launch if its operation was declared and `take` returns something for it. The caller
+    /// then launches a kernel that does the work of both.
     #[must_use]
     pub fn fuse_with_last<R>(&self, take: impl FnOnce(Pending<'static>) -> Option<R>) -> Option<(R, CapturedLaunch)> {
         self.device.capture().fuse_with_last(take)
     }
 
-    /// Lets the GPU begin with what was captured of a step.
+    /// Launches what was captured of a step so far.
     pub fn flush(&self) {
         self.device.flush();
     }
 
-    /// Waits until everything that was asked of the GPU is done.
+    /// Waits until everything that was queued is done.
     pub fn synchronize(&self) {
         self.device.flush();
         self.device.backend.synchronize().unwrap_or_else(|error| panic_any(error));
     }
 
-    /// Whether [`dense`](Self::dense) may take products now.
+    /// Returns whether [`dense`](Self::dense) may take products now.
     #[must_use]
     pub fn takes_dense(&self) -> bool {
         self.device.backend.has_blas() && !self.device.capture().is_capturing()
     }
 
-    /// Writes a plain product of `a` and `b` (bf16) to `y` by NVIDIA's own library. Returns false, having done nothing, if there is no
-    /// library, if it has no kernel for this product, or while a step is captured, which is of kernels alone.
+    /// Writes a plain product of `a` and `b` (bf16) to `y` by NVIDIA's library. Returns false, having done nothing,
+    /// if there is no library, if it has no kernel for this product, or while a step is captured, which consists of
+    /// kernels alone.
     ///
     /// # Panics
     ///
@@ -369,7 +382,8 @@ impl Gpu {
             Onto::Itself => Some(to),
         };
         let at = Places { a, b, base, y: to };
-        // SAFETY: sizes and types were compared, and `y` is borrowed for writing. Work that is queued later comes later.
+        // SAFETY: sizes and types were compared, and `y` is borrowed for writing. Work that is queued later comes
+        // later.
         let is_taken = unsafe { self.device.backend.dense(product, at) }.unwrap_or_else(|error| panic_any(error));
         if is_taken {
             self.device.meter.took_product();

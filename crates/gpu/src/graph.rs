@@ -1,16 +1,17 @@
-//! Graphs of steps that are repeated, such as a token of decoding: a step's launches are captured and go to the GPU together, from the
-//! second time on as a graph.
+//! Graphs of steps that are repeated, such as a token of decoding: a step's launches are captured and go to the GPU
+//! together, from the second time on as a graph.
 //!
-//! Launching hundreds of short kernels one by one costs the host, and the GPU between any two of them, as much time as some of the
-//! kernels take. A graph is launched at once; before that, kernels whose arguments or blocks differ from the last time get the new
-//! ones (CUDA driver API, "Graph Management").
+//! Launching hundreds of short kernels one by one costs the host, and the GPU between two of them, as much time as
+//! some of the kernels take. A graph is launched at once; before that, kernels whose arguments or blocks differ from
+//! the last time get the new ones (CUDA driver API, "Graph Management").
 //!
-//! While a step is captured, no memory that it frees is given back, because kernels that are still to be launched may use it. Uploads go
-//! into memory that no earlier kernel of the step knows, so they need not wait; reading a result launches the kernels before it. A long
-//! step becomes several graphs, so that the GPU is at work while the host puts the rest together.
+//! While a step is captured, memory that it frees is retained, because kernels that are still to be launched may use
+//! it. Uploads go into memory that no earlier kernel of the step knows, so they need not wait; reading a result
+//! launches the kernels before it. A long step becomes several graphs, so that the GPU is busy while the host puts
+//! the rest together.
 //!
-//! The last captured launch can be replaced by one that does its work as well, if it was declared as [`Pending`]: a norm by the product of
-//! what is normed. A kernel of few rows is over sooner than the next one begins.
+//! The last captured launch can be replaced by one that does its work as well, if it was declared as [`Pending`]: for
+//! example a norm by the product of its result. A kernel of few rows takes less time than the next launch.
 
 use moeworks_tensor::DeviceBlock;
 
@@ -20,15 +21,16 @@ use crate::{Arg, GpuError, Launch, Pending, Source, nvidia};
 
 /// The fewest launches that are worth a graph.
 const MIN_LAUNCHES: usize = 8;
-/// The most launches of a graph: between two graphs kernels do not overlap, and putting a hundred launches together takes the host as long
-/// as the GPU some ten of them.
+/// The most launches of a graph. Kernels do not overlap between two graphs, and the host needs as long to put a
+/// hundred launches together as the GPU for some ten of them.
 const MAX_LAUNCHES: usize = 96;
-/// The most launches of a step's first graph: until it goes to the GPU, that waits for the host. Each graph after it has twice as many as
-/// the one before, which takes the GPU longer than the host needs to put them together. (An H100: 12 and then 96 left the GPU without work
-/// for a tenth of a token of OLMoE.)
+/// The most launches of a step's first graph, for which the GPU waits. Each graph after it has twice as many as the
+/// one before, so that the GPU is busy for longer than the host needs for the next one. (H100: 12 and then 96 left
+/// the GPU idle for a tenth of a token of OLMoE.)
 const MAX_FIRST_LAUNCHES: usize = 12;
-/// The most graphs that are kept: a step has one for each stretch between results that the host reads, and for so many launches. With an
-/// expert cache each layer is a stretch; with fewer graphs than a step has stretches none would ever be used again.
+/// The most graphs that are kept. A step has one for each stretch between results that the host reads, and for so
+/// many launches. With an expert cache each layer is a stretch; if fewer graphs were kept than a step has stretches,
+/// none would ever be reused.
 const MAX_GRAPHS: usize = 512;
 
 /// A launch that owns everything it is made of.
@@ -69,13 +71,13 @@ impl CapturedLaunch {
         }
     }
 
-    /// Whether a graph's node for `self` can become one for `other`.
+    /// Returns whether a graph's node for `self` can become one for `other`.
     fn has_kernel_of(&self, other: &Self) -> bool {
         self.kernel == other.kernel && self.threads == other.threads && self.shared == other.shared
     }
 }
 
-/// Launches that were captured before, as they were last, and their graph if they were captured twice.
+/// Launches that were captured before, with their last arguments, and their graph if they were captured twice.
 struct Known {
     /// The index among the graphs of its step.
     place: usize,
@@ -86,7 +88,7 @@ struct Known {
 /// A graph of a backend.
 pub(crate) enum Graph {
     Nvidia(nvidia::Graph),
-    /// The launches as they were last given.
+    /// The launches with their last arguments.
     Emulated(Vec<CapturedLaunch>),
 }
 
@@ -94,18 +96,19 @@ pub(crate) enum Graph {
 #[derive(Default)]
 pub(crate) struct Capture {
     depth: usize,
-    /// Lists that were launched since the step began: layers of a model are alike, but each keeps its arguments from step to step.
+    /// The number of lists that were launched since the step began. Layers of a model are alike, but each keeps its
+    /// arguments from step to step.
     place: usize,
     launches: Vec<CapturedLaunch>,
-    /// The operation of each of them, if it may be fused with the next one.
+    /// The operation of each launch, if it may be fused with the next one.
     pending: Vec<Option<Pending<'static>>>,
     freed: Vec<DeviceBlock>,
-    /// The least recently used one first.
+    /// Earlier launches, the least recently used first.
     known: Vec<Known>,
 }
 
 impl Capture {
-    /// Captures launches until [`end`](Self::end) was called as often as this. Returns whether this is the first call.
+    /// Captures launches until [`end`](Self::end) was called equally often. Returns whether this is the first call.
     pub(crate) fn begin(&mut self) -> bool {
         let is_first = self.depth == 0;
         if is_first {
@@ -123,12 +126,13 @@ impl Capture {
         self.depth > 0
     }
 
-    /// Whether as many launches were captured as go to the GPU at once.
+    /// Returns whether enough launches were captured to go to the GPU at once.
     pub(crate) fn is_full(&self) -> bool {
         self.launches.len() >= (MAX_FIRST_LAUNCHES << self.place.min(MAX_LAUNCHES.ilog2() as usize)).min(MAX_LAUNCHES)
     }
 
-    /// Captures the launch if a step is being captured, with its operation if that may be fused with the next one. Returns whether it did.
+    /// Captures the launch if a step is being captured, with its operation if that may be fused with the next one.
+    /// Returns whether it did.
     pub(crate) fn captures(&mut self, launch: &Launch<'_>, pending: Option<Pending<'_>>) -> bool {
         if self.depth > 0 {
             self.launches.push(CapturedLaunch::new(launch));
@@ -137,7 +141,8 @@ impl Capture {
         self.depth > 0
     }
 
-    /// Removes the last captured launch if `take` takes something of its operation; its work is left to the caller.
+    /// Removes the last captured launch if `take` returns something for its operation; its work is left to the
+    /// caller.
     pub(crate) fn fuse_with_last<R>(
         &mut self,
         take: impl FnOnce(Pending<'static>) -> Option<R>,
@@ -147,7 +152,7 @@ impl Capture {
         Some((taken, self.launches.pop()?))
     }
 
-    /// Retains a block until the captured launches that may use it are made; returns it if there are none.
+    /// Retains a block until the captured launches that may use it are made. Returns it if there are none.
     pub(crate) fn retain(&mut self, block: DeviceBlock) -> Option<DeviceBlock> {
         if self.launches.is_empty() {
             return Some(block);
@@ -160,7 +165,8 @@ impl Capture {
     ///
     /// # Safety
     ///
-    /// Each launch is one that [`Gpu::launch`](crate::Gpu::launch) may make, and the memory of its arguments was not given back since.
+    /// Each launch is one that [`Gpu::launch`](crate::Gpu::launch) may make, and the memory of its arguments was not
+    /// freed since.
     pub(crate) unsafe fn flush(&mut self, backend: &Backend, meter: &Meter) -> Result<(), GpuError> {
         let launches = std::mem::take(&mut self.launches);
         self.pending.clear();
@@ -199,7 +205,7 @@ impl Capture {
                 let all = changed.into_iter().try_for_each(|(index, (_, launch))| graph.change(backend, index, launch));
                 all.is_ok().then_some(graph)
             }
-            // Where there can be no graph the launches are made one by one.
+            // Without a graph the launches are made one by one.
             Some(Known { graph: None, .. }) => backend.graph(&launches).ok(),
             None => None,
         };

@@ -1,22 +1,12 @@
 //! The cache of compiled kernels on disk, each named by a hash of everything that it depends on.
 
 use std::path::{Path, PathBuf};
-use std::{env, fs, process};
+use std::{fs, process};
 
 use crate::GpuError;
 
-/// The variable that names a folder for compiled kernels, in place of the user's cache folder.
-const FOLDER_VARIABLE: &str = "MOEWORKS_KERNEL_CACHE";
-
-/// The folder of compiled kernels.
-pub(crate) fn folder() -> PathBuf {
-    let named = env::var_os(FOLDER_VARIABLE).map(PathBuf::from);
-    let xdg = || env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let home = || env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache"));
-    named.unwrap_or_else(|| xdg().or_else(home).unwrap_or_else(env::temp_dir).join("moeworks/kernels"))
-}
-
-/// The path of a file that `parts` determine, by 128 bits of FNV-1a, which are the same in every build of the program.
+/// Returns the path of a file that `parts` determine, by 128 bits of FNV-1a, which are the same in every build of the
+/// program.
 pub(crate) fn path(folder: &Path, name: &str, parts: &[&str], ending: &str) -> PathBuf {
     const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
@@ -26,7 +16,7 @@ pub(crate) fn path(folder: &Path, name: &str, parts: &[&str], ending: &str) -> P
     folder.join(format!("{name}-{hash:032x}.{ending}"))
 }
 
-/// Writes a file in one step: whoever looks finds all of it or none. `write` fills the path that it is given.
+/// Writes a file in one step: readers find all of it or none. `write` fills the path that it is given.
 pub(crate) fn write_whole(path: &Path, write: impl FnOnce(&Path) -> Result<(), GpuError>) -> Result<(), GpuError> {
     let failed = |error: std::io::Error| GpuError::Cache { path: path.into(), reason: error.to_string() };
     let folder = path.parent().unwrap_or(Path::new("."));

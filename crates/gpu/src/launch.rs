@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use crate::Source;
 
-/// A kernel's argument, which borrows the tensor that it was made of.
+/// A kernel's argument. It borrows the tensor that it was made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Arg<'a> {
     /// The value, in the low bytes.
@@ -19,24 +19,24 @@ impl Arg<'_> {
         Self { bits: address, kind: b'p', tensor: PhantomData }
     }
 
-    /// A number of elements, of 64 bits in the kernel: a tensor may have 2^32 and more.
+    /// Makes an argument of a number of elements, 64 bits in the kernel: a tensor may have 2^32 and more.
     #[must_use]
     pub fn elements(count: usize) -> Self {
         Self { bits: count as u64, kind: b'l', tensor: PhantomData }
     }
 
-    /// The value as a number of 32 bits.
+    /// Returns the value as a 32-bit number.
     #[must_use]
     pub fn number(self) -> u32 {
         self.bits as u32
     }
 
-    /// The argument without the borrow: the caller ensures that the tensor's memory outlives it.
+    /// Returns the argument without the borrow. The caller ensures that the tensor's memory outlives it.
     pub(crate) fn detached(self) -> Arg<'static> {
         Arg { bits: self.bits, kind: self.kind, tensor: PhantomData }
     }
 
-    /// The null pointer, for optional arguments.
+    /// Makes a null pointer, for optional arguments.
     #[must_use]
     pub fn none() -> Self {
         Self::pointer(0)
@@ -50,9 +50,10 @@ impl From<u32> for Arg<'_> {
 }
 
 impl From<usize> for Arg<'_> {
-    /// A size or a count of 32 bits; panics from 2^32 on, which no tensor's dim reaches ([`Arg::elements`] has no such bound).
+    /// Converts a 32-bit size or count. Panics from 2^32 on, which no tensor's dim reaches; [`Arg::elements`] has no
+    /// such bound.
     fn from(value: usize) -> Self {
-        Self::from(u32::try_from(value).expect("a size of at least 2^32 is given to a kernel"))
+        Self::from(u32::try_from(value).expect("a kernel argument of 32 bits for a size of at least 2^32"))
     }
 }
 
@@ -85,28 +86,29 @@ pub struct Launch<'a> {
 }
 
 impl Launch<'_> {
-    /// The values, for [`pointers`].
+    /// Returns the values, for [`pointers`].
     pub(crate) fn values(&self) -> Vec<u64> {
         self.args.iter().map(|arg| arg.bits).collect()
     }
 
-    /// The bits of the arguments that are not pointers.
+    /// Returns the bits of the arguments that are not pointers.
     pub(crate) fn numbers(&self) -> Vec<u64> {
         self.args.iter().filter(|arg| arg.kind != b'p').map(|arg| arg.bits).collect()
     }
 
-    /// A letter for each argument: p, u (32 bits), l (64) or f.
+    /// Returns a letter for each argument: p, u (32 bits), l (64) or f.
     pub(crate) fn kinds(&self) -> Vec<u8> {
         self.args.iter().map(|arg| arg.kind).chain([0]).collect()
     }
 
-    /// The number of blocks as the driver takes it. Panics if it is out of range.
+    /// Returns the number of blocks as the driver takes it. Panics if it is out of range.
     pub(crate) fn blocks(&self) -> [u32; 3] {
         self.grid.map(|n| u32::try_from(n).expect("a grid of at least 2^32 blocks"))
     }
 }
 
-/// Pointers to the values, as the driver takes them: on a little-endian machine the low bytes of a value are the argument.
+/// Returns pointers to the values, as the driver takes them: on a little-endian machine the low bytes of a value are
+/// the argument.
 pub(crate) fn pointers(values: &mut [u64]) -> Vec<*mut c_void> {
     const { assert!(cfg!(target_endian = "little"), "arguments of kernels are the low bytes of words") };
     values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect()

@@ -1,13 +1,12 @@
-//! Libraries that are found at run time: the places where they may be, and tables of the functions that are used.
+//! Libraries that are found at run time: their possible places, and tables of the functions that are used.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::{env, fs};
 
 use libloading::Library;
 
-/// The variable that names an NVRTC library to use in place of the system's.
-pub const NVRTC_VARIABLE: &str = "MOEWORKS_NVRTC_LIBRARY";
+use crate::GpuOptions;
 
 /// Names that the system's loader may know, the newest first.
 const NAMES: [&str; 4] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "/usr/local/cuda/lib64/libnvrtc.so"];
@@ -25,8 +24,8 @@ macro_rules! functions {
 
         impl $table {
             pub(crate) fn new(library: &'static libloading::Library) -> Result<Self, libloading::Error> {
-                // SAFETY: the types are those of the library's header, the same in every version from 11.3 on; the library is
-                // never unloaded.
+                // SAFETY: the types are those of the library's header, the same in every version from 11.3 on; the
+                // library is never unloaded.
                 unsafe { Ok(Self { $($field: *library.get(concat!($name, "\0").as_bytes())?,)* }) }
             }
         }
@@ -53,16 +52,17 @@ functions! {
 
 impl Functions {
     /// The libraries to try in order: the one that the environment names, or those that the system may find.
-    pub(crate) fn candidates() -> Vec<PathBuf> {
-        match env::var_os(NVRTC_VARIABLE) {
-            Some(path) => vec![path.into()],
+    pub(crate) fn candidates(options: &GpuOptions) -> Vec<PathBuf> {
+        match &options.nvrtc_library {
+            Some(path) => vec![path.clone()],
             None => NAMES.iter().map(PathBuf::from).collect(),
         }
     }
 
     /// Opens the library at `path`; the error is the loader's message.
     pub(crate) fn open(path: &Path) -> Result<Self, String> {
-        // The compiler loads its built-in functions by name alone; those beside it are found so only where they are loaded already.
+        // The compiler loads its built-in functions by name alone; those beside it are found only if they are loaded
+        // already.
         for beside in path.parent().into_iter().flat_map(fs::read_dir).flatten().flatten() {
             if beside.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so") {
                 // One that does not load is no loss: the compiler says so when it needs it.
@@ -77,11 +77,11 @@ impl Functions {
 pub(crate) fn load(path: &Path) -> Result<&'static Library, String> {
     // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
     let library = unsafe { Library::new(path) }.map_err(reason)?;
-    // It stays loaded until the process ends, as its functions are used until then.
+    // The library stays loaded until the process ends, as its functions are used until then.
     Ok(Box::leak(Box::new(library)))
 }
 
-/// The loader's message, which is in the error's source.
+/// Returns the loader's message, which is in the error's source.
 pub(crate) fn reason(error: libloading::Error) -> String {
     std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
 }

@@ -22,7 +22,7 @@ use crate::launch::{Launch, pointers};
 use crate::nvrtc::{Nvrtc, Target};
 use crate::sources::SOURCES;
 use crate::tensor_map::{Dimensions, Matrices, TensorMap};
-use crate::{GpuError, Source};
+use crate::{GpuError, GpuOptions, Source};
 
 /// The oldest generation that has bf16 products and asynchronous copies (Ampere).
 const MIN_CAPABILITY: u32 = 80;
@@ -40,13 +40,14 @@ pub(crate) struct Nvidia {
     processors: usize,
     /// The most shared memory that a block may have.
     most_shared: usize,
-    /// Whether the device reads the host's pageable memory in place.
+    /// The device reads the host's pageable memory in place.
     reads_host_pages: bool,
     /// The major version of CUDA that the driver knows.
     driver_major: i32,
-    /// Whether kernels have the instruction to wait for those before them, and graphs know of it.
+    /// Kernels have the instruction to wait for those before them, and graphs know of it.
     kernels_wait: bool,
-    compiler: &'static Nvrtc,
+    compiler: Nvrtc,
+    options: GpuOptions,
     kernels: Mutex<HashMap<String, Kernel>>,
     modules: Mutex<HashMap<&'static str, Module>>,
     /// The library for plain products; looked for at the first product.
@@ -68,8 +69,8 @@ pub(crate) struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Lets each kernel's blocks start when all those of the one before have begun; the kernels themselves wait for its end (CUDA
-    /// programming guide, "Programmatic Dependent Launch").
+    /// Lets each kernel's blocks start when all blocks of the kernel before have begun; the kernels themselves wait
+    /// for its end (CUDA programming guide, "Programmatic Dependent Launch").
     fn overlap(&self) -> Result<(), GpuError> {
         let count = self.nodes.len().saturating_sub(1);
         let (from, to) = (self.nodes[..count].as_ptr(), self.nodes[self.nodes.len() - count..].as_ptr());
@@ -89,8 +90,8 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: the handles are this graph's own, and null if making it failed. Launches in flight are not disturbed
-        // ("cuGraphExecDestroy"). An error leaves nothing to give back.
+        // SAFETY: the handles are this graph's own, and null if making it failed. Launches in flight are not
+        // disturbed ("cuGraphExecDestroy"). An error leaves nothing to give back.
         unsafe {
             if !self.exec.is_null() {
                 _ = sys::cuGraphExecDestroy(self.exec);
@@ -122,22 +123,24 @@ fn describe(error: DriverError) -> String {
 }
 
 impl Nvidia {
-    /// Opens the device with this index. All callers share one device while any of them has it, since modules and the library for plain
-    /// products are made once for each.
-    pub(crate) fn open(index: usize) -> Result<Arc<Self>, GpuError> {
+    /// Opens the device with this index. All callers share one device while any of them has it, because modules and
+    /// the library for plain products are made once for each.
+    pub(crate) fn open(index: usize, options: &GpuOptions) -> Result<Arc<Self>, GpuError> {
         static OPENED: Mutex<Vec<(usize, Weak<Nvidia>)>> = Mutex::new(Vec::new());
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
         opened.retain(|(_, device)| device.strong_count() > 0);
-        if let Some(device) = opened.iter().find(|(known, _)| *known == index).and_then(|(_, device)| device.upgrade())
-        {
+        let mut of_index =
+            opened.iter().filter(|(known, _)| *known == index).filter_map(|(_, device)| device.upgrade());
+        if let Some(device) = of_index.find(|device| device.options == *options) {
             return Ok(device);
         }
-        let device = Arc::new(Self::open_new(index)?);
+        drop(of_index);
+        let device = Arc::new(Self::open_new(index, options)?);
         opened.push((index, Arc::downgrade(&device)));
         Ok(device)
     }
 
-    fn open_new(index: usize) -> Result<Self, GpuError> {
+    fn open_new(index: usize, options: &GpuOptions) -> Result<Self, GpuError> {
         let count = count()?;
         let version = driver_version()?;
         if version < MIN_VERSION {
@@ -160,7 +163,7 @@ impl Nvidia {
             attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as usize;
         let reads_host_pages = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS)? == 1;
         let driver_major = version / 1000;
-        let compiler = Nvrtc::find_for(driver_major)?;
+        let compiler = Nvrtc::find_for(driver_major, options)?;
         let target = compiler.target_for(capability);
         let kernels_wait = target.capability >= MIN_WAITING_CAPABILITY && version >= MIN_EDGES_VERSION;
         Ok(Self {
@@ -173,6 +176,7 @@ impl Nvidia {
             driver_major,
             kernels_wait,
             compiler,
+            options: options.clone(),
             kernels: Mutex::default(),
             modules: Mutex::default(),
             blas: OnceLock::new(),
@@ -183,12 +187,12 @@ impl Nvidia {
         &self.name
     }
 
-    /// The driver's number of the device.
+    /// Returns the driver's number of the device.
     pub(crate) fn number(&self) -> usize {
         self.shared.number
     }
 
-    /// The most shared memory of a block, in bytes.
+    /// Returns the most shared memory of a block, in bytes.
     pub(crate) fn most_shared(&self) -> usize {
         self.most_shared
     }
@@ -197,20 +201,21 @@ impl Nvidia {
         self.processors
     }
 
-    /// The number of multiprocessors, if the compiler and the device both know Hopper's instructions.
+    /// Returns the number of multiprocessors if both the compiler and the device know Hopper's instructions.
     pub(crate) fn hopper_processors(&self) -> Option<usize> {
         (self.target == Target::real(90) && self.compiler.knows_hopper()).then_some(self.processors)
     }
 
-    /// The driver's map of matrices for tensor copies; none if it refuses, or if kernels have no such instruction.
+    /// Returns the driver's map of matrices for tensor copies; none if it refuses, or if kernels have no such
+    /// instruction.
     pub(crate) fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
         self.hopper_processors()?;
         self.bind().ok()?;
         let Dimensions { sizes, steps, of_box } = matrices.dimensions();
         let every = vec![1; of_box.len()];
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        // SAFETY: the driver writes the map, and reads as many numbers of each list as there are sizes, of `steps` one less; it does not
-        // touch the matrices.
+        // SAFETY: the driver writes the map, and reads as many numbers of each list as there are sizes, of `steps`
+        // one less; it does not touch the matrices.
         let status = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &raw mut map,
@@ -235,7 +240,7 @@ impl Nvidia {
         Some(words)
     }
 
-    /// The bytes of memory that the driver states.
+    /// Returns the bytes of memory that the driver states.
     pub(crate) fn memory_bytes(&self) -> Option<u64> {
         self.shared.context.total_mem().ok().map(|bytes| bytes as u64)
     }
@@ -268,7 +273,7 @@ impl Nvidia {
     pub(crate) fn blas(&self) -> Option<&Blas> {
         let open = || {
             self.bind().ok()?;
-            Blas::find(self.driver_major, || self.block(WORKSPACE_BYTES).ok())
+            Blas::find(&self.options, self.driver_major, || self.block(WORKSPACE_BYTES).ok())
         };
         self.blas.get_or_init(open).as_ref()
     }
@@ -284,8 +289,8 @@ impl Nvidia {
         unsafe { blas.run(product, at, stream) }.map_err(|status| blas::failed(product, status))
     }
 
-    /// Makes a graph of these launches, one after the other; where possible the blocks of each start while the one before is still at work,
-    /// and wait.
+    /// Makes a graph of these launches, one after the other. Where possible the blocks of each start while the one
+    /// before still runs, and wait.
     pub(crate) fn graph(&self, launches: &[CapturedLaunch]) -> Result<Graph, GpuError> {
         let overlapping = if self.kernels_wait { self.graph_with(launches, true).ok() } else { None };
         overlapping.map_or_else(|| self.graph_with(launches, false), Ok)
@@ -328,7 +333,8 @@ impl Nvidia {
         let mut values = launch.values();
         let mut args = pointers(&mut values);
         let params = self.params(&launch, &mut args)?;
-        // SAFETY: the node is one of those that the graph was made of, with the same kernel; the driver copies the arguments.
+        // SAFETY: the node is one of those that the graph was made of, with the same kernel; the driver copies the
+        // arguments.
         unsafe { sys::cuGraphExecKernelNodeSetParams_v2(graph.exec, graph.nodes[index], &raw const params) }
             .result()
             .map_err(failed("cuGraphExecKernelNodeSetParams"))
@@ -345,7 +351,7 @@ impl Nvidia {
             .map_err(failed("cuGraphLaunch"))
     }
 
-    /// The launch in the form that graphs take; `args` are pointers to its values.
+    /// Returns the launch in the form that graphs take; `args` are pointers to its values.
     fn params(&self, launch: &Launch<'_>, args: &mut [*mut c_void]) -> Result<sys::CUDA_KERNEL_NODE_PARAMS, GpuError> {
         let [x, y, z] = launch.blocks();
         Ok(sys::CUDA_KERNEL_NODE_PARAMS {
@@ -364,7 +370,7 @@ impl Nvidia {
         })
     }
 
-    /// Returns the kernel with as much shared memory as it asks for; the first launch compiles and loads it.
+    /// Returns the kernel with as much shared memory as it asks for. The first launch compiles and loads it.
     fn kernel(&self, launch: &Launch<'_>) -> Result<sys::CUfunction, GpuError> {
         let mut kernels = self.kernels.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kernel) = kernels.get(launch.kernel).filter(|kernel| kernel.shared >= launch.shared) {
@@ -388,8 +394,8 @@ impl Nvidia {
         Ok(function)
     }
 
-    /// Compiles in parallel all modules that training and generation need and that are not on disk yet. One that fails is compiled again,
-    /// and its error reported, when it is needed.
+    /// Compiles in parallel all modules that training and generation need and that are not on disk yet. One that
+    /// fails is compiled again, and its error reported, when it is needed.
     fn compile_usual(&self) {
         let rare = ["blocks", "e4m3", "grouped_fp8", "peak", "peak_hopper"];
         let is_of_blocks = |source: &Source| source.file == "small_m_gemm" && source.name != "small_m_gemm_bf16";
@@ -432,7 +438,7 @@ impl Nvidia {
     }
 }
 
-/// The number of devices.
+/// Returns the number of devices.
 pub(crate) fn count() -> Result<usize, GpuError> {
     // SAFETY: it only tries to load the driver's library.
     if !unsafe { sys::is_culib_present() } {
@@ -442,7 +448,7 @@ pub(crate) fn count() -> Result<usize, GpuError> {
     Ok(result::device::get_count().map_err(failed("cuDeviceGetCount"))?.max(0) as usize)
 }
 
-/// The driver's version: 1000 times the major one and 10 times the minor one.
+/// Returns the driver's version: 1000 times the major one and 10 times the minor one.
 fn driver_version() -> Result<i32, GpuError> {
     let mut version = 0;
     // SAFETY: the driver writes a number.

@@ -8,22 +8,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{fmt, fs, thread};
 
 use crate::library::Functions;
-pub use crate::library::NVRTC_VARIABLE;
-use crate::{GpuError, Source, kernel_cache};
+use crate::{GpuError, GpuOptions, Source, kernel_cache};
 
 /// The target of a compilation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
     /// Ten times the compute capability: 80, 90, 100.
     pub capability: u32,
-    /// With the instructions that only this capability has (`sm_90a`); from 90 on.
+    /// Uses the instructions that only this capability has (`sm_90a`); from 90 on.
     pub is_specific: bool,
-    /// PTX, which the driver compiles further, instead of a cubin: for a device newer than the compiler.
+    /// Makes PTX, which the driver compiles further, instead of a cubin: for a device newer than the compiler.
     pub is_virtual: bool,
 }
 
 impl Target {
-    /// A cubin for exactly this capability.
+    /// Returns the target of a cubin for exactly this capability.
     #[must_use]
     pub fn real(capability: u32) -> Self {
         Self { capability, is_specific: capability >= 90, is_virtual: false }
@@ -47,34 +46,33 @@ pub struct Nvrtc {
     functions: Functions,
     version: (i32, i32),
     capabilities: Vec<u32>,
+    /// The folder of compiled kernels.
+    folder: PathBuf,
 }
 
 impl Nvrtc {
-    /// The library that [`NVRTC_VARIABLE`] names, or the system's; loaded on the first call.
+    /// Finds the library that the options name, or the system's.
     ///
     /// # Errors
     ///
     /// [`GpuError::NoCompiler`] with the loader's message for each place.
-    pub fn find() -> Result<&'static Self, GpuError> {
-        static FOUND: OnceLock<Result<Nvrtc, GpuError>> = OnceLock::new();
-        FOUND.get_or_init(|| Self::find_up_to(c_int::MAX)).as_ref().map_err(Clone::clone)
+    pub fn find(options: &GpuOptions) -> Result<Self, GpuError> {
+        Self::find_for(c_int::MAX, options)
     }
 
-    /// The library for a driver that knows this major version of CUDA, since drivers take no code of a newer one (CUDA Compatibility
-    /// Guide, "Minor Version Compatibility").
-    pub(crate) fn find_for(driver_major: c_int) -> Result<&'static Self, GpuError> {
-        static FOUND: OnceLock<Result<Nvrtc, GpuError>> = OnceLock::new();
-        FOUND.get_or_init(|| Self::find_up_to(driver_major)).as_ref().map_err(Clone::clone)
-    }
-
-    fn find_up_to(major: c_int) -> Result<Self, GpuError> {
+    /// Finds the library for a driver that knows this major version of CUDA, since drivers take no code of a newer one
+    /// (CUDA Compatibility Guide, "Minor Version Compatibility").
+    pub(crate) fn find_for(driver_major: c_int, options: &GpuOptions) -> Result<Self, GpuError> {
         let mut tried = Vec::new();
-        for path in Functions::candidates() {
-            match Self::open(&path) {
-                Ok(found) if found.version.0 <= major => return Ok(found),
+        for path in Functions::candidates(options) {
+            match Self::open(&path, options) {
+                Ok(found) if found.version.0 <= driver_major => return Ok(found),
                 Ok(found) => {
                     let path = path.display();
-                    tried.push(format!("{path} is of CUDA {}, the driver of CUDA {major}", found.version.0));
+                    tried.push(format!(
+                        "{path} is of CUDA {}, newer than the driver, which is of CUDA {driver_major}",
+                        found.version.0
+                    ));
                 }
                 Err(GpuError::NoCompiler { tried: reasons }) => tried.extend(reasons),
                 Err(error) => return Err(error),
@@ -88,12 +86,14 @@ impl Nvrtc {
     /// # Errors
     ///
     /// [`GpuError::NoCompiler`] with the loader's message.
-    pub fn open(path: &Path) -> Result<Self, GpuError> {
-        Self::with(Functions::open(path).map_err(|error| GpuError::NoCompiler { tried: vec![error] })?)
+    pub fn open(path: &Path, options: &GpuOptions) -> Result<Self, GpuError> {
+        let functions = Functions::open(path).map_err(|error| GpuError::NoCompiler { tried: vec![error] })?;
+        Self::new(functions, options.kernel_folder())
     }
 
-    fn with(functions: Functions) -> Result<Self, GpuError> {
-        let failed = || GpuError::NoCompiler { tried: vec!["it does not say what it compiles for".into()] };
+    fn new(functions: Functions, folder: PathBuf) -> Result<Self, GpuError> {
+        let failed =
+            || GpuError::NoCompiler { tried: vec!["the library does not report its version and targets".into()] };
         let (mut major, mut minor, mut count) = (0, 0, 0);
         // SAFETY: each call writes one number to each pointer.
         let status =
@@ -102,21 +102,22 @@ impl Nvrtc {
         // SAFETY: the call writes as many numbers as the one before said.
         let status = status | unsafe { (functions.archs)(archs.as_mut_ptr()) };
         let capabilities = archs.into_iter().filter_map(|arch| u32::try_from(arch).ok()).collect();
-        if status == 0 { Ok(Self { functions, version: (major, minor), capabilities }) } else { Err(failed()) }
+        if status == 0 { Ok(Self { functions, version: (major, minor), capabilities, folder }) } else { Err(failed()) }
     }
 
-    /// Major and minor version.
+    /// Returns the major and minor version.
     #[must_use]
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// Whether kernels that are made of Hopper's own instructions can be compiled.
+    /// Returns whether kernels made of Hopper's own instructions can be compiled.
     pub(crate) fn knows_hopper(&self) -> bool {
         self.version >= MIN_HOPPER_VERSION
     }
 
-    /// The target for a device of this capability: a cubin if the compiler knows it, else PTX for the newest that it knows.
+    /// Returns the target for a device of this capability: a cubin if the compiler knows it, else PTX for the newest
+    /// capability that it knows.
     #[must_use]
     pub fn target_for(&self, capability: u32) -> Target {
         if self.capabilities.contains(&capability) {
@@ -127,18 +128,18 @@ impl Nvrtc {
         Target { capability: newest.unwrap_or(80), is_specific: false, is_virtual: true }
     }
 
-    /// The options of every compilation, besides the target. Before 13.2 the compiler takes a lambda inside a device function for a host
-    /// function, unless device is the default execution space.
+    /// The options of every compilation besides the target. Before 13.2 the compiler takes a lambda inside a device
+    /// function for a host function, unless device is the default execution space.
     const OPTIONS: [&'static str; 3] = ["--std=c++17", "-lineinfo", "--device-as-default-execution-space"];
 
-    /// The cubin, or for a virtual target the PTX, of a source. Needs no GPU.
+    /// Compiles a source to a cubin, or for a virtual target to PTX. Needs no GPU.
     pub fn compile(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
         let (code, log) = self.compile_text(source.name, &source.cuda_text(), target);
         code.ok_or_else(|| GpuError::Compile { source_name: source.name.into(), target: target.to_string(), log })
     }
 
-    /// Returns the code from the cache on disk, or [compiles](Self::compile) it and writes it there. A cache that cannot be written only
-    /// costs the next start some time.
+    /// Returns the code from the cache on disk, or [compiles](Self::compile) it and writes it there. A cache that
+    /// cannot be written only costs the next start some time.
     pub fn compile_cached(&self, source: &Source, target: Target) -> Result<Vec<u8>, GpuError> {
         let path = self.cached_at(source, target);
         match fs::read(&path) {
@@ -157,15 +158,16 @@ impl Nvrtc {
         Ok(code)
     }
 
-    /// The path of the code in the cache.
+    /// Returns the path of the code in the cache.
     fn cached_at(&self, source: &Source, target: Target) -> PathBuf {
         let ((major, minor), text) = (self.version, source.cuda_text());
         let (target_name, version) = (target.to_string(), format!("{major}.{minor}"));
         let parts: Vec<&str> = [text.as_str(), &target_name, &version].into_iter().chain(Self::OPTIONS).collect();
-        kernel_cache::path(&kernel_cache::folder(), &format!("{}-{target_name}", source.name), &parts, "cubin")
+        kernel_cache::path(&self.folder, &format!("{}-{target_name}", source.name), &parts, "cubin")
     }
 
-    /// Compiles sources by [`compile_cached`](Self::compile_cached) on as many threads as there are cores: each takes seconds to a minute.
+    /// Compiles sources by [`compile_cached`](Self::compile_cached) on as many threads as there are cores: each takes
+    /// seconds to a minute.
     #[must_use]
     pub fn compile_all(&self, jobs: &[(&Source, Target)]) -> Vec<Result<Vec<u8>, GpuError>> {
         let results: Vec<OnceLock<_>> = jobs.iter().map(|_| OnceLock::new()).collect();
@@ -193,8 +195,8 @@ impl Nvrtc {
         };
         let mut program = ptr::null_mut();
         let f = &self.functions;
-        // SAFETY: strings end with a zero and live through the calls; sizes are those that the library gives; the program is
-        // destroyed once, at the end.
+        // SAFETY: strings end with a zero and live through the calls; sizes are those that the library gives; the
+        // program is destroyed once, at the end.
         unsafe {
             if (f.create)(&raw mut program, text.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null()) != 0 {
                 return (None, "nvrtcCreateProgram failed".into());
@@ -234,7 +236,7 @@ impl Nvrtc {
     }
 }
 
-/// Whether bytes begin as a cubin, or are PTX: a full disk leaves files that are empty.
+/// Returns whether bytes begin like a cubin or are PTX. A full disk leaves empty files.
 fn is_code(bytes: &[u8]) -> bool {
     bytes.starts_with(b"\x7fELF") || bytes.windows(8).any(|window| window == b".version")
 }

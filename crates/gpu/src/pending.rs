@@ -1,8 +1,9 @@
 //! The operations whose launches may be fused with the launch after them, with their arguments by name.
 //!
-//! While a step is captured its last launch can still be replaced. A launcher that allows this declares the operation beside the launch
-//! ([`Gpu::launch_pending`](crate::Gpu::launch_pending)). A later launcher compares the declared arguments with its own and takes the launch
-//! back ([`Gpu::fuse_with_last`](crate::Gpu::fuse_with_last)): neither the names of kernels nor the order of their arguments matter to it.
+//! While a step is captured its last launch can still be replaced. A launcher that allows this declares the operation
+//! beside the launch ([`Gpu::launch_pending`](crate::Gpu::launch_pending)). A later launcher compares the declared
+//! arguments with its own and takes the launch back ([`Gpu::fuse_with_last`](crate::Gpu::fuse_with_last)): neither
+//! the names of kernels nor the order of their arguments matter to it.
 
 use crate::Arg;
 
@@ -22,9 +23,9 @@ pub enum Pending<'a> {
 /// A norm that is about to be launched.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PendingNorm<'a> {
-    /// The rows to be normed, and whether they are bf16, otherwise f32.
+    /// The rows to be normed, bf16 or f32.
     pub x: Arg<'a>,
-    /// Whether `x` is bf16.
+    /// `x` is bf16.
     pub x_is_bf16: bool,
     /// The weight.
     pub weight: Arg<'a>,
@@ -32,7 +33,7 @@ pub struct PendingNorm<'a> {
     pub eps: Arg<'a>,
     /// The normed rows.
     pub y: Arg<'a>,
-    /// Whether `y` is bf16.
+    /// `y` is bf16.
     pub y_is_bf16: bool,
     /// The inverse root mean square of each row.
     pub inv_rms: Arg<'a>,
@@ -69,7 +70,7 @@ pub struct PendingProduct<'a> {
     pub a: Arg<'a>,
     /// The row of `a` for each row; the null pointer if they are in order.
     pub gather: Arg<'a>,
-    /// Whether the matrices are bf16.
+    /// The matrices are bf16.
     pub b_is_bf16: bool,
     /// Columns of the sums.
     pub columns: usize,
@@ -83,12 +84,12 @@ pub struct PendingProduct<'a> {
     pub grid: [usize; 3],
 }
 
-/// A placing of queries, keys and values that is about to be launched.
+/// The norms, rotation and appending of queries, keys and values that are about to be launched.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PendingQkvAppend<'a> {
     /// The projections of queries, keys and values.
     pub projections: [Arg<'a>; 3],
-    /// Whether they are bf16.
+    /// The projections are bf16.
     pub is_bf16: bool,
     /// The queries, and the rows of keys and values that are kept.
     pub to: [Arg<'a>; 3],
@@ -108,7 +109,7 @@ pub struct PendingQkvAppend<'a> {
     pub start: Arg<'a>,
     /// Half of the rotated elements.
     pub half: Arg<'a>,
-    /// Whether pairs of rotated elements are neighbours.
+    /// A kernel argument: pairs of rotated elements are neighbours.
     pub is_interleaved: Arg<'a>,
     /// Elements of a row of each projection.
     pub widths: [usize; 3],
@@ -123,7 +124,7 @@ pub struct PendingQkvAppend<'a> {
 }
 
 impl Pending<'_> {
-    /// The operation without the borrows: the caller ensures that the tensors' memory outlives it.
+    /// Returns the operation without the borrows. The caller ensures that the tensors' memory outlives it.
     pub(crate) fn detached(self) -> Pending<'static> {
         match self {
             Self::Norm(PendingNorm { x, weight, eps, y, inv_rms, x_is_bf16, y_is_bf16, rows, width }) => {

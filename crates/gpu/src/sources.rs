@@ -19,7 +19,7 @@ pub struct Source {
 }
 
 impl PartialEq for Source {
-    /// Compares names, which are those of modules: nothing else need be compared, for each launch of a step that is repeated.
+    /// Compares names, which are unique among modules, because each launch of a replayed step compares its source.
     fn eq(&self, other: &Self) -> bool {
         self.name == other.name
     }
@@ -158,7 +158,8 @@ sources! {
 /// The call that each kernel begins with, unless its text has one after the first loads.
 const WAIT: &str = "after_earlier";
 
-/// The text with a wait at the beginning of every kernel: a graph lets a kernel's blocks start while the kernel before is still at work.
+/// The text with a wait at the beginning of every kernel: a graph lets a kernel's blocks start while the kernel
+/// before is still at work.
 fn waiting(text: &str) -> String {
     let (mut waiting, mut rest) = (String::with_capacity(text.len()), text);
     while let Some(body) = rest.find("KERNEL").and_then(|kernel| Some(kernel + rest[kernel..].find('{')? + 1)) {
@@ -175,20 +176,21 @@ fn waiting(text: &str) -> String {
 }
 
 impl Source {
-    /// Whether it can be compiled for `target`: instructions of some capabilities only are in no PTX for newer ones.
+    /// Returns whether the source can be compiled for `target`: instructions of some capabilities are in no PTX for
+    /// newer ones.
     #[must_use]
     pub fn is_for(&self, target: Target) -> bool {
         let is_exact = target == Target::real(target.capability);
         self.only.is_empty() || is_exact && self.only.contains(&target.capability)
     }
 
-    /// The whole text, for a CUDA compiler.
+    /// Returns the whole text for a CUDA compiler.
     #[must_use]
     pub fn cuda_text(&self) -> String {
         format!("{COMMON}\n{}\n#line 1 \"{}.cu\"\n{}", self.header, self.file, waiting(self.text))
     }
 
-    /// The whole text, for a C++ compiler, with a function for each kernel that the emulation calls.
+    /// Returns the whole text for a C++ compiler, with a function for each kernel that the emulation calls.
     pub(crate) fn emulated_text(&self) -> String {
         let entries: String = self.kernels.iter().map(|kernel| format!("EMULATED_KERNEL({kernel})\n")).collect();
         let machine = include_str!("emulator.h");

@@ -1,14 +1,10 @@
-//! Maps of matrices for tensor copies (TMA), by which one thread of Hopper's kernels asks for a whole box of a matrix.
-
-use std::sync::OnceLock;
+//! Maps of matrices for tensor copies (TMA), by which one thread of Hopper's kernels asks for a whole box of a
+//! matrix.
 
 use crate::Gpu;
 
-/// Turns tensor copies off if it is set: weights are then copied 16 bytes a thread, as rows of activations are. For comparisons, and for
-/// drivers that have trouble with them.
-pub const NO_TENSOR_COPIES_VARIABLE: &str = "MOEWORKS_NO_TENSOR_COPIES";
-
-/// The driver's form of [`Matrices`]: 128 bytes that kernels read by address (CUDA driver API, "Tensor Map Object Management").
+/// The driver's form of [`Matrices`]: 128 bytes that kernels read by address (CUDA driver API, "Tensor Map Object
+/// Management").
 pub type TensorMap = [u32; 32];
 
 /// Columns of a box: elements of 16 bits that are a line of 128 bytes.
@@ -18,8 +14,8 @@ const ALIGN: u64 = 16;
 /// The most rows of a box.
 const MAX_BOX_ROWS: usize = 256;
 
-/// Matrices of 16-bit elements one after the other, and the boxes of them that are copied: `box_rows` lines of [`BOX_COLUMNS`], of
-/// `box_blocks` such blocks of columns.
+/// Matrices of 16-bit elements one after the other, and the boxes of them that are copied: `box_rows` lines of
+/// [`BOX_COLUMNS`], of `box_blocks` such blocks of columns.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrices {
     /// The address of the first matrix on the GPU.
@@ -36,7 +32,8 @@ pub struct Matrices {
     pub box_blocks: usize,
 }
 
-/// The dimensions as the driver takes them: elements of each, bytes from one to the next of each except the first, and elements of a box.
+/// The dimensions as the driver takes them: elements of each, bytes from one to the next of each except the first,
+/// and elements of a box.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Dimensions {
     pub(crate) sizes: Vec<u64>,
@@ -45,13 +42,14 @@ pub(crate) struct Dimensions {
 }
 
 impl Matrices {
-    /// Bytes of a row.
+    /// Returns the bytes of a row.
     pub(crate) fn row_bytes(&self) -> u64 {
         self.columns as u64 * 2
     }
 
-    /// Columns, rows and matrices; or, where a box has several blocks of columns, the columns of a block, rows, blocks and matrices. One
-    /// instruction copies several blocks, because the thread that asks for them has no time for one each.
+    /// Returns columns, rows and matrices; or, where a box has several blocks of columns, the columns of a block,
+    /// rows, blocks and matrices. One instruction copies several blocks, because the thread that issues copies has no
+    /// time for one each.
     pub(crate) fn dimensions(&self) -> Dimensions {
         let (columns, rows, count) = (self.columns as u64, self.rows as u64, self.count as u64);
         let (row, of_matrix) = (self.row_bytes(), self.row_bytes() * rows);
@@ -67,7 +65,7 @@ impl Matrices {
         }
     }
 
-    /// Whether the instruction can copy boxes of them.
+    /// Returns whether the instruction can copy boxes of them.
     fn suit(&self) -> bool {
         let sizes = [self.columns, self.rows, self.count, self.box_rows, self.box_blocks];
         sizes.iter().all(|&size| size > 0 && u32::try_from(size).is_ok())
@@ -79,12 +77,10 @@ impl Matrices {
 }
 
 impl Gpu {
-    /// The map of these matrices; none where there are no tensor copies, or none of these sizes.
+    /// Returns the map of these matrices; none where there are no tensor copies, or none of these sizes.
     #[must_use]
     pub fn tensor_map(&self, matrices: &Matrices) -> Option<TensorMap> {
-        static ARE_LEFT_OUT: OnceLock<bool> = OnceLock::new();
-        let are_left_out = *ARE_LEFT_OUT.get_or_init(|| std::env::var_os(NO_TENSOR_COPIES_VARIABLE).is_some());
-        if are_left_out || !matrices.suit() {
+        if self.options().without_tensor_copies || !matrices.suit() {
             return None;
         }
         self.device.backend.tensor_map(matrices)

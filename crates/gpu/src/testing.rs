@@ -2,11 +2,20 @@
 
 use std::sync::{Once, OnceLock};
 
-use crate::{Emulation, Gpu, GpuError};
+use crate::{Emulation, Gpu, GpuError, GpuOptions};
+
+impl GpuOptions {
+    /// Returns the options that the environment variables of a test name.
+    #[must_use]
+    pub fn for_tests() -> Self {
+        Self::from_variables(|name| std::env::var_os(name))
+    }
+}
 
 impl Gpu {
-    /// The devices that tests of operations run on besides the CPU, each with a name: the emulation in both orders and with Hopper's
-    /// kernels, and the first GPU. Says once which of them are missing. `MOEWORKS_NO_EMULATION` leaves the emulation out.
+    /// Returns the devices that tests of operations run on besides the CPU, each with a name: the emulation in both
+    /// orders and with Hopper's kernels, and the first GPU. Says once which of them are missing.
+    /// `MOEWORKS_NO_EMULATION` leaves the emulation out.
     ///
     /// # Panics
     ///
@@ -14,19 +23,20 @@ impl Gpu {
     #[must_use]
     pub fn for_tests() -> Vec<(&'static str, Self)> {
         static SKIPPED: Once = Once::new();
-        // A device that nobody has is closed, and takes a second to open again.
+        // A device without handles is closed, and takes a second to open again.
         static KEPT: OnceLock<Result<Gpu, GpuError>> = OnceLock::new();
-        let _ = KEPT.get_or_init(|| Self::open(0));
+        let options = &GpuOptions::for_tests();
+        let _ = KEPT.get_or_init(|| Self::open(0, options));
         let emulation = |is_reversed, is_hopper| match std::env::var_os("MOEWORKS_NO_EMULATION") {
             Some(_) => Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() }),
-            None => Self::emulated(Emulation { is_reversed, is_hopper, ..Emulation::default() }),
+            None => Self::emulated(Emulation { is_reversed, is_hopper, ..Emulation::default() }, options),
         };
         let all = [
             ("emulated GPU", emulation(false, false)),
             ("emulated GPU in reverse", emulation(true, false)),
             ("emulated Hopper", emulation(false, true)),
             ("emulated Hopper in reverse", emulation(true, true)),
-            ("GPU", Self::open(0)),
+            ("GPU", Self::open(0, options)),
         ];
         // A compiler that is missing is no failure, one that finds an error is.
         for (name, gpu) in &all {
@@ -43,12 +53,13 @@ impl Gpu {
         there.into_iter().filter_map(|(name, gpu)| Some((name, gpu.ok()?))).collect()
     }
 
-    /// The device for a test that needs any GPU: the first one, or else the emulation.
+    /// Returns the device for a test that needs any GPU: the first one, or else the emulation.
     ///
     /// # Errors
     ///
     /// The reason why there is no emulation.
     pub fn for_a_test() -> Result<Self, GpuError> {
-        Self::open(0).or_else(|_| Self::emulated(Emulation::default()))
+        let options = &GpuOptions::for_tests();
+        Self::open(0, options).or_else(|_| Self::emulated(Emulation::default(), options))
     }
 }

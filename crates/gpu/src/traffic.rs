@@ -7,22 +7,22 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub struct Traffic {
     /// Copies to the GPU.
     pub uploads: u64,
-    /// Their bytes.
+    /// Bytes copied to the GPU.
     pub uploaded_bytes: u64,
     /// Copies to the host.
     pub downloads: u64,
-    /// Their bytes.
+    /// Bytes copied to the host.
     pub downloaded_bytes: u64,
     /// Kernels that were launched one by one.
     pub launches: u64,
-    /// Graphs of kernels.
+    /// Graphs of kernels that were launched.
     pub graphs: u64,
-    /// Products that NVIDIA's own library took.
+    /// Products that NVIDIA's library computed.
     pub by_library: u64,
 }
 
 impl Traffic {
-    /// The counts since `earlier`.
+    /// Returns the counts since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         Self {

@@ -1,7 +1,7 @@
 //! The compute context: threads, device, and the size of the expert cache.
 
 use moeworks_gpu::{DeviceChoice, GpuError};
-use moeworks_ops::Context;
+use moeworks_ops::{Context, MachineOptions};
 
 use crate::InferError;
 
@@ -9,7 +9,7 @@ use crate::InferError;
 pub const MAX_THREADS: usize = 1024;
 
 /// Options of the compute context.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct ComputeOptions {
     /// The number of threads; 0 for one on each core.
     pub threads: usize,
@@ -21,6 +21,8 @@ pub struct ComputeOptions {
     /// True if a token must have the same bits in any batch and for any split of the prompt
     /// ([`Context::with_batch_invariance`]).
     pub is_batch_invariant: bool,
+    /// The options of the machine.
+    pub machine: MachineOptions,
 }
 
 /// A compute context, with the reason if there is no GPU.
@@ -39,12 +41,12 @@ impl ComputeOptions {
     /// Fails if there are too many threads, the device is missing, an expert cache is asked for without a GPU, or
     /// batch invariance with one.
     pub fn context(self) -> Result<FoundContext, InferError> {
-        let Self { threads, device, expert_cache_bytes, is_batch_invariant } = self;
+        let Self { threads, device, expert_cache_bytes, is_batch_invariant, machine } = self;
         if threads > MAX_THREADS {
             return Err(InferError::ManyThreads { threads, most: MAX_THREADS });
         }
         let ctx = if threads == 0 { Context::cpu_all_cores() } else { Context::cpu(threads) };
-        let (ctx, missing) = ctx.on_device(device)?;
+        let (ctx, missing) = ctx.on_device(device, &machine)?;
         if is_batch_invariant && ctx.gpu().is_some() {
             return Err(InferError::BatchInvarianceOnGpu);
         }

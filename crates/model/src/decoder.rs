@@ -321,7 +321,7 @@ impl Decoder {
             let x = self.hidden(&pass, weights, ids, Some(cache), hook);
             let mut last = ctx.empty(&[count, self.config().width], DType::F32);
             for sequence in 0..count {
-                elementwise::copy_rows(ctx, (&x, (sequence + 1) * sequences.len - 1), (&mut last, sequence), 1);
+                elementwise::copy_rows(ctx, &x, (sequence + 1) * sequences.len - 1, &mut last, sequence, 1);
             }
             self.stage.head_logits(ctx, weights, &last)
         };

@@ -171,7 +171,7 @@ impl LayerCache {
         let types: Vec<_> = new.iter().map(|new| RowType::new(new)).collect();
         self.append_with(ctx, rows, &types, |kept, held| {
             for (all, new) in kept.iter_mut().zip(new) {
-                copy_rows_of_each(ctx, new, (all, held), num_sequences);
+                copy_rows_of_each(ctx, new, all, held, num_sequences);
             }
         });
     }
@@ -212,8 +212,8 @@ impl LayerCache {
         let moved = |(i, &RowType { width, dtype }): (usize, &RowType)| {
             let mut tensor = ctx.zeros_there(&[self.num_sequences * capacity, width], dtype);
             if let Some(old) = old.get(i) {
-                let to = (&mut tensor, 0);
-                copy_some_rows_of_each(ctx, (old, self.held - count), to, count, self.num_sequences);
+                let (first, num_sequences) = (self.held - count, self.num_sequences);
+                copy_some_rows_of_each(ctx, old, first, &mut tensor, 0, count, num_sequences);
             }
             tensor
         };

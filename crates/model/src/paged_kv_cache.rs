@@ -81,8 +81,8 @@ impl PagedKvCache {
         let len = self.block_len;
         for kept in self.layers.iter_mut().flat_map(|layer| &mut layer.kept) {
             let mut block = ctx.empty_there(&[len, kept.cols()], kept.dtype());
-            copy_rows(ctx, (kept, from as usize * len), (&mut block, 0), len);
-            copy_rows(ctx, (&block, 0), (kept, to as usize * len), len);
+            copy_rows(ctx, kept, from as usize * len, &mut block, 0, len);
+            copy_rows(ctx, &block, 0, kept, to as usize * len, len);
         }
     }
 
@@ -100,7 +100,7 @@ impl PagedLayer {
         }
         for (kept, new) in self.kept.iter_mut().zip(new) {
             for run in runs {
-                copy_rows(ctx, (new, run.from), (kept, run.to), run.count);
+                copy_rows(ctx, new, run.from, kept, run.to, run.count);
             }
         }
     }

@@ -11,7 +11,7 @@ use moeworks_ops::elementwise;
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::head_loss::VocabularyPart;
 use moeworks_ops::linear::Write;
-use moeworks_ops::rms_norm::{rms_norm_part, rms_norm_part_backward, row_products};
+use moeworks_ops::rms_norm::{RmsNormInputs, rms_norm_part, rms_norm_part_backward, row_products};
 use moeworks_tensor::{DType, Tensor};
 
 use crate::config::ModelConfig;
@@ -109,7 +109,7 @@ impl TensorRanks {
         eps: f32,
         out: DType,
     ) -> (Tensor, Tensor) {
-        let mut sums = row_products(ctx, (x, x), weight.len(), None);
+        let mut sums = row_products(ctx, x, x, weight.len(), None);
         if !is_counted {
             sums.f32s_mut().fill(0.0);
         }
@@ -131,11 +131,11 @@ impl TensorRanks {
         write: Write,
         d_weight: &mut Tensor,
     ) -> Tensor {
-        let mut means = row_products(ctx, (dy, x), weight.len(), Some(weight));
+        let mut means = row_products(ctx, dy, x, weight.len(), Some(weight));
         self.sum(&mut means);
         let factor = if is_counted { 1.0 / width as f32 } else { 0.0 };
         elementwise::scale_assign(ctx, &mut means, factor);
-        rms_norm_part_backward(ctx, dy, (x, weight), (inv_rms, &means), write, d_weight)
+        rms_norm_part_backward(ctx, dy, RmsNormInputs { x, weight, inv_rms }, &means, write, d_weight)
     }
 
     /// Gathers the rows `[T, D]` f32 of all ranks, `counts` per rank.

@@ -3,30 +3,31 @@
 use crate::simd::Level;
 use crate::vmath::{normal, sigmoid};
 
-/// What stands between the projections of a feed-forward network or an expert.
+/// The activation between the projections of a feed-forward network or an expert.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
-    /// `silu(gate) * up`, three matrices (Shazeer, 2002.05202). The pre-activation has 2F columns: gate first, then up.
+    /// `silu(gate) * up`, three matrices (Shazeer, 2002.05202). The pre-activation has 2F columns: gate first, then
+    /// up.
     SwiGlu,
     /// `x * Phi(x)` with the exact error function (within 3e-7), two matrices.
     Gelu,
-    /// `x * sigmoid(2 u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: GELU's approximation by a hyperbolic tangent (GPT-2),
-    /// two matrices.
+    /// `x * sigmoid(2 u)` with `u = sqrt(2 / pi) (x + 0.044715 x^3)`: GELU's tanh approximation (GPT-2), two
+    /// matrices.
     GeluTanh,
     /// `max(x, 0)`, two matrices.
     Relu,
-    /// `g sigmoid(alpha g) (u + 1)` with the gate `g` cut off above `limit` and `u`, the up projection, cut to
+    /// `g sigmoid(alpha g) (u + 1)` with the gate `g` clamped to at most `limit`, and the up projection `u` to
     /// `[-limit, limit]` (GPT-OSS), three matrices in the layout of [`Activation::SwiGlu`].
     ClampedSwiGlu {
         /// The sigmoid's slope, 1.702 in GPT-OSS.
         alpha: f32,
-        /// Where inputs are cut, 7 in GPT-OSS.
+        /// The limit of inputs, 7 in GPT-OSS.
         limit: f32,
     },
 }
 
 impl Activation {
-    /// Columns of the pre-activation for each column of the activation: 2 for gated ones, 1 otherwise.
+    /// Returns the columns of the pre-activation per column of the activation: 2 if gated, otherwise 1.
     #[must_use]
     pub const fn num_inputs(self) -> usize {
         match self {
@@ -36,7 +37,7 @@ impl Activation {
     }
 }
 
-/// Replaces `h` by its activation, element by element; `up` is read by gated activations only and is then as long.
+/// Replaces `h` by its activation, element by element. Only gated activations read `up`, which is as long as `h`.
 #[inline(always)]
 pub(crate) fn activate<S: Level>(activation: Activation, h: &mut [f32], up: &[f32]) {
     match activation {
@@ -53,13 +54,13 @@ pub(crate) fn activate<S: Level>(activation: Activation, h: &mut [f32], up: &[f3
                 *h = gate * sigmoid::<S>(alpha * gate) * (cut(up, limit) + 1.0);
             }
         }
-        // Not `max`, which would lose a NaN.
+        // Not `max`, which would drop a NaN.
         Activation::Relu => h.iter_mut().for_each(|h| *h = if *h < 0.0 { 0.0 } else { *h }),
     }
 }
 
-/// Replaces `h` (and `up`, where gated) by the gradients with respect to them, given those of the activation in `da`,
-/// and these by the activation itself. All slices have one length.
+/// Replaces `h` (and `up`, if gated) by their gradients and `da` by the activation; `da` holds the gradient of the
+/// activation. All slices have one length.
 #[inline(always)]
 pub(crate) fn pull_back<S: Level>(activation: Activation, da: &mut [f32], h: &mut [f32], up: &mut [f32]) {
     match activation {
@@ -111,7 +112,7 @@ pub(crate) fn pull_back<S: Level>(activation: Activation, da: &mut [f32], h: &mu
     }
 }
 
-/// `u` of [`Activation::GeluTanh`] and its slope.
+/// Returns `u` of [`Activation::GeluTanh`] and its slope.
 #[inline(always)]
 fn tanh_argument(x: f32) -> (f32, f32) {
     const SCALE: f32 = 0.797_884_6;
@@ -119,13 +120,13 @@ fn tanh_argument(x: f32) -> (f32, f32) {
     (SCALE * (x + CUBIC * x * x * x), SCALE * (1.0 + 3.0 * CUBIC * x * x))
 }
 
-/// `min(x, limit)` that keeps a NaN.
+/// Returns `min(x, limit)`; NaN stays NaN.
 #[inline(always)]
 fn cut_above(x: f32, limit: f32) -> f32 {
     if x > limit { limit } else { x }
 }
 
-/// `x` cut to `[-limit, limit]`; keeps a NaN.
+/// Clamps `x` to `[-limit, limit]`; NaN stays NaN.
 #[inline(always)]
 fn cut(x: f32, limit: f32) -> f32 {
     if x < -limit { -limit } else { cut_above(x, limit) }

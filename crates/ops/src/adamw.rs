@@ -1,7 +1,7 @@
 //! Adam with decoupled weight decay (Loshchilov and Hutter, 1711.05101), computed as PyTorch's `AdamW` does.
 //!
-//! One pass reads the gradient, both moments and the parameter, writes the last three, and writes the rounded copy that
-//! compute uses, so that a step moves each byte once.
+//! One pass reads gradient, both moments and parameter, and writes the last three and the rounded copy for compute,
+//! so that a step moves each byte once.
 
 use moeworks_tensor::{Tensor, bf16};
 
@@ -15,35 +15,35 @@ use crate::simd::{Float, kernel, with_float};
 pub struct AdamWStep {
     /// Learning rate of this step.
     pub lr: f64,
-    /// Decay of the mean of gradients.
+    /// Decay of the first moment, the mean of gradients.
     pub beta1: f64,
-    /// Decay of the mean of squared gradients.
+    /// Decay of the second moment, the mean of squared gradients.
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
-    /// The parameter is first multiplied by `1 - lr * weight_decay`.
+    /// Decoupled weight decay: the parameter is first multiplied by `1 - lr * weight_decay`.
     pub weight_decay: f64,
-    /// The number of this step, from 1, for the correction of the moments' start at zero.
+    /// The number of this step, from 1, for the bias correction of the moments.
     pub step: u64,
-    /// Multiplies the gradient as it is read: the factor of clipping, or one over the number of accumulated batches.
+    /// Factor of the gradient as it is read: that of clipping, or one over the number of accumulated batches.
     pub grad_scale: f32,
 }
 
-/// What a step reads and writes: tensors of one size, f32 but for the gradient.
+/// The tensors of a step, all of one size, and f32 except for the gradient.
 pub struct AdamWTensors<'a> {
     /// The parameter; updated.
     pub param: &'a mut Tensor,
     /// Its gradient, f32 or bf16.
     pub grad: &'a Tensor,
-    /// Mean of gradients; updated. Zeros before the first step.
+    /// The first moment; updated. Zeros before the first step.
     pub m: &'a mut Tensor,
-    /// Mean of squared gradients; updated. Zeros before the first step.
+    /// The second moment; updated. Zeros before the first step.
     pub v: &'a mut Tensor,
-    /// Where the updated parameter is also written as bf16.
+    /// A bf16 copy of the updated parameter, if wanted.
     pub compute: Option<&'a mut Tensor>,
 }
 
-/// One AdamW step on one parameter.
+/// Performs one AdamW step on one parameter.
 pub fn adamw(ctx: &Context, step: &AdamWStep, tensors: AdamWTensors<'_>) {
     let len = tensors.param.len();
     let lens = (tensors.grad.len(), tensors.m.len(), tensors.v.len());
@@ -76,7 +76,7 @@ pub fn adamw(ctx: &Context, step: &AdamWStep, tensors: AdamWTensors<'_>) {
     });
 }
 
-/// The numbers of a step, computed once in f64.
+/// The coefficients of a step, computed once in f64.
 pub(crate) struct Factors {
     pub(crate) grad_scale: f32,
     pub(crate) keep: f32,

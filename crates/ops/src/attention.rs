@@ -19,13 +19,13 @@ mod biased;
 mod blocks;
 mod decode;
 mod forward;
+mod operands;
 mod products;
 mod ragged;
 mod sequences;
 mod sinks;
 mod softmax;
 mod token_rows;
-mod words;
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -105,12 +105,13 @@ pub fn attention_with_sinks(
 ) -> (Tensor, Tensor) {
     shape.check(q, k, v);
     assert!(sinks.is_none_or(|sinks| sinks.len() == shape.num_heads), "attention: sinks, {shape:?}");
-    if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, (q, k, v), shape, false)) {
-        return cuda::attention::forward(on, (q, k, v), sinks, shape);
+    let inputs = AttentionInputs { q, k, v, sinks };
+    if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, inputs, shape, false)) {
+        return cuda::attention::forward(on, inputs, shape);
     }
     let mut o = ctx.empty(&[shape.batch * shape.seq_len, shape.num_heads * shape.value_dim], q.dtype());
     let mut lse = ctx.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
-    run(ctx, &AttentionInputs { q, k, v, sinks }, &Sequence::all(shape), [&mut o, &mut lse]);
+    run(ctx, &inputs, &Sequence::all(shape), [&mut o, &mut lse]);
     (o, lse)
 }
 
@@ -167,7 +168,8 @@ pub fn sinks_backward(
     let sizes = [(d_o.len(), o.len()), (sinks.len(), shape.num_heads), (d_sinks.len(), shape.num_heads)];
     assert!(sizes.iter().all(|(a, b)| a == b), "sinks backward: {shape:?}");
     if let Some(on) = On::taking(ctx, &[d_o.dtype(), o.dtype()]) {
-        return cuda::attention::sinks_backward(on, d_o, (o, lse), sinks, (shape, write), d_sinks);
+        let saved = cuda::attention::Saved { o, lse };
+        return cuda::attention::sinks_backward(on, d_o, saved, sinks, shape, write, d_sinks);
     }
     let inputs = sinks::SinkInputs { d_o, o, lse, sinks: sinks.f32s() };
     sinks::write(sinks::grads(ctx, inputs, &shape.heads(), &Sequence::all(shape)), write, d_sinks);
@@ -197,10 +199,10 @@ pub fn attention_backward(
     let num_rows = shape.batch * shape.num_heads * shape.seq_len;
     let num_outputs = num_rows * shape.value_dim;
     assert_eq!((d_o.len(), o.len(), lse.len()), (num_outputs, num_outputs, num_rows), "attention backward: {shape:?}");
-    if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, (q, k, v), shape, true)) {
-        return cuda::attention::backward(on, d_o, (q, k, v), (o, lse), shape);
-    }
     let inputs = AttentionInputs { q, k, v, sinks: None };
+    if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, inputs, shape, true)) {
+        return cuda::attention::backward(on, d_o, inputs, cuda::attention::Saved { o, lse }, shape);
+    }
     let num_pairs = shape.batch * shape.num_kv_heads;
     let grads = run_backward(ctx, [d_o, o, lse], &inputs, &Sequence::all(shape), num_pairs);
     (grads.dq, grads.dk, grads.dv)
@@ -226,9 +228,9 @@ fn run_backward(
         dk: of_keys(k, |heads| heads.head_dim),
         dv: of_keys(v, |heads| heads.value_dim),
     };
-    let words = words::Words::of(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
+    let format = operands::OperandFormat::new(ctx.isa(), &[q.dtype(), k.dtype(), v.dtype()]);
     let (d_o, o, lse) = (d_o.into(), o.into(), lse.f32s());
-    let inputs = backward::Inputs { d_o, q: q.into(), k: k.into(), v: v.into(), o, lse, words };
+    let inputs = backward::Inputs { d_o, q: q.into(), k: k.into(), v: v.into(), o, lse, format };
     backward::run(ctx, &inputs, sequences, num_pairs, &mut grads);
     grads
 }

@@ -17,7 +17,7 @@ fn invariant_contexts() -> Vec<Context> {
     contexts.chain([Context::cpu(1).with_batch_invariance(true)]).collect()
 }
 
-/// A tensor of numbers of some type, perhaps in blocks.
+/// Returns a tensor of numbers of some type, quantized or not.
 fn weights(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     let values = numbers(shape.iter().product(), 2);
     if dtype.is_quantized() {
@@ -26,14 +26,14 @@ fn weights(ctx: &Context, shape: &[usize], dtype: DType) -> Tensor {
     tensor(ctx, shape, &values, dtype)
 }
 
-/// The last `count` rows.
+/// Returns the last `count` rows.
 fn last_rows(ctx: &Context, x: &Tensor, count: usize) -> Tensor {
     let mut rows = ctx.empty(&[count, x.cols()], x.dtype());
-    copy_rows(ctx, (x, x.rows() - count), (&mut rows, 0), count);
+    copy_rows(ctx, x, x.rows() - count, &mut rows, 0, count);
     rows
 }
 
-/// Numbers of rows for which the last rows have other bits than among all.
+/// Lists the numbers of rows for which the last rows differ in bits from those among all rows.
 fn differing_counts(ctx: &Context, x: &Tensor, of_rows: impl Fn(&Tensor) -> Tensor) -> Vec<usize> {
     let bits = |y: &Tensor| cast(ctx, y, DType::F32).f32s().iter().map(|y| y.to_bits()).collect::<Vec<_>>();
     let all = of_rows(x);
@@ -44,7 +44,7 @@ fn differing_counts(ctx: &Context, x: &Tensor, of_rows: impl Fn(&Tensor) -> Tens
 #[test]
 fn a_row_of_a_linear_layer_has_the_same_bits_among_any_number_of_rows() {
     for ctx in invariant_contexts() {
-        // Weights that lie in a cache, that come from memory, and with a depth that is no whole number of units.
+        // Weights that fit a cache, weights that come from memory, and a depth that is no whole number of units.
         for (depth, columns) in [(64_usize, 40), (1024, 520), (96, 3100), (35, 50)] {
             for dtype in [DType::F32, DType::BF16, DType::F16, DType::Q8, DType::Q4] {
                 if dtype.is_quantized() && !depth.is_multiple_of(32) {
@@ -88,14 +88,14 @@ fn without_the_mode_some_numbers_of_rows_have_other_bits() {
     assert!(differs(DType::BF16) && differs(DType::Q4), "the cases above would not notice");
 }
 
-/// Queries in pieces of these lengths, each with all keys up to its last.
+/// Attends queries in pieces of these lengths, each with all keys up to its last.
 fn attention_in_pieces(ctx: &Context, qkv: [&Tensor; 3], shape: &AttentionShape, pieces: &[usize]) -> Vec<u32> {
     let [q, k, v] = qkv;
     let mut bits = Vec::new();
     let mut start = 0;
     for &seq_len in pieces {
         let mut part = ctx.empty(&[seq_len, q.cols()], q.dtype());
-        copy_rows(ctx, (q, start), (&mut part, 0), seq_len);
+        copy_rows(ctx, q, start, &mut part, 0, seq_len);
         start += seq_len;
         let shape = AttentionShape { seq_len, kv_len: start, ..*shape };
         let (o, _) = attention(ctx, &part, k, v, &shape);

@@ -1,9 +1,9 @@
 //! Rows sorted by expert: a stable counting sort of the choices of all tokens, with a limit for each expert.
 //!
-//! Experts serve choices by rank: the first choices of all tokens in the order of the tokens, then all second choices,
-//! and so on (GShard, algorithm 1), and what comes after the limit is dropped. Two passes over blocks of tokens: count
-//! the choices of each (block, rank, expert), turn counts into first positions, give each choice the next position of its
-//! own cell. Work and memory are O(T K + E); no block depends on another within a pass.
+//! Experts serve choices by rank: the first choices of all tokens in the order of the tokens, then all second
+//! choices, and so on (GShard, algorithm 1). Choices after the limit are dropped. Two passes over blocks of tokens:
+//! count the choices of each cell (block, rank, expert) and turn counts into first positions; then give each choice
+//! the next position of its cell. Work and memory are O(T K + E); blocks are independent within a pass.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -12,14 +12,14 @@ use crate::cuda::{self, On};
 use crate::experts::{ExpertRows, NO_ROW};
 use crate::parallel::{Lent, piece_range};
 
-/// Least number of tokens of a block; with many experts a block is as long as there are experts, which bounds the counts
-/// by the number of choices.
+/// Fewest tokens of a block. With many experts a block has as many tokens as there are experts, which bounds the
+/// counts by the number of choices.
 const MIN_TOKENS: usize = 256;
 
 /// Choices sorted by expert. R is the number of choices that were kept.
 #[derive(Clone)]
 pub struct SortedChoices {
-    /// `[E]` u32: choices of each expert, before any is dropped.
+    /// `[E]` u32: choices of each expert, including dropped ones.
     pub counts: Tensor,
     /// `[E + 1]` u32: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R.
     pub offsets: Tensor,
@@ -27,19 +27,21 @@ pub struct SortedChoices {
     pub tokens: Tensor,
     /// `[R]` f32: the weight of each row.
     pub weights: Tensor,
-    /// `[T, K]` u32: the row of each choice, [`NO_ROW`] if it was dropped or is none.
+    /// `[T, K]` u32: the row of each choice; [`NO_ROW`] if it was dropped or is not an expert.
     pub token_rows: Tensor,
-    /// The tiles of rows that a GPU listed with the sort of few choices.
+    /// The tiles of rows that a GPU listed while it sorted few choices.
     pub few_tiles: Option<Tensor>,
 }
 
 impl SortedChoices {
-    /// Room for the rows of `choices` `[T, K]` that are kept of `counts` `[E]`, at most `limit` of each; `empty` makes tensors.
+    /// Allocates the rows of `num_tokens` times `k` choices that are kept of `counts` `[E]`, at most `limit` per
+    /// expert; `empty` makes tensors.
     pub(crate) fn with_room(
         ctx: &Context,
         counts: Tensor,
         limit: u32,
-        choices: (usize, usize),
+        num_tokens: usize,
+        k: usize,
         empty: impl Fn(&[usize], DType) -> Tensor,
     ) -> Self {
         let mut offsets = ctx.zeros(&[counts.len() + 1], DType::U32);
@@ -53,12 +55,12 @@ impl SortedChoices {
             offsets,
             tokens: empty(&[num_rows as usize], DType::U32),
             weights: empty(&[num_rows as usize], DType::F32),
-            token_rows: empty(&[choices.0, choices.1], DType::U32),
+            token_rows: empty(&[num_tokens, k], DType::U32),
             few_tiles: None,
         }
     }
 
-    /// What the operations on experts take.
+    /// Returns the rows as operations on experts take them.
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
         let rows =
@@ -67,8 +69,8 @@ impl SortedChoices {
     }
 }
 
-/// Sorts the choices `ids` `[T, K]` (u32) with their `weights` `[T, K]` (f32) by expert; an expert keeps its first
-/// `limit`, all with `None`. An id that is not below `num_experts` is no choice: it is not counted and has no row.
+/// Sorts the choices `ids` `[T, K]` (u32) with their `weights` `[T, K]` (f32) by expert. An expert keeps its first
+/// `limit` choices, or all with `None`. An id that is not below `num_experts` is not counted and has no row.
 #[must_use]
 pub fn sort_choices(
     ctx: &Context,
@@ -77,37 +79,37 @@ pub fn sort_choices(
     num_experts: usize,
     limit: Option<u32>,
 ) -> SortedChoices {
-    sort(ctx, (ids, weights), num_experts, Some(limit.unwrap_or(NO_ROW)))
+    sort(ctx, ids, weights, num_experts, Some(limit.unwrap_or(NO_ROW)))
 }
 
-/// As [`sort_choices`] without a limit where every id is below `num_experts`, as a top-k's are: that there are T K rows is then known
-/// beforehand, and nothing waits for a GPU. (There, any other id is taken for the last expert's.)
+/// Sorts choices without a limit where every id is below `num_experts`, as those of a top-k are. The number of rows
+/// is then T K, known without waiting for a GPU. (There, any other id counts as the last expert's.)
 #[must_use]
 pub fn sort_all_choices(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize) -> SortedChoices {
-    sort(ctx, (ids, weights), num_experts, None)
+    sort(ctx, ids, weights, num_experts, None)
 }
 
-/// With no limit at all every id is an expert's.
-fn sort(ctx: &Context, (ids, weights): (&Tensor, &Tensor), num_experts: usize, limit: Option<u32>) -> SortedChoices {
+/// Sorts choices; without a limit every id must be an expert's.
+fn sort(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize, limit: Option<u32>) -> SortedChoices {
     assert_eq!(weights.shape(), ids.shape(), "sort_choices: weights {:?}, ids {:?}", weights.shape(), ids.shape());
     assert!(ids.len() < NO_ROW as usize, "{} choices are more than rows can be numbered", ids.len());
     match On::of(ctx).filter(|_| cuda::router::sorts(num_experts)) {
-        Some(on) => cuda::router::sort_choices(on, (ids, weights), num_experts, limit),
-        None => sort_in_host(ctx, (ids, weights), num_experts, limit.unwrap_or(NO_ROW)),
+        Some(on) => cuda::router::sort_choices(on, ids, weights, num_experts, limit),
+        None => sort_on_host(ctx, ids, weights, num_experts, limit.unwrap_or(NO_ROW)),
     }
 }
 
-fn sort_in_host(ctx: &Context, (ids, weights): (&Tensor, &Tensor), num_experts: usize, limit: u32) -> SortedChoices {
+fn sort_on_host(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize, limit: u32) -> SortedChoices {
     let (num_tokens, k) = (ids.rows(), ids.cols());
     let (ids, weights) = (ids.u32s(), weights.f32s());
     let block_tokens = MIN_TOKENS.max(num_experts);
     let num_blocks = num_tokens.div_ceil(block_tokens);
 
-    let mut cells = count_cells(ctx, ids, (num_tokens, k, num_experts), block_tokens);
+    let mut cells = count_cells(ctx, ids, k, num_experts, block_tokens);
     let counts = first_positions(cells.u32s_mut(), num_blocks, k, num_experts);
     let counts = Tensor::from_slice(ctx.pool(), &[num_experts], &counts);
     let empty = |shape: &[usize], dtype| ctx.empty(shape, dtype);
-    let mut sorted = SortedChoices::with_room(ctx, counts, limit, (num_tokens, k), empty);
+    let mut sorted = SortedChoices::with_room(ctx, counts, limit, num_tokens, k, empty);
     let (offsets, cells) = (sorted.offsets.u32s(), Lent::new(cells.u32s_mut()));
     let (row_tokens, row_weights) = (Lent::new(sorted.tokens.u32s_mut()), Lent::new(sorted.weights.f32s_mut()));
     ctx.threads().run_pieces(sorted.token_rows.u32s_mut(), block_tokens * k, |block, token_rows| {
@@ -126,7 +128,8 @@ fn sort_in_host(ctx: &Context, (ids, weights): (&Tensor, &Tensor), num_experts: 
                 }
                 *row = offsets[expert] + position;
                 let at = *row as usize;
-                // SAFETY: the cells' positions were counted from the same choices, so no two choices get the same row.
+                // SAFETY: the cells' positions were counted from the same choices, so no two choices get the same
+                // row.
                 unsafe {
                     row_tokens.range(at..at + 1)[0] = token as u32;
                     row_weights.range(at..at + 1)[0] = weights[token * k + choice];
@@ -137,13 +140,9 @@ fn sort_in_host(ctx: &Context, (ids, weights): (&Tensor, &Tensor), num_experts: 
     sorted
 }
 
-/// `[blocks, K, E]`: how often each expert is the choice of each rank in each block of tokens.
-fn count_cells(
-    ctx: &Context,
-    ids: &[u32],
-    (num_tokens, k, num_experts): (usize, usize, usize),
-    block_tokens: usize,
-) -> Tensor {
+/// Counts, `[blocks, K, E]`, how often each expert is the choice of each rank in each block of tokens.
+fn count_cells(ctx: &Context, ids: &[u32], k: usize, num_experts: usize, block_tokens: usize) -> Tensor {
+    let num_tokens = ids.len().checked_div(k).unwrap_or(0);
     let mut cells = ctx.zeros(&[num_tokens.div_ceil(block_tokens), k, num_experts], DType::U32);
     ctx.threads().run_pieces(cells.u32s_mut(), k * num_experts, |block, cells| {
         let tokens = piece_range(block, block_tokens, num_tokens);
@@ -158,8 +157,8 @@ fn count_cells(
     cells
 }
 
-/// Replaces the counts of the cells `[blocks, K, E]` by the position among the expert's choices of the cell's first one:
-/// ranks in order, within a rank the blocks in order. Returns the experts' totals.
+/// Replaces the counts of the cells `[blocks, K, E]` by the position of each cell's first choice among the expert's:
+/// ranks in order, and within a rank the blocks in order. Returns the experts' totals.
 fn first_positions(cells: &mut [u32], num_blocks: usize, k: usize, num_experts: usize) -> Vec<u32> {
     let mut totals = vec![0; num_experts];
     for rank in 0..k {

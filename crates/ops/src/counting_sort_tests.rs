@@ -1,7 +1,7 @@
 use super::*;
 use crate::test_data::gpus;
 
-/// The sort by some threads; every GPU must find the same.
+/// Sorts on some threads; every GPU must find the same.
 fn sort(ids: &[u32], k: usize, num_experts: usize, limit: Option<u32>, num_threads: usize) -> SortedChoices {
     let cpu = Context::cpu(num_threads);
     let sorted = sort_on(&cpu, ids, k, num_experts, limit);
@@ -16,12 +16,12 @@ fn sort(ids: &[u32], k: usize, num_experts: usize, limit: Option<u32>, num_threa
     sorted
 }
 
-/// The counts and the offsets.
+/// Returns the counts and the offsets.
 fn lists(sorted: &SortedChoices) -> (&[u32], &[u32]) {
     (sorted.counts.u32s(), sorted.offsets.u32s())
 }
 
-/// By the sort that knows that every choice is an expert.
+/// Sorts with the function that takes every choice for an expert.
 fn sort_whole_on(ctx: &Context, ids: &[u32], k: usize, num_experts: usize) -> SortedChoices {
     let (ids, weights) = tensors(ctx, ids, k);
     sort_all_choices(ctx, &ids, &weights, num_experts)
@@ -32,7 +32,7 @@ fn sort_on(ctx: &Context, ids: &[u32], k: usize, num_experts: usize, limit: Opti
     sort_choices(ctx, &ids, &weights, num_experts, limit)
 }
 
-/// The choices, each with its place as its weight.
+/// Returns the choices, each with its place as its weight.
 fn tensors(ctx: &Context, ids: &[u32], k: usize) -> (Tensor, Tensor) {
     let shape = [ids.len() / k, k];
     let weights: Vec<f32> = (0..ids.len()).map(|i| i as f32).collect();
@@ -41,7 +41,7 @@ fn tensors(ctx: &Context, ids: &[u32], k: usize) -> (Tensor, Tensor) {
 
 #[test]
 fn first_choices_come_before_second_ones() {
-    // Tokens choose (0, 1), (1, 0), (0, 2).
+    // The tokens choose (0, 1), (1, 0) and (0, 2).
     let sorted = sort(&[0, 1, 1, 0, 0, 2], 2, 4, None, 1);
     assert_eq!(lists(&sorted), (&[3, 2, 1, 0][..], &[0, 3, 5, 6, 6][..]));
     assert_eq!(sorted.tokens.u32s(), [0, 2, 1, 1, 0, 2]);
@@ -72,7 +72,7 @@ fn no_choice_gives_no_row() {
     assert!(sorted.tokens.is_empty() && sorted.token_rows.is_empty());
 }
 
-/// Many blocks, several threads: against a stable sort by (expert, rank, token).
+/// Compares many blocks on several threads with a stable sort by (expert, rank, token).
 #[test]
 fn many_blocks_sort_as_a_stable_sort_does() {
     sorts_as_a_stable_sort_does(2500, 3, 7);
@@ -80,7 +80,7 @@ fn many_blocks_sort_as_a_stable_sort_does() {
 
 #[test]
 fn many_choices_of_many_experts_sort_as_a_stable_sort_does() {
-    // Nearly as many as a GPU's block has room for.
+    // Nearly as many experts as a GPU's block can hold.
     sorts_as_a_stable_sort_does(300, 11, 1000);
 }
 

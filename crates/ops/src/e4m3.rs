@@ -1,9 +1,9 @@
-//! Rounding to what products in eight-bit floats take: E4M3 (four bits of exponent, three of mantissa, at most 448; "FP8 Formats for
-//! Deep Learning", 2209.05433) times a scale that 128 neighbours along the depth of a product share, or the 128 x 128 of a block of
-//! weights (DeepSeek-V3, 2412.19437, section 3.3.2).
+//! Rounding of the operands of FP8 products: E4M3 (four bits of exponent, three of mantissa, at most 448; "FP8
+//! Formats for Deep Learning", 2209.05433) times a scale for 128 consecutive elements along the depth, or for a block
+//! of 128 x 128 weights (DeepSeek-V3, 2412.19437, section 3.3.2).
 //!
-//! Scales are powers of two, as those of the microscaling formats are: such a number is a bf16 as it is, so that products of what is
-//! rounded here, in bf16, are products in eight-bit floats to the bit, on machines that have none.
+//! Scales are powers of two, as in the microscaling formats. Such a number is exact as bf16, so bf16 products of
+//! numbers rounded here are FP8 products to the bit, on machines without FP8.
 
 use moeworks_tensor::{DType, Tensor, bf16};
 
@@ -12,13 +12,15 @@ use crate::parallel::{Lent, PIECE};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, Isa};
 
-/// Elements that share a scale, and rows and columns of a block that does.
+/// Elements that share a scale, and rows and columns of a block of weights that does.
 pub const BLOCK: usize = 128;
 
-/// The least exponent of a scale: so small numbers become zero or are less exact, and none is beyond bf16's range.
+/// The least exponent of a scale. Smaller numbers become zero or less exact, and no product with a scale leaves the
+/// range of bf16.
 const MIN_SCALE_EXPONENT: i32 = -110;
 
-/// The power of two by which numbers of at most `largest` are divided, so that they are at most 448 and this is more than 224.
+/// Returns the power of two by which numbers of magnitude up to `largest` are divided, which maps `largest` to above
+/// 224 and at most 448.
 #[must_use]
 pub fn scale_for(largest: f32) -> f32 {
     let bits = largest.to_bits();
@@ -26,11 +28,12 @@ pub fn scale_for(largest: f32) -> f32 {
     f32::from_bits(((exponent.max(MIN_SCALE_EXPONENT) + 127) as u32) << 23)
 }
 
-/// The float of E4M3 nearest to `x`, of at most 448, ties to even; what is not finite is NaN.
+/// Returns the E4M3 number nearest to `x`, of magnitude at most 448, ties to even; what is not finite becomes NaN.
 #[inline(always)]
 fn nearest(x: f32) -> f32 {
     let size = x.abs();
-    // To three bits of mantissa, and below 2^-6 to multiples of 2^-9: of which there are none between floats of this size.
+    // Rounds to three bits of mantissa, and below 2^-6 to multiples of 2^-9 by adding a number whose floats are that
+    // far apart.
     const SHIFT: f32 = 16384.0;
     let bits = size.to_bits();
     let normal = f32::from_bits((bits.wrapping_add(0x7_ffff + (bits >> 20 & 1))) & 0xfff0_0000);
@@ -39,7 +42,7 @@ fn nearest(x: f32) -> f32 {
     rounded.copysign(x)
 }
 
-/// `x` `[.., N]` (f32 or bf16) as bf16, rounded in blocks of [`BLOCK`] along each row.
+/// Rounds `x` `[.., N]` (f32 or bf16) to E4M3 in blocks of [`BLOCK`] along each row; returns bf16.
 #[must_use]
 pub fn round_rows(ctx: &Context, x: &Tensor) -> Tensor {
     if let Some(on) = On::of(ctx) {
@@ -66,7 +69,8 @@ pub fn round_rows(ctx: &Context, x: &Tensor) -> Tensor {
     y
 }
 
-/// `weights` `[.., N]` (f32 or bf16), matrices of `rows` rows each, as bf16, rounded in blocks of [`BLOCK`] rows and columns of each.
+/// Rounds matrices of `rows` rows each, `weights` `[.., N]` (f32 or bf16), to E4M3 in blocks of [`BLOCK`] rows and
+/// columns; returns bf16.
 #[must_use]
 pub fn round_matrices(ctx: &Context, weights: &Tensor, rows: usize) -> Tensor {
     let columns = weights.cols();
@@ -86,14 +90,14 @@ pub fn round_matrices(ctx: &Context, weights: &Tensor, rows: usize) -> Tensor {
             let first = strip / row_blocks * rows + strip % row_blocks * BLOCK;
             let end = (first + BLOCK).min((strip / row_blocks + 1) * rows);
             let range = first * columns..end * columns;
-            // SAFETY: strips are of rows of their own.
+            // SAFETY: each strip has rows of its own.
             round_strip::<T>(ctx.isa(), &from[range.clone()], columns, unsafe { to.range(range) });
         });
     });
     rounded
 }
 
-/// Rows of which [`BLOCK`] columns each share a scale.
+/// Rounds rows of which each [`BLOCK`] columns share a scale.
 fn round_strip<T: Float>(isa: Isa, from: &[T], columns: usize, to: &mut [bf16]) {
     for first in (0..columns).step_by(BLOCK) {
         let range = first..(first + BLOCK).min(columns);
@@ -105,10 +109,10 @@ fn round_strip<T: Float>(isa: Isa, from: &[T], columns: usize, to: &mut [bf16]) 
     }
 }
 
-/// The larger of two sizes; NaN is larger than all.
+/// Returns the larger of two magnitudes; NaN is larger than all.
 #[inline(always)]
 fn larger(a: f32, b: f32) -> f32 {
-    // As whole numbers positive floats and NaN are in order.
+    // Positive floats and NaN are ordered as integers are.
     f32::from_bits(a.to_bits().max(b.to_bits()))
 }
 

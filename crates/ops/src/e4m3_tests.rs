@@ -3,14 +3,14 @@ use moeworks_tensor::f8_value;
 use super::*;
 use crate::test_data::{kinds, numbers, tensor};
 
-/// The float of E4M3 nearest to `x`, ties to the one whose byte is even: looked up among all of them.
+/// Returns the E4M3 number nearest to `x`, ties to the even byte, by a search among all of them.
 fn nearest_of_all(x: f64) -> f64 {
     let distance = |byte: u8| (f64::from(f8_value(byte)) - x.abs()).abs();
     let byte = (0..0x7f_u8).min_by(|&a, &b| distance(a).total_cmp(&distance(b)).then((a & 1).cmp(&(b & 1))));
     f64::from(f8_value(byte.unwrap())).copysign(x)
 }
 
-/// A block's numbers, rounded as the formats say: by the least power of two that brings all of them to 448 at most.
+/// Rounds a block's numbers by the definition: with the least power of two that brings all of them to at most 448.
 pub(crate) fn exact_block(x: &[f64]) -> Vec<f64> {
     let largest = x.iter().fold(0.0_f64, |all, x| all.max(x.abs()));
     let mut scale = 2.0_f64.powi(MIN_SCALE_EXPONENT);
@@ -20,8 +20,8 @@ pub(crate) fn exact_block(x: &[f64]) -> Vec<f64> {
     x.iter().map(|x| nearest_of_all(x / scale) * scale).collect()
 }
 
-/// Matrices of `rows` rows, each block of each.
-pub(crate) fn exact_matrices(x: &[f64], rows: usize, columns: usize, (high, wide): (usize, usize)) -> Vec<f64> {
+/// Rounds each block of `high` rows and `wide` columns of matrices of `rows` rows.
+pub(crate) fn exact_matrices(x: &[f64], rows: usize, columns: usize, high: usize, wide: usize) -> Vec<f64> {
     let mut all = vec![0.0; x.len()];
     for (x, all) in x.chunks(rows * columns).zip(all.chunks_mut(rows * columns)) {
         for (row, column) in (0..rows).step_by(high).flat_map(|row| (0..columns).step_by(wide).map(move |c| (row, c))) {
@@ -35,7 +35,7 @@ pub(crate) fn exact_matrices(x: &[f64], rows: usize, columns: usize, (high, wide
     all
 }
 
-/// Numbers of many sizes, also within a row.
+/// Returns numbers of many magnitudes, also within a row.
 fn values(len: usize) -> Vec<f32> {
     let sizes = numbers(len, 2);
     numbers(len, 1)
@@ -86,9 +86,9 @@ fn rows_and_matrices_are_rounded_in_blocks_by_all_devices_alike() {
             let exact = as_f64(&x.to_f32_vec());
             let name = format!("{matrices} x {rows} x {columns} {dtype:?} on {}", ctx.describe());
             let of_rows = as_f64(&round_rows(&ctx, &x).to_f32_vec());
-            assert!(of_rows == exact_matrices(&exact, rows, columns, (1, BLOCK)), "rows of {name}");
+            assert!(of_rows == exact_matrices(&exact, rows, columns, 1, BLOCK), "rows of {name}");
             let of_matrices = as_f64(&round_matrices(&ctx, &x, rows).to_f32_vec());
-            assert!(of_matrices == exact_matrices(&exact, rows, columns, (BLOCK, BLOCK)), "{name}");
+            assert!(of_matrices == exact_matrices(&exact, rows, columns, BLOCK, BLOCK), "{name}");
         }
     }
 }

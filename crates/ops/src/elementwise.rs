@@ -12,29 +12,31 @@ use crate::random::fill_normals;
 use crate::simd::{Float, LANES, kernel, with_float, with_stored};
 use crate::{Context, Isa};
 
-/// Copies rows `from.1..from.1 + count` of a tensor to rows `to.1..` of another of the same type and row length.
-pub fn copy_rows(ctx: &Context, from: (&Tensor, usize), to: (&mut Tensor, usize), count: usize) {
-    let ((x, first), (y, start)) = (from, to);
+/// Copies `count` rows of `x` from row `first` on to rows `start..` of `y`, which has the same type and row length.
+pub fn copy_rows(ctx: &Context, x: &Tensor, first: usize, y: &mut Tensor, start: usize, count: usize) {
     assert_eq!((x.cols(), x.dtype()), (y.cols(), y.dtype()), "copy_rows: {:?} to {:?}", x.shape(), y.shape());
     assert!(first + count <= x.rows() && start + count <= y.rows(), "copy_rows: {count} rows from {first} to {start}");
     let row = x.cols() * x.dtype().size();
     if let Some(on) = On::of(ctx).filter(|_| row.is_multiple_of(2)) {
-        return cuda::elementwise::copy_rows(on, (x, first), (y, start), count);
+        return cuda::elementwise::copy_rows(on, x, first, y, start, count);
     }
     y.bytes_mut()[start * row..][..count * row].copy_from_slice(&x.bytes()[first * row..][..count * row]);
 }
 
-/// Copies the rows of each of `count` sequences, as many as `x` `[count n, W]` has, to rows from `start` on of those that it has in `y`
-/// `[count capacity, W]`.
-pub fn copy_rows_of_each(ctx: &Context, x: &Tensor, to: (&mut Tensor, usize), count: usize) {
-    copy_some_rows_of_each(ctx, (x, 0), to, x.rows() / count, count);
+/// Copies the rows of each of `count` sequences, `x` `[count n, W]`, to its rows from `start` on in `y` `[count
+/// capacity, W]`.
+pub fn copy_rows_of_each(ctx: &Context, x: &Tensor, y: &mut Tensor, start: usize, count: usize) {
+    copy_some_rows_of_each(ctx, x, 0, y, start, x.rows() / count, count);
 }
 
-/// The same of `rows` rows of each sequence alone, those from `first` on that it has in `x`.
+/// Copies `rows` rows of each of `count` sequences: from row `first` on in `x` `[count n, W]` to row `start` on in
+/// `y` `[count capacity, W]`.
 pub fn copy_some_rows_of_each(
     ctx: &Context,
-    (x, first): (&Tensor, usize),
-    (y, start): (&mut Tensor, usize),
+    x: &Tensor,
+    first: usize,
+    y: &mut Tensor,
+    start: usize,
     rows: usize,
     count: usize,
 ) {
@@ -44,14 +46,14 @@ pub fn copy_some_rows_of_each(
     assert!(first + rows <= given && start + rows <= capacity, "copy_rows_of_each: {rows} of {given} to {capacity}");
     let row = x.cols() * x.dtype().size();
     if let Some(on) = On::of(ctx).filter(|_| count > 1 && row.is_multiple_of(2)) {
-        return cuda::elementwise::copy_rows_of_each(on, (x, first), (y, start), rows, count);
+        return cuda::elementwise::copy_rows_of_each(on, x, first, y, start, rows, count);
     }
     for sequence in 0..count {
-        copy_rows(ctx, (x, sequence * given + first), (y, sequence * capacity + start), rows);
+        copy_rows(ctx, x, sequence * given + first, y, sequence * capacity + start, rows);
     }
 }
 
-/// `y += x`, with `y` f32 and `x` f32, bf16 or f16 of as many elements.
+/// Adds `x` (f32, bf16 or f16) to `y` (f32), element by element.
 pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
     assert_eq!(y.len(), x.len(), "add_assign: y {:?}, x {:?}", y.shape(), x.shape());
     if let Some(on) = On::taking(ctx, &[x.dtype()]) {
@@ -65,7 +67,8 @@ pub fn add_assign(ctx: &Context, y: &mut Tensor, x: &Tensor) {
     });
 }
 
-/// `[pieces, C]`: the sums of the rows of `x` `[R, C]` (f32) from each of `starts` to the next, in their order; the last of them is R.
+/// Returns `[pieces, C]`: the sums of the rows of `x` `[R, C]` (f32) from each of `starts` to the next, in order. The
+/// last of `starts` is R.
 #[must_use]
 pub fn sums_of_rows(ctx: &Context, x: &Tensor, starts: &[u32]) -> Tensor {
     let (cols, count) = (x.cols(), starts.len().saturating_sub(1));
@@ -93,7 +96,7 @@ kernel! {
     }
 }
 
-/// `y *= s`, with `y` f32 or bf16.
+/// Multiplies `y` (f32 or bf16) by `s`.
 pub fn scale_assign(ctx: &Context, y: &mut Tensor, s: f32) {
     if let Some(on) = On::of(ctx) {
         return cuda::elementwise::scale_assign(on, y, s);
@@ -111,7 +114,7 @@ kernel! {
     }
 }
 
-/// `1 / (1 + e^-x)` of each element of `x` (f32).
+/// Returns `1 / (1 + e^-x)` of each element of `x` (f32).
 #[must_use]
 pub fn sigmoid(ctx: &Context, x: &Tensor) -> Tensor {
     if let Some(on) = On::of(ctx) {
@@ -122,7 +125,7 @@ pub fn sigmoid(ctx: &Context, x: &Tensor) -> Tensor {
     y
 }
 
-/// The gradient of `x` where `y` is its [`sigmoid`]: `dy y (1 - y)`; all f32.
+/// Returns the gradient `dy y (1 - y)` of `x`, where `y` is its [`sigmoid`]; all f32.
 #[must_use]
 pub fn sigmoid_backward(ctx: &Context, dy: &Tensor, y: &Tensor) -> Tensor {
     assert_eq!(dy.len(), y.len(), "sigmoid backward: dy {:?}, y {:?}", dy.shape(), y.shape());
@@ -135,8 +138,8 @@ pub fn sigmoid_backward(ctx: &Context, dy: &Tensor, y: &Tensor) -> Tensor {
     dx
 }
 
-/// Writes the elements of `x` (f32 or bf16) from `first` on, as many as there are `factors`, times these to `y`.
-pub fn multiply_into(isa: Isa, (x, first): (&Tensor, usize), factors: &[f32], y: &mut [f32]) {
+/// Writes elements of `x` (f32 or bf16) from `first` on, each times one of `factors`, to `y`.
+pub fn multiply_into(isa: Isa, x: &Tensor, first: usize, factors: &[f32], y: &mut [f32]) {
     let range = first..first + factors.len();
     with_float!(x.dtype(), T => multiply_kernel::<T>(isa, &x.slice::<T>()[range], factors, y));
 }
@@ -177,8 +180,8 @@ kernel! {
     }
 }
 
-/// The sum of the rows of `x [.., N]` (f32 or bf16), written or added to `sums [N]` f32. A task owns columns and goes
-/// through the rows in order, so that the result does not depend on the number of threads.
+/// Sums the rows of `x [.., N]` (f32 or bf16), written or added to `sums [N]` (f32). A task owns columns and goes
+/// through the rows in order, so the result does not depend on the number of threads.
 pub fn sum_rows(ctx: &Context, x: &Tensor, write: Write, sums: &mut Tensor) {
     /// Columns of a task: four cache lines.
     const COLS: usize = 64;
@@ -200,7 +203,7 @@ pub fn sum_rows(ctx: &Context, x: &Tensor, write: Write, sums: &mut Tensor) {
     });
 }
 
-/// Cuts every element of `y` (f32 or bf16) to `[-limit, limit]`. NaN stays.
+/// Clamps every element of `y` (f32 or bf16) to `[-limit, limit]`. NaN stays.
 pub fn clip_assign(ctx: &Context, y: &mut Tensor, limit: f32) {
     if let Some(on) = On::taking(ctx, &[y.dtype()]) {
         return cuda::elementwise::clip_assign(on, y, limit);
@@ -217,7 +220,8 @@ pub fn clip_assign(ctx: &Context, y: &mut Tensor, limit: f32) {
     });
 }
 
-/// The gradient of what [`clip_assign`] cut from that of its result `y`: zero where `y` is at a limit. `dy` is f32.
+/// Turns the gradient of the result `y` of [`clip_assign`] into that of its input: zero where `y` is at a limit. `dy`
+/// is f32.
 pub fn clip_backward_assign(ctx: &Context, dy: &mut Tensor, y: &Tensor, limit: f32) {
     assert_eq!(dy.len(), y.len(), "clip_backward_assign: dy {:?}, y {:?}", dy.shape(), y.shape());
     with_float!(y.dtype(), T => {
@@ -236,7 +240,7 @@ pub fn clip_backward_assign(ctx: &Context, dy: &mut Tensor, y: &Tensor, limit: f
     });
 }
 
-/// A copy of `x` (f32, bf16 or f16) as `dtype` (one of these), rounded to the nearest, ties to even.
+/// Returns a copy of `x` (f32, bf16 or f16) as `dtype` (one of these), rounded to nearest, ties to even.
 #[must_use]
 pub fn cast(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     if let Some(on) = On::taking(ctx, &[x.dtype(), dtype]) {
@@ -247,14 +251,14 @@ pub fn cast(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     y
 }
 
-/// An operand in bf16 where products in `dtype` round it to that: once instead of for each few columns.
+/// Rounds an operand to bf16 if products in `dtype` would do so: once instead of for each few columns.
 pub(crate) fn rounded_once<'a>(ctx: &Context, x: &'a Tensor, dtype: DType) -> Cow<'a, Tensor> {
     let is_rounded = dtype == DType::BF16 && x.dtype() == DType::F32;
     if is_rounded { Cow::Owned(cast(ctx, x, DType::BF16)) } else { Cow::Borrowed(x) }
 }
 
-/// Lets `work` write to `x` as f32, which is rounded where `x` is bf16; `is_read` says that it looks at what was there or leaves some of
-/// it.
+/// Lets `work` write to `x` as f32, and rounds the result if `x` is bf16. With `is_read` the f32 buffer starts with
+/// the contents of `x`.
 pub(crate) fn written_wide(ctx: &Context, x: &mut Tensor, is_read: bool, work: impl FnOnce(&mut Tensor)) {
     if x.dtype() == DType::F32 {
         return work(x);
@@ -264,13 +268,13 @@ pub(crate) fn written_wide(ctx: &Context, x: &mut Tensor, is_read: bool, work: i
     cast_into(ctx, &wide, x);
 }
 
-/// `x` (f32 or bf16) as `dtype`: itself where it is of that type already.
+/// Returns `x` (f32 or bf16) as `dtype`, without a copy if it is of that type.
 #[must_use]
 pub fn into_type(ctx: &Context, x: Tensor, dtype: DType) -> Tensor {
     if x.dtype() == dtype { x } else { cast(ctx, &x, dtype) }
 }
 
-/// Writes `x` into `y`, which has as many elements and its own float type.
+/// Writes `x` to `y`, which has as many elements and its own float type.
 pub fn cast_into(ctx: &Context, x: &Tensor, y: &mut Tensor) {
     assert_eq!(y.len(), x.len(), "cast_into: y {:?}, x {:?}", y.shape(), x.shape());
     if let Some(on) = On::taking(ctx, &[x.dtype(), y.dtype()]) {
@@ -297,7 +301,7 @@ kernel! {
     }
 }
 
-/// Makes every element of `y` (f32) `value`.
+/// Sets every element of `y` (f32) to `value`.
 pub fn fill(ctx: &Context, y: &mut Tensor, value: f32) {
     match On::of(ctx) {
         Some(on) => cuda::elementwise::fill(on, y, value),
@@ -305,14 +309,14 @@ pub fn fill(ctx: &Context, y: &mut Tensor, value: f32) {
     }
 }
 
-/// The sum of the squares of `x` (f32, bf16 or f16), added up in f64 in an order that depends on the length alone. Not finite
-/// if an element is not.
+/// Returns the sum of the squares of `x` (f32, bf16 or f16), added up in f64 in an order that depends on the length
+/// alone. It is not finite if an element is not.
 #[must_use]
 pub fn sum_of_squares(ctx: &Context, x: &Tensor) -> f64 {
     sums_of_squares(ctx, &[x])[0]
 }
 
-/// As [`sum_of_squares`] of each of several tensors.
+/// Returns the [`sum_of_squares`] of each of several tensors.
 #[must_use]
 pub fn sums_of_squares(ctx: &Context, tensors: &[&Tensor]) -> Late<Vec<f64>> {
     let dtypes: Vec<_> = tensors.iter().map(|x| x.dtype()).collect();
@@ -351,8 +355,8 @@ kernel! {
     }
 }
 
-/// Fills `y` (f32 or bf16) with normal numbers of mean 0, cut off at three standard deviations by drawing again. `std`
-/// is the deviation before the cut. Element i depends on `random`, i and the number of elements alone.
+/// Fills `y` (f32 or bf16) with normal numbers of mean 0, redrawn until within three standard deviations. `std` is
+/// the deviation before that cut. Element i depends on `random`, i and the number of elements alone.
 pub fn fill_normal(ctx: &Context, random: &Random, std: f32, y: &mut Tensor) {
     let len = y.len() as u64;
     with_float!(y.dtype(), T => {
@@ -370,7 +374,8 @@ pub fn fill_normal(ctx: &Context, random: &Random, std: f32, y: &mut Tensor) {
     });
 }
 
-/// The first of the normal numbers at `position`, `position + stride`, ... that is within three deviations.
+/// Returns the first of the normal numbers at `position`, `position + stride` and so on that is within three
+/// deviations.
 fn truncated_normal(random: &Random, position: u64, stride: u64) -> f32 {
     let draws = (0..).map(|attempt| random.normal(position + attempt * stride));
     draws.into_iter().find(|draw: &f32| draw.abs() <= 3.0).unwrap_or(0.0)

@@ -9,14 +9,16 @@ use crate::sampling::DrawnTokens;
 use crate::simd::{Float, LANES, fence, kernel, stream_lanes, with_float, with_stored};
 use crate::{Context, quantized};
 
-/// `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32, bf16, f16 or in blocks) as `out`. Every id is below V.
+/// Returns `y [T, D]`: row `ids[t]` of `table` `[V, D]` (f32, bf16, f16 or quantized) as `out`. Every id must be
+/// below V.
 #[must_use]
 pub fn embedding(ctx: &Context, ids: &[u32], table: &Tensor, out: DType) -> Tensor {
     check_ids(ids, table);
     rows_of_ids(ctx, ids.into(), table, out)
 }
 
-/// The same of tokens that were drawn from V or fewer, which a GPU need not wait for.
+/// Returns the rows of drawn tokens as [`embedding`] does. They were drawn from at most V, so that a GPU need not
+/// wait for a check.
 #[must_use]
 pub fn embedding_of_drawn(ctx: &Context, drawn: &DrawnTokens, table: &Tensor, out: DType) -> Tensor {
     let (vocabulary, rows) = (drawn.vocabulary(), table.rows());
@@ -41,17 +43,18 @@ fn rows_of_ids(ctx: &Context, ids: List<'_, u32>, table: &Tensor, out: DType) ->
         return y;
     }
     let rows_per_task = (PIECE / cols).max(1);
-    let how = (cols, is_far(&y, cols));
+    let is_far = is_far(&y, cols);
     with_stored!(table.dtype(), X => with_float!(out, Y => {
         let table = table.slice::<X>();
         ctx.threads().run_pieces(y.slice_mut::<Y>(), rows_per_task * cols, |task, y| {
-            gather_kernel::<X, Y>(ctx.isa(), &ids[piece_range(task, rows_per_task, ids.len())], table, how, y);
+            let ids = &ids[piece_range(task, rows_per_task, ids.len())];
+            gather_kernel::<X, Y>(ctx.isa(), ids, table, cols, is_far, y);
         });
     }));
     y
 }
 
-/// The rows of a table in blocks: for inference, where they are few beside the rest of the work.
+/// Decodes rows of a quantized table. Only inference uses it, where this is little of the work.
 fn rows_of_blocks<Y: Float>(ids: &[u32], table: &Tensor, y: &mut [Y]) {
     let row_bytes = table.num_bytes() / table.rows();
     let mut row = vec![0.0; table.cols()];
@@ -62,11 +65,10 @@ fn rows_of_blocks<Y: Float>(ids: &[u32], table: &Tensor, y: &mut [Y]) {
 }
 
 kernel! {
-    fn gather_kernel<S: Level, X: Float, Y: Float>(ids: &[u32], table: &[X], how: (usize, bool), y: &mut [Y]) {
-        let (cols, is_far) = how;
+    fn gather_kernel<S: Level, X: Float, Y: Float>(ids: &[u32], table: &[X], cols: usize, is_far: bool, y: &mut [Y]) {
         for (t, (y, &id)) in y.chunks_exact_mut(cols).zip(ids).enumerate() {
             if let Some(&next) = ids.get(t + 1) {
-                // Rows are anywhere: the processor does not foresee the next one.
+                // Rows are anywhere in memory, so the hardware prefetcher cannot predict the next one.
                 prefetch_elements_far(table.as_ptr().wrapping_add(next as usize * cols), cols);
             }
             let row = &table[id as usize * cols..][..cols];
@@ -90,8 +92,8 @@ kernel! {
 /// Columns of the table that a task of [`embedding_backward`] owns: four cache lines.
 const TASK_COLS: usize = 64;
 
-/// Adds row t of `dy` `[T, D]` (f32 or bf16) to row `ids[t]` of `dtable` `[V, D]` (f32). A task owns some columns of the
-/// table and goes through the tokens in order, so the sums do not depend on the number of threads.
+/// Adds row t of `dy` `[T, D]` (f32 or bf16) to row `ids[t]` of `dtable` `[V, D]` (f32). A task owns some columns of
+/// the table and goes through the tokens in order, so the sums do not depend on the number of threads.
 pub fn embedding_backward(ctx: &Context, ids: &[u32], dy: &Tensor, dtable: &mut Tensor) {
     let cols = dtable.cols();
     check_ids(ids, dtable);
@@ -109,7 +111,7 @@ pub fn embedding_backward(ctx: &Context, ids: &[u32], dy: &Tensor, dtable: &mut 
 }
 
 kernel! {
-    /// The caller owns the columns `own` of all rows of the table.
+    /// Adds rows to the columns `own` of the table, which are the caller's alone.
     fn scatter_kernel<S: Level, T: Float>(
         ids: &[u32],
         dy: &[T],

@@ -11,7 +11,7 @@
 mod biases;
 mod epilogues;
 mod rows;
-mod turned;
+mod transposed;
 mod weight_grad;
 
 use std::ops::Range;
@@ -144,7 +144,8 @@ pub fn experts_forward_onto(
     }
     let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
-        return cuda::experts::forward(on, x, weights, (biases, is_fp8), rows, (base, is_forward_only));
+        let inputs = cuda::experts::ForwardInputs { x, weights, biases, rows, base };
+        return cuda::experts::forward(on, inputs, is_fp8, is_forward_only);
     }
     let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, x), RoundedWeights::of(ctx, weights)));
     let (x, weights) = rounded.as_ref().map_or((x, weights), |(x, rounded)| (x, rounded.weights()));
@@ -193,8 +194,8 @@ fn activations(
     let mut h = (!is_forward_only || in_turn.is_some()).then(|| ctx.empty(&[s.r, s.af], dtype));
     with_float!(dtype, T => match (in_turn, &mut h) {
         (Some((base, _)), Some(h)) => {
-            let between = turned::Between { activation, bias, experts };
-            turned::activate_in_turn::<T>(ctx, (x, Some(&rows.tokens)), base, &between, (h, &mut a));
+            let between = transposed::Between { activation, bias, experts };
+            transposed::activate_interleaved::<T>(ctx, x, Some(&rows.tokens), base, &between, h, &mut a);
         }
         (_, h) => {
             let h = h.as_mut().map(|h| Lent::new(h.slice_mut::<T>()));
@@ -224,14 +225,14 @@ fn forward_product(
 ) {
     let num_weights = columns * if is_paired { 2 } else { 1 };
     if let Some((base, false)) = weights.as_turned().filter(|_| !is_paired) {
-        return turned::product(ctx, (a, tokens), base, experts, epilogue);
+        return transposed::product(ctx, a, tokens, base, experts, epilogue);
     }
     if weights.dtype().is_quantized() {
         let group = |(e, range): &Expert| quantized::Group {
             indices: tokens.map(|tokens| &tokens[range.clone()]),
             first: range.start,
             rows: range.len(),
-            weights: quantized::matrix(weights, *e, (columns, is_paired)),
+            weights: quantized::matrix(weights, *e, columns, is_paired),
             columns,
         };
         let groups: Vec<_> = experts.iter().map(group).collect();
@@ -245,7 +246,7 @@ fn forward_product(
         columns,
         depth: a.cols(),
     });
-    let compute = Compute::of(weights.dtype());
+    let compute = Compute::from_dtype(weights.dtype());
     gemm::run(ctx, &Product { form: Form::Nt, compute, groups: &groups, is_paired }, epilogue);
 }
 
@@ -298,7 +299,7 @@ pub fn experts_backward_with_weight_grad(
     if is_apart {
         let back = experts_backward(ctx, dy, weights, rows, saved);
         let inputs = WeightGradInputs { x, dy, saved, dh: &back.dh, weighed: back.weighed.as_ref() };
-        weight_grad(ctx, inputs, weights.activation, (rows, keeps_unused), write, grads);
+        weight_grad(ctx, inputs, weights.activation, rows, keeps_unused, write, grads);
         return back;
     }
     let beside = Beside { x, experts: if keeps_unused { used_experts(rows) } else { all_experts(rows) }, write, grads };
@@ -329,14 +330,14 @@ fn backward(
     let s = Sizes::of(dy, weights, rows);
     let is_fp8 = weights.multiply_in_fp8(ctx);
     if let Some(on) = On::of(ctx).filter(|_| !weights.gate_up.dtype().is_quantized() && cuda::experts::takes(weights)) {
-        return cuda::experts::backward(on, dy, (weights, is_fp8), rows, saved);
+        return cuda::experts::backward(on, dy, weights, is_fp8, rows, saved);
     }
     let rounded = is_fp8.then(|| (e4m3::round_rows(ctx, dy), RoundedWeights::of(ctx, weights)));
     let (dy, weights) = rounded.as_ref().map_or((dy, weights), |(dy, rounded)| (dy, rounded.weights()));
     let dtype = weights.gate_up.dtype();
     let dy = &*rounded_once(ctx, dy, dtype);
     let experts = used_experts(rows);
-    let num_panels = gemm::num_panels(ctx, Compute::of(dtype), s.f);
+    let num_panels = gemm::num_panels(ctx, Compute::from_dtype(dtype), s.f);
     let mut dh = ctx.empty(&[s.r, s.af], dtype);
     let mut parts = ctx.empty(&[s.r, num_panels], DType::F32);
     let first = groups(&experts, |e, range| Group {
@@ -357,12 +358,12 @@ fn backward(
             parts: Lent::new(parts.f32s_mut()),
             num_panels,
         };
-        let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups: &first, is_paired: false };
+        let product = Product { form: Form::Nn, compute: Compute::from_dtype(dtype), groups: &first, is_paired: false };
         match &mut beside {
             Some(Beside { experts, write, grads, .. }) => {
-                let a = weighed_activations(ctx, (saved, dtype), weights.activation, rows, s.f);
+                let a = weighed_activations(ctx, saved, dtype, weights.activation, rows, s.f);
                 let of = GradOf { ctx, rows, experts, write: *write, beside: Some((&product, &epilogue)) };
-                of.down((dy, &a), grads.down);
+                of.down(dy, &a, grads.down);
             }
             None => gemm::run(ctx, &product, &epilogue),
         }
@@ -382,7 +383,7 @@ fn backward(
     let outputs = row_outputs(ctx, dtype, (&experts, &second), &[s.r, s.d], |product, store| match &mut beside {
         Some(Beside { x, experts, write, grads }) => {
             let of = GradOf { ctx, rows, experts, write: *write, beside: Some((product, store)) };
-            of.gate_up((&dh, x), s.af, grads.gate_up);
+            of.gate_up(&dh, x, s.af, grads.gate_up);
         }
         None => gemm::run(ctx, product, store),
     });
@@ -435,7 +436,7 @@ fn row_outputs(
 ) -> Tensor {
     let mut outputs = ctx.empty(shape, dtype.of_activations());
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
-    let product = Product { form: Form::Nn, compute: Compute::of(dtype), groups, is_paired: false };
+    let product = Product { form: Form::Nn, compute: Compute::from_dtype(dtype), groups, is_paired: false };
     with_float!(outputs.dtype(), T => {
         let to = Lent::new(outputs.slice_mut::<T>());
         run(&product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });

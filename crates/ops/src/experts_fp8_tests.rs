@@ -106,10 +106,10 @@ fn check(case: &Case, ctx: &Context) {
     let (y, saved) = experts_forward(ctx, &x, weights, rows);
     let back = experts_backward(ctx, &dy, weights, rows, &saved);
 
-    let of_rows = |x: &[f64], columns: usize| exact_matrices(x, x.len() / columns, columns, (1, BLOCK));
+    let of_rows = |x: &[f64], columns: usize| exact_matrices(x, x.len() / columns, columns, 1, BLOCK);
     let (x, dy) = (of_rows(&as_f64(&inputs.x), d), of_rows(&as_f64(&inputs.dy), d));
-    let w1 = exact_matrices(&as_f64(&inputs.gate_up), f, d, (BLOCK, BLOCK));
-    let w2 = exact_matrices(&as_f64(&inputs.down), d, f, (BLOCK, BLOCK));
+    let w1 = exact_matrices(&as_f64(&inputs.gate_up), f, d, BLOCK, BLOCK);
+    let w2 = exact_matrices(&as_f64(&inputs.down), d, f, BLOCK, BLOCK);
     let (h, dh) = (as_f64(&saved.h.to_f32_vec()), as_f64(&back.dh.to_f32_vec()));
     let a = of_rows(&h.iter().map(|h| h.max(0.0)).collect::<Vec<_>>(), f);
     let rounded_dh = of_rows(&dh, af);

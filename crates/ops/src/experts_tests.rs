@@ -145,7 +145,7 @@ struct Run {
     backward: ExpertsBackward,
     replaced: [Tensor; 2],
     added: [Tensor; 2],
-    /// Whether rows are rounded to bf16 before they are added up, and weighed activations in place of gradients: so on a GPU.
+    /// True if rows are rounded to bf16 before they are added up, and weighed activations in place of gradients: so on a GPU.
     rounds_rows: bool,
 }
 

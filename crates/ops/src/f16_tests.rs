@@ -1,4 +1,4 @@
-//! Weights in f16: whatever reads them gives what it gives for the same numbers in f32.
+//! Weights in f16: every operation that reads them gives the same results as for the same numbers in f32.
 
 use std::sync::Arc;
 
@@ -10,19 +10,19 @@ use crate::linear::{linear, linear_backward_input};
 use crate::test_data::{contexts, is_close, kinds, numbers, tensor};
 use crate::{Activation, Context, elementwise, embedding, quantized};
 
-/// Every f16 there is.
+/// Returns every f16.
 fn all() -> Vec<f16> {
     (0..=u16::MAX).map(f16::from_bits).collect()
 }
 
-/// Numbers of many magnitudes as f16: among them zeros, subnormals and large ones.
+/// Returns f16 numbers of many magnitudes, among them zeros, subnormals and large ones.
 fn halves(len: usize, seed: u64) -> Vec<f16> {
     let exponents = numbers(len, seed + 100);
     let number = |(x, exponent): (f32, f32)| f16::from_f32(x * (20.0 * exponent - 8.0).exp2());
     numbers(len, seed).into_iter().zip(exponents).map(number).collect()
 }
 
-/// The values in memory that begins `offset` bytes behind a multiple of 64.
+/// Returns the values in memory that begins `offset` bytes after a multiple of 64.
 fn mapped_at(offset: usize, shape: &[usize], values: &[f16]) -> Tensor {
     let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
     let mut memory = vec![0; bytes.len() + 128];
@@ -47,7 +47,8 @@ fn assert_same_bits(what: &str, y: &Tensor, expected: &Tensor) {
 fn every_f16_becomes_the_f32_that_it_is() {
     let all = all();
     for ctx in kinds() {
-        // Alone in its row, each is multiplied by 1 in a vector, or in a panel that many rows of activations share.
+        // Alone in its row, each number is multiplied by 1 in a vector, or in a panel that many rows of activations
+        // share.
         let stored = Tensor::from_slice(ctx.pool(), &[all.len(), 1], &all);
         let expected = as_f32(&ctx, &stored);
         assert_same_bits("cast", &elementwise::cast(&ctx, &stored, DType::F32), &expected);
@@ -75,8 +76,9 @@ fn positive_zeros(ctx: &Context, x: &Tensor) -> Tensor {
     Tensor::from_slice(ctx.pool(), x.shape(), &values)
 }
 
-/// Both products of `rows` rows with weights in f16 anywhere in memory against f64, and the bits of those with f32.
-fn check((rows, depth, columns): (usize, usize, usize)) {
+/// Compares both products of `rows` rows, with weights in f16 anywhere in memory, with f64 and with the bits of f32
+/// weights.
+fn check(rows: usize, depth: usize, columns: usize) {
     let (x, w) = (numbers(rows * depth, 1), halves(columns * depth, 2));
     let exact = |r: usize, weight: &dyn Fn(usize) -> f16| {
         let terms = (0..depth).map(|k| f64::from(x[r * depth + k]) * weight(k).to_f64());
@@ -104,15 +106,15 @@ fn check((rows, depth, columns): (usize, usize, usize)) {
 #[test]
 fn products_have_the_bits_of_those_with_f32() {
     for rows in [1, 2, 4, 5, 8, 16, 17, 33, 70] {
-        check((rows, 67, 101));
+        check(rows, 67, 101);
     }
     for (depth, columns) in [(1, 1), (31, 48), (32, 49), (64, 97), (1, 300), (300, 1), (8, 16)] {
         for rows in [1, 7, 40] {
-            check((rows, depth, columns));
+            check(rows, depth, columns);
         }
     }
-    check((300, 64, 50));
-    check((1, 1_500, 9));
+    check(300, 64, 50);
+    check(1, 1_500, 9);
 }
 
 #[test]
@@ -168,6 +170,6 @@ proptest! {
 
     #[test]
     fn random_sizes_have_the_bits_of_those_with_f32(rows in 1_usize..60, depth in 1_usize..150, columns in 1_usize..150) {
-        check((rows, depth, columns));
+        check(rows, depth, columns);
     }
 }

@@ -2,8 +2,8 @@ use super::*;
 use crate::counting_sort::sort_choices;
 use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
 
-/// All three products against sums in f64, on every instruction set and number of threads; groups without rows, with one
-/// and with many.
+/// Compares all three products with sums in f64, on every instruction set and number of threads; groups without rows,
+/// with one and with many.
 #[test]
 fn every_row_meets_the_matrix_of_its_group() {
     for (case, (t, k, d, width, num_groups, first, dtype)) in [
@@ -57,7 +57,7 @@ fn every_row_meets_the_matrix_of_its_group() {
                     assert!(is_close(y.f32s()[row * width + c], sum.0, sum.1, d, DType::F32), "case {case}: y");
                 }
             }
-            // What belongs to no group stays.
+            // Rows of the weight that belong to no group stay as they are.
             exact_dw[..first * d].fill((5.0, 0.0));
             exact_dw[(rows_of_w - 1) * d..].fill((5.0, 0.0));
             for (what, values, exact) in [("dx", dx.f32s(), &exact_dx), ("dw", dw.f32s(), &exact_dw)] {

@@ -147,7 +147,7 @@ fn backward(
         if chunk.end - chunk.start == x.rows() {
             dx = part_dx;
         } else {
-            copy_rows(ctx, (&part_dx, 0), (&mut dx, chunk.start), part_dx.rows());
+            copy_rows(ctx, &part_dx, 0, &mut dx, chunk.start, part_dx.rows());
         }
         linear_backward_weight(ctx, &logits, &part, w.dtype(), write, dw);
         if let Some(d_bias) = &mut d_bias {
@@ -350,7 +350,7 @@ impl Chunk {
             return x.clone();
         }
         let mut rows = ctx.empty_there(&[self.end - self.start, x.cols()], x.dtype());
-        copy_rows(ctx, (x, self.start), (&mut rows, 0), self.end - self.start);
+        copy_rows(ctx, x, self.start, &mut rows, 0, self.end - self.start);
         rows
     }
 }

@@ -1,7 +1,7 @@
-//! Products by head: each head multiplies columns of its own of one matrix with rows of its own of another.
+//! Products by head: each head multiplies its columns of one matrix with its rows of another.
 //!
-//! Latent attention narrows the queries of a head, and widens what it has summed up, by that head's part of the matrix that
-//! makes keys and values (DeepSeek-V2, 2405.04434, section 2.1.2).
+//! Latent attention projects a head's queries down, and its weighted sums up, with that head's part of the matrix
+//! that makes keys and values (DeepSeek-V2, 2405.04434, section 2.1.2).
 
 use moeworks_tensor::Tensor;
 
@@ -15,43 +15,37 @@ use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::with_float;
 
-/// What belongs to each head: the columns of `x`, the rows of `w` and the columns of `y`; the first head's begin at `start`,
-/// each next head's one `step` further.
+/// The share of each head: columns of `x`, rows of `w` and columns of `y`. The first head's begin at `start`, each
+/// next head's `step` further.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadParts {
-    /// Heads.
+    /// Number of heads.
     pub count: usize,
     /// The columns of `x`.
     pub x: Columns,
     /// The rows of `w`.
     pub w: Columns,
-    /// The number of rows of `w` that a head has.
+    /// Rows of `w` per head.
     pub num_rows: usize,
     /// The columns of `y`.
     pub y: Columns,
 }
 
-/// Writes `x_h w_h^T` to the columns of `y` of each head h, as many as a head has rows of `w [.., in]`; as many columns of
-/// `x` are read as `w` has. `x`, `w` and `y` are f32 or bf16; products are taken as in [`linear`](crate::linear::linear).
-/// Other columns of `y` stay.
+/// Writes `x_h w_h^T` to the columns of `y` of each head h, as many as a head has rows of `w [.., in]`, reading as
+/// many columns of `x` as `w` has. `x`, `w` and `y` are f32 or bf16; products are taken as in
+/// [`linear`](crate::linear::linear). Other columns of `y` stay as they are.
 pub fn linear_by_head(ctx: &Context, x: &Tensor, w: &Tensor, parts: &HeadParts, y: &mut Tensor) {
-    by_head(ctx, Form::Nt, (x, w), parts, (w.cols(), parts.num_rows), y);
+    by_head(ctx, Form::Nt, x, w, parts, y);
 }
 
-/// Writes `x_h w_h` to as many columns of `y` of each head h as `w` has; as many columns of `x` are read as a head has rows
-/// of `w`. Types as in [`linear_by_head`].
+/// Writes `x_h w_h` to the columns of `y` of each head h, as many as `w` has, reading as many columns of `x` as a
+/// head has rows of `w`. Types are as in [`linear_by_head`].
 pub fn transposed_linear_by_head(ctx: &Context, x: &Tensor, w: &Tensor, parts: &HeadParts, y: &mut Tensor) {
-    by_head(ctx, Form::Nn, (x, w), parts, (parts.num_rows, w.cols()), y);
+    by_head(ctx, Form::Nn, x, w, parts, y);
 }
 
-fn by_head(
-    ctx: &Context,
-    form: Form,
-    (x, w): (&Tensor, &Tensor),
-    parts: &HeadParts,
-    (depth, columns): (usize, usize),
-    y: &mut Tensor,
-) {
+fn by_head(ctx: &Context, form: Form, x: &Tensor, w: &Tensor, parts: &HeadParts, y: &mut Tensor) {
+    let (depth, columns) = if form == Form::Nt { (w.cols(), parts.num_rows) } else { (parts.num_rows, w.cols()) };
     let fits = |at: Columns, width: usize, all: usize| {
         parts.count == 0 || at.start + (parts.count - 1) * at.step + width <= all
     };
@@ -72,7 +66,7 @@ fn by_head(
     }
     let types = [x.dtype(), w.dtype(), y.dtype()];
     if let Some(on) = On::taking(ctx, &types).filter(|_| depth > 0 && cuda::heads::takes(x)) {
-        return cuda::heads::by_head(on, form, (x, w), parts, y);
+        return cuda::heads::by_head(on, form, x, w, parts, y);
     }
     let group = |head: usize| {
         let a = Source::rows(x, 0);
@@ -82,7 +76,7 @@ fn by_head(
     let groups: Vec<Group<'_>> = (0..parts.count).map(group).collect();
     let offsets: Vec<usize> = (0..parts.count).map(|head| parts.y.start + head * parts.y.step).collect();
     let (product, stride) =
-        (Product { form, compute: Compute::of(w.dtype()), groups: &groups, is_paired: false }, y.cols());
+        (Product { form, compute: Compute::from_dtype(w.dtype()), groups: &groups, is_paired: false }, y.cols());
     with_float!(y.dtype(), T => {
         let to = Lent::new(y.slice_mut::<T>());
         run(ctx, &product, &Store { to, offsets: &offsets, stride, write: Write::Replace });

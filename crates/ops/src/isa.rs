@@ -2,12 +2,13 @@
 
 use std::sync::OnceLock;
 
-/// A level of vector instructions. A kernel exists for each, or falls back to the one below.
+/// A level of vector instructions. A kernel exists for each level, or falls back to the one below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Isa {
-    /// Whatever the compiler makes of plain code.
+    /// Plain code as the compiler vectorises it.
     Portable,
-    /// aarch64 with NEON, as all have: pairs of its vectors, so 8 f32 lanes. bf16 is widened. Tested by emulation, never timed.
+    /// aarch64 with NEON, which all have: pairs of its vectors, so 8 f32 lanes. bf16 is widened. Tested by emulation,
+    /// never timed.
     Neon,
     /// x86-64 with AVX2, FMA and F16C: 8 f32 lanes.
     Avx2,
@@ -15,35 +16,40 @@ pub enum Isa {
     Avx512,
     /// [`Isa::Avx512`] and the bf16 dot product (AVX-512 BF16).
     Avx512Bf16,
-    /// [`Isa::Avx512Bf16`] and the tiles of AMX with their bf16 product, on Linux.
+    /// [`Isa::Avx512Bf16`] and the AMX tiles with their bf16 product, on Linux.
     Amx,
-    /// [`Isa::Amx`], and products of f32 of many rows in tiles, too, each as six of bf16: as exact, and in a loop of their own twice as
-    /// fast. Only where `MOEWORKS_F32_TILES` asks for it: on a host whose other guests leave it little power tiles take three times as
-    /// long, multiply-adds half as long again.
+    /// [`Isa::Amx`], with f32 products of many rows in tiles as well, each as six bf16 products: as exact, and twice
+    /// as fast in a loop of its own. Chosen only [on demand](Isa::with_f32_tiles): on a host whose other guests use much
+    /// power, tiles take three times as long and multiply-adds one and a half times.
     AmxF32,
 }
 
 impl Isa {
-    /// The level whose kernels are fastest here: the best one, but without the bf16 dot product where that is slower
-    /// than f32 multiply-adds. (On some processors it is: it is then half as fast for the same number of products, and
-    /// bf16 matrices are better widened while they are packed.) Measured once for a process, in under a millisecond. With
-    /// `MOEWORKS_F32_TILES=1` in the environment [`Isa::AmxF32`] where there are tiles.
+    /// Returns the level whose kernels are fastest on this machine: the best one, but without the bf16 dot product if
+    /// that is slower than f32 multiply-adds. (On some CPUs it is half as fast for the same number of products, and
+    /// bf16 matrices are better widened while they are packed.) Measured once per process, in under a millisecond.
     #[must_use]
     pub fn detect() -> Self {
         static FASTEST: OnceLock<Isa> = OnceLock::new();
         *FASTEST.get_or_init(|| match Self::best() {
             Self::Avx512Bf16 if !crate::peak::is_bf16_dot_fast() => Self::Avx512,
-            Self::Amx if std::env::var("MOEWORKS_F32_TILES").is_ok_and(|value| value == "1") => Self::AmxF32,
             best => best,
         })
     }
 
-    /// Whether bf16 is multiplied in tiles.
+    /// Returns [`Isa::AmxF32`] for [`Isa::Amx`] if it is `wanted`, and this level otherwise.
+    #[must_use]
+    pub fn with_f32_tiles(self, wanted: bool) -> Self {
+        if wanted && self == Self::Amx { Self::AmxF32 } else { self }
+    }
+
+    /// Returns whether bf16 is multiplied in AMX tiles.
     pub(crate) fn has_tiles(self) -> bool {
         self >= Self::Amx
     }
 
-    /// The highest level whose instructions this machine has, but for [`Isa::AmxF32`], which has those of [`Isa::Amx`].
+    /// Returns the highest level whose instructions this machine has, except [`Isa::AmxF32`], which needs those of
+    /// [`Isa::Amx`].
     #[must_use]
     pub fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -70,7 +76,7 @@ impl Isa {
         if cfg!(target_arch = "aarch64") { Self::Neon } else { Self::Portable }
     }
 
-    /// Every level this machine can run, lowest first: tests run all of them.
+    /// Lists every level that this machine can run, lowest first.
     #[must_use]
     pub fn available() -> Vec<Self> {
         let best = Self::best();

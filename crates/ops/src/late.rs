@@ -1,7 +1,8 @@
-//! What an operation reads and gives wherever it lies: lists, and numbers that may still be under way on a GPU.
+//! Inputs and results of operations that may be on a GPU or still be computed there: lists, and deferred values.
 //!
-//! A host that looks at what a GPU computes waits for all that was asked of it before, and a large list takes longer to copy than to
-//! use. So operations that only hand a list on take it as it is, and numbers that are looked at later, or never, come late.
+//! A host that reads a result of a GPU waits for all work queued before it, and copying a large list takes longer
+//! than using it. So operations that only pass a list on take it where it is, and values that are read later or never
+//! are deferred.
 
 use std::fmt;
 use std::ops::Deref;
@@ -9,18 +10,18 @@ use std::sync::{Arc, LazyLock};
 
 use moeworks_tensor::{Element, Tensor};
 
-/// A list that an operation reads: the host's, or a tensor's, which may be on a GPU. It reads like a slice, for which a tensor that is
-/// on a GPU alone is copied to the host.
+/// A list that an operation reads: a slice on the host, or a tensor, which may be on a GPU. It derefs to a slice; a
+/// tensor that is only on a GPU is copied to the host for that.
 #[derive(Clone, Copy)]
 pub enum List<'a, E> {
-    /// In the host.
+    /// On the host.
     Host(&'a [E]),
     /// Wherever the tensor is.
     Tensor(&'a Tensor),
 }
 
 impl<E: Element> List<'_, E> {
-    /// The number of elements; nothing is copied.
+    /// Returns the number of elements, without a copy.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -29,7 +30,7 @@ impl<E: Element> List<'_, E> {
         }
     }
 
-    /// Whether there are none.
+    /// Returns whether the list is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -79,18 +80,18 @@ impl<E: Element + fmt::Debug> fmt::Debug for List<'_, E> {
 
 type Wait<T> = Box<dyn FnOnce() -> T + Send>;
 
-/// A value that may still be under way on a GPU; who looks at it waits for it. Clones share it.
+/// A value that a GPU may still be computing; reading it waits. Clones share it.
 #[derive(Clone)]
 pub struct Late<T>(Arc<LazyLock<T, Wait<T>>>);
 
 impl<T: Send + 'static> Late<T> {
-    /// What `wait` gives, which is called at the first look.
+    /// Defers a value that `wait` returns; it is called when the value is first read.
     #[must_use]
     pub fn new(wait: impl FnOnce() -> T + Send + 'static) -> Self {
         Self(Arc::new(LazyLock::new(Box::new(wait))))
     }
 
-    /// A value that is there.
+    /// Wraps a value that is ready.
     #[must_use]
     pub fn now(value: T) -> Self {
         Self::new(|| value)

@@ -1,7 +1,8 @@
 //! Layer normalisation (Ba et al., 1607.06450): `y = (x - mean) / std * weight + bias`, row by row.
 //!
-//! Arithmetic is f32 whatever the types; the variance is taken of the centred row. Backward, with `n = (x - mean) / std` and
-//! `g = weight dy`: `dx = (g - mean(g) - n mean(g n)) / std`, `dweight = sum over rows of dy n`, `dbias = sum of dy`.
+//! Arithmetic is f32 whatever the types; the variance is computed from the centred row. Backward, with `n = (x -
+//! mean) / std` and `g = weight dy`: `dx = (g - mean(g) - n mean(g n)) / std`, `dweight = sum over rows of dy n`,
+//! `dbias = sum of dy`.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -11,7 +12,7 @@ use crate::linear::Write;
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
 
-/// The weights of a layer norm or, for backward, their gradients' places.
+/// The weights of a layer norm.
 #[derive(Clone, Copy)]
 pub struct LayerNormWeights<'a> {
     /// `[W]`, f32 or bf16.
@@ -20,8 +21,15 @@ pub struct LayerNormWeights<'a> {
     pub bias: &'a Tensor,
 }
 
-/// Normalises the rows of `x` (f32 or bf16), each as wide as the weight. `eps` is added to the variance; `out` is the type
-/// of `y`. Returns `y` in the shape of `x`, and each row's mean and `1 / std`, `[rows, 2]` f32.
+/// The gradients of a layer norm's weights, `[W]` f32 each.
+pub struct LayerNormGrads<'a> {
+    /// Gradient of the weight.
+    pub weight: &'a mut Tensor,
+    /// Gradient of the bias.
+    pub bias: &'a mut Tensor,
+}
+/// Normalises the rows of `x` (f32 or bf16), each as wide as the weight. `eps` is added to the variance; `out` is the
+/// type of `y`. Returns `y` in the shape of `x`, and each row's mean and `1 / std`, `[rows, 2]` f32.
 #[must_use]
 pub fn layer_norm(ctx: &Context, x: &Tensor, weights: LayerNormWeights<'_>, eps: f32, out: DType) -> (Tensor, Tensor) {
     let rows = Rows::of(x, weights.weight);
@@ -40,7 +48,7 @@ pub fn layer_norm(ctx: &Context, x: &Tensor, weights: LayerNormWeights<'_>, eps:
             // SAFETY: the tasks' rows do not overlap.
             let (y, statistics) =
                 unsafe { (y.range(elements.clone()), statistics.range(2 * range.start..2 * range.end)) };
-            forward_kernel::<X, Y>(ctx.isa(), &x[elements], (&weight, &bias), eps, y, statistics);
+            forward_kernel::<X, Y>(ctx.isa(), &x[elements], &weight, &bias, eps, y, statistics);
         });
     }));
     (y, statistics)
@@ -49,12 +57,12 @@ pub fn layer_norm(ctx: &Context, x: &Tensor, weights: LayerNormWeights<'_>, eps:
 kernel! {
     fn forward_kernel<S: Level, X: Float, Y: Float>(
         x: &[X],
-        weights: (&[f32], &[f32]),
+        weight: &[f32],
+        bias: &[f32],
         eps: f32,
         y: &mut [Y],
         statistics: &mut [f32],
     ) {
-        let (weight, bias) = weights;
         let width = weight.len();
         let rows = x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(statistics.as_chunks_mut::<2>().0);
         for ((x, y), statistics) in rows {
@@ -69,7 +77,7 @@ kernel! {
     }
 }
 
-/// The sum of `f` of the elements, in an order that depends on their number alone.
+/// Returns the sum of `f` of the elements, in an order that depends on their number alone.
 #[inline(always)]
 fn sum_of<X: Float>(x: &[X], f: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0.0; LANES];
@@ -82,28 +90,30 @@ fn sum_of<X: Float>(x: &[X], f: impl Fn(f32) -> f32) -> f32 {
     sum_lanes(lanes)
 }
 
-/// The gradients of [`layer_norm`]: returns `dx` (f32, shape of `x`) and writes or adds those of weight and bias to
-/// `dweights` (f32 each). `dy` is f32 or bf16; `statistics` is what forward returned.
+/// Returns the gradient `dx` (f32, shape of `x`) of [`layer_norm`]'s input, and writes or adds those of weight and
+/// bias to `grads`. `dy` is f32 or bf16; `statistics` is what forward returned.
 #[must_use]
 pub fn layer_norm_backward(
     ctx: &Context,
     dy: &Tensor,
-    (x, statistics): (&Tensor, &Tensor),
+    x: &Tensor,
+    statistics: &Tensor,
     weight: &Tensor,
     write: Write,
-    dweights: (&mut Tensor, &mut Tensor),
+    grads: LayerNormGrads<'_>,
 ) -> Tensor {
     let rows = Rows::of(x, weight);
-    let (dweight, dbias) = dweights;
+    let LayerNormGrads { weight: dweight, bias: dbias } = grads;
     assert_eq!((dy.len(), statistics.len()), (x.len(), 2 * rows.count), "layer_norm backward: dy {:?}", dy.shape());
     assert_eq!((dweight.len(), dbias.len()), (rows.width, rows.width), "layer_norm backward: dweight, dbias");
     if let Some(on) = On::taking(ctx, &[x.dtype(), dy.dtype()]) {
-        return cuda::layer_norm::backward(on, dy, (x, statistics), weight, write, (dweight, dbias));
+        let saved = cuda::layer_norm::LayerNormSaved { x, statistics, weight };
+        return cuda::layer_norm::backward(on, dy, saved, write, dweight, dbias);
     }
     let weight = weight.to_f32_vec();
     let statistics = statistics.f32s();
     let mut dx = ctx.empty(x.shape(), DType::F32);
-    // Two rows of partial sums a task; tasks are cut by shape, and added up in order.
+    // Two rows of partial sums per task. Tasks are cut by shape, and their sums are added up in order.
     let mut partial = ctx.zeros(&[rows.num_tasks(), 2 * rows.width], DType::F32);
     with_float!(x.dtype(), X => with_float!(dy.dtype(), Y => {
         let (x, dy) = (x.slice::<X>(), dy.slice::<Y>());
@@ -163,7 +173,7 @@ kernel! {
     }
 }
 
-/// How rows are divided among tasks.
+/// The division of rows among tasks.
 struct Rows {
     width: usize,
     count: usize,
@@ -181,7 +191,7 @@ impl Rows {
         self.count.div_ceil(self.per_task)
     }
 
-    /// The rows of a task, and their elements.
+    /// Returns the rows of a task, and their elements.
     fn task(&self, task: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
         let rows = piece_range(task, self.per_task, self.count);
         (rows.clone(), rows.start * self.width..rows.end * self.width)

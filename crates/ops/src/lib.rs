@@ -1,30 +1,30 @@
 //! Every numeric operation, one file an operation, forward and backward side by side.
 //!
-//! Operations are concrete functions over [`Tensor`](moeworks_tensor::Tensor)s that take a [`Context`]: the memory pool,
-//! the threads and the instruction set to use. They know nothing of models or of MoE policy. Shapes are the caller's
-//! promise: an operation asserts them. Results are the same bits whatever the number of threads, because work is divided
-//! by output and sums are cut by shape.
+//! Operations are concrete functions over [`Tensor`](moeworks_tensor::Tensor)s that take a [`Context`]: the memory
+//! pool, the threads and the instruction set to use. They know nothing of models or of MoE policy. Operations assert
+//! the shapes they are given. Results are the same bits whatever the number of threads, because work is divided by
+//! output and sums are cut by shape.
 //!
 //! Shape letters: T tokens, D width, F expert width, E experts, K experts a token, R rows (token-expert pairs), V
 //! vocabulary, H heads, S sequence.
 //!
-//! The unit tests pass under AddressSanitizer (seen on machines with AVX-512 BF16, so with every kernel but AMX's, and with AVX-512
-//! alone), in two to ten minutes without the emulation of a GPU, whose threads' stacks are not the sanitizer's:
+//! The unit tests pass under AddressSanitizer, without the emulation of a GPU, whose threads have stacks of their
+//! own. They take two to ten minutes (run on machines with AVX-512 BF16, which covers every kernel except AMX's, and
+//! on machines with AVX-512 alone):
 //!
 //! ```sh
 //! MOEWORKS_NO_EMULATION=1 RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address \
 //!     cargo test -p moeworks-ops --lib --target x86_64-unknown-linux-gnu
 //! ```
 //!
-//! aarch64's kernels ([`Isa::Neon`]) have been run by an emulation of such a processor alone, where these tests pass (13 minutes) but for
-//! the one that wants some speed. With Rust's target, a linker and `qemu-user` installed:
+//! The aarch64 kernels ([`Isa::Neon`]) have been run only under emulation, where these tests pass in 13 minutes,
+//! except for the one that measures speed. With Rust's target, a linker and `qemu-user` installed:
 //!
-//! ```sh
-//! export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
-//! export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu'
-//! MOEWORKS_NO_EMULATION=1 cargo test -p moeworks-ops --target aarch64-unknown-linux-gnu -- --skip every_rate_is_measured
-//! ```
-// Much of what surrounds x86-64's kernels is for them alone.
+//! ```sh export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc export
+//! CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu'
+//! MOEWORKS_NO_EMULATION=1 cargo test -p moeworks-ops --target aarch64-unknown-linux-gnu -- --skip
+//! every_rate_is_measured ```
+// Most of the code around the x86-64 kernels is for them alone.
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports, unused_mut, unused_variables))]
 #![allow(unsafe_code)] // Vector kernels, lent memory between threads and mapped files live here and nowhere above.
 
@@ -43,7 +43,6 @@ pub mod embedding;
 pub mod experts;
 #[cfg(test)]
 mod f16_tests;
-mod few_rows;
 mod gemm;
 pub mod gemm_plan {
     //! The kernel that takes a product on the host, as a value.
@@ -72,6 +71,7 @@ pub mod router_rows;
 pub mod sampling;
 pub mod score_top_k;
 mod simd;
+mod skinny_gemm;
 #[cfg(test)]
 mod test_data;
 mod threads;
@@ -79,7 +79,7 @@ pub mod top_k;
 mod vmath;
 
 pub use activation::Activation;
-pub use context::Context;
+pub use context::{Context, F32_TILES_VARIABLE, MachineOptions};
 pub use isa::Isa;
 pub use mapped::MappedFile;
 pub use threads::Threads;

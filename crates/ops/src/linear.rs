@@ -1,35 +1,35 @@
 //! Matrix products of a linear map `y = x w^T`: forward, gradient of the input, gradient of the weight.
 //!
-//! All three are one call of the engine in `gemm`. Weights of f16 are multiplied as the f32 that they are. With bf16 weights
-//! products are those of bf16 numbers, exact, and sums are f32 in an order that depends on the instruction set; results of two
-//! instruction sets therefore differ by rounding of the sums, of order `sqrt(depth) * 2^-24` relative to the sum of
-//! magnitudes.
+//! Each is one call of the engine in `gemm`. Weights in f16 are multiplied as the f32 that they are exactly. With
+//! bf16 weights both factors are bf16, and sums are f32 in an order that depends on the instruction set. Results of
+//! two instruction sets therefore differ by the rounding of sums, of order `sqrt(depth) * 2^-24` relative to the sum
+//! of magnitudes.
 
 use moeworks_tensor::{DType, Device, Tensor};
 
 use crate::cuda::{self, On};
 use crate::elementwise::{add_assign, rounded_once, written_wide};
-use crate::few_rows::{Gradients, weight_gradients};
 use crate::gemm::kernel::Tile;
 use crate::gemm::source::Source;
-use crate::gemm::store::{Room, Store};
+use crate::gemm::store::{Scratch, Store};
 use crate::gemm::{Compute, Epilogue, Form, Group, Place, Product, run};
 use crate::parallel::Lent;
 use crate::simd::{Float, Level, with_float};
+use crate::skinny_gemm::{Gradients, weight_gradients};
 use crate::{Context, quantized};
 
-/// Whether a gradient replaces what is in its buffer or is added to it.
+/// The way in which a gradient goes to its buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
-    /// The buffer's contents are overwritten, all of them.
+    /// Overwrites the whole buffer.
     Replace,
-    /// The gradient is added.
+    /// Adds the gradient to the buffer.
     Add,
 }
 
-/// `y [T, out] = x [T, in] w^T` with `w [out, in]`. Both may be f32 or bf16; products are taken in bf16 with f32 sums if
-/// `w` is bf16 (an f32 `x` is rounded first), in f32 otherwise. `w` may be f16 or quantized, too: see [`quantized`]. `out` is
-/// the type of `y`.
+/// Returns `y [T, out] = x [T, in] w^T` with `w [out, in]`. Both may be f32 or bf16. Products are bf16 with f32 sums
+/// if `w` is bf16 (an f32 `x` is rounded first), otherwise f32. `w` may also be f16 or quantized: see [`quantized`].
+/// `out` is the type of `y`.
 #[must_use]
 pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (x.rows(), x.cols(), w.rows());
@@ -42,7 +42,7 @@ pub fn linear(ctx: &Context, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
     y
 }
 
-/// `base + x w^T`, f32 as `base [T, out]` is; types as in [`linear`].
+/// Returns `base + x w^T`, f32 like `base [T, out]`; types as in [`linear`].
 #[must_use]
 pub fn linear_onto(ctx: &Context, x: &Tensor, w: &Tensor, base: &Tensor) -> Tensor {
     assert_eq!(base.shape(), [x.rows(), w.rows()], "linear_onto: x {:?}, w {:?}", x.shape(), w.shape());
@@ -55,8 +55,8 @@ pub fn linear_onto(ctx: &Context, x: &Tensor, w: &Tensor, base: &Tensor) -> Tens
     y
 }
 
-/// `x w^T` as [`linear`] for several matrices: those next to each other that are of one type are multiplied in one go, which with
-/// few rows saves the time between one product and the next.
+/// Returns `x w^T` as [`linear`] does, for several matrices. Consecutive matrices of one type are multiplied
+/// together, which with few rows saves the time between products.
 #[must_use]
 pub fn linear_each<const N: usize>(ctx: &Context, x: &Tensor, ws: [&Tensor; N], out: DType) -> [Tensor; N] {
     ws.iter().for_each(|w| assert_eq!(w.cols(), x.cols(), "linear: x {:?}, w {:?}", x.shape(), w.shape()));
@@ -75,7 +75,7 @@ pub fn linear_each<const N: usize>(ctx: &Context, x: &Tensor, ws: [&Tensor; N], 
     ys
 }
 
-/// `y = x w^T` for matrices of one type.
+/// Computes `y = x w^T` for matrices of one type.
 fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tensor]) {
     let (rows, depth, dtype) = (x.rows(), x.cols(), ws[0].dtype());
     with_float!(ys[0].dtype(), T => {
@@ -85,7 +85,7 @@ fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tenso
                 indices: None,
                 first: 0,
                 rows,
-                weights: quantized::matrix(w, 0, (w.rows(), false)),
+                weights: quantized::matrix(w, 0, w.rows(), false),
                 columns: w.rows(),
             }).collect();
             quantized::run(ctx, &quantized::Product { a: x, weights: ws[0], groups: &groups, is_paired: false }, &each);
@@ -93,19 +93,19 @@ fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tenso
             let a = Source::rows(x, 0);
             let groups: Vec<_> =
                 ws.iter().map(|&w| Group { a, b: Source::rows(w, 0), rows, columns: w.rows(), depth }).collect();
-            let product = Product { form: Form::Nt, compute: Compute::of(dtype), groups: &groups, is_paired: false };
+            let product = Product { form: Form::Nt, compute: Compute::from_dtype(dtype), groups: &groups, is_paired: false };
             run(ctx, &product, &each);
         }
     });
 }
 
-/// Sums to all of a matrix.
+/// Returns the epilogue that replaces a whole matrix.
 fn replaced<T: Float>(y: &mut Tensor) -> Store<'_, T> {
     let stride = y.cols();
     Store { to: Lent::new(y.slice_mut::<T>()), offsets: &[0], stride, write: Write::Replace }
 }
 
-/// A matrix for each group.
+/// An epilogue with a matrix for each group.
 struct Each<'a, T>(Vec<Store<'a, T>>);
 
 impl<T: Float> Epilogue for Each<'_, T> {
@@ -115,12 +115,12 @@ impl<T: Float> Epilogue for Each<'_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
-        self.0[at.group].tile::<S>(Place { group: 0, ..at }, tile, second, room);
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch) {
+        self.0[at.group].tile::<S>(Place { group: 0, ..at }, tile, second, scratch);
     }
 }
 
-/// `dx [T, in] = dy [T, out] w`, types as in [`linear`].
+/// Returns `dx [T, in] = dy [T, out] w`, types as in [`linear`].
 #[must_use]
 pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType) -> Tensor {
     let (rows, depth, columns) = (dy.rows(), dy.cols(), w.cols());
@@ -130,11 +130,11 @@ pub fn linear_backward_input(ctx: &Context, dy: &Tensor, w: &Tensor, out: DType)
     }
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(w, 0), rows, columns, depth };
     let mut dx = ctx.empty(&[rows, columns], out);
-    product(ctx, Form::Nn, Compute::of(w.dtype()), group, &mut dx);
+    product(ctx, Form::Nn, Compute::from_dtype(w.dtype()), group, &mut dx);
     dx
 }
 
-/// `base + dy w`, f32 as `base [T, in]` is; types as in [`linear`].
+/// Returns `base + dy w`, f32 like `base [T, in]`; types as in [`linear`].
 #[must_use]
 pub fn linear_backward_input_onto(ctx: &Context, dy: &Tensor, w: &Tensor, base: &Tensor) -> Tensor {
     assert_eq!(base.shape(), [dy.rows(), w.cols()], "linear backward: dy {:?}, w {:?}", dy.shape(), w.shape());
@@ -147,8 +147,8 @@ pub fn linear_backward_input_onto(ctx: &Context, dy: &Tensor, w: &Tensor, base: 
     dx
 }
 
-/// `dw [out, in] = dy^T x` or `+=`, as `write` says; `dw` is f32 or bf16, then sums of f32, rounded once. Products are taken in
-/// `compute` (f32 or bf16).
+/// Computes `dw [out, in] = dy^T x`, replaced or added as `write` says. `dw` is f32, or bf16 rounded once from sums
+/// in f32. Products are taken in `compute` (f32 or bf16).
 pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: DType, write: Write, dw: &mut Tensor) {
     let (depth, rows, columns) = (dy.rows(), dy.cols(), x.cols());
     assert_eq!(
@@ -165,7 +165,7 @@ pub fn linear_backward_weight(ctx: &Context, dy: &Tensor, x: &Tensor, compute: D
     }
     let dy = &*rounded_once(ctx, dy, compute);
     let group = Group { a: Source::rows(dy, 0), b: Source::rows(x, 0), rows, columns, depth };
-    let product = Product { form: Form::Tn, compute: Compute::of(compute), groups: &[group], is_paired: false };
+    let product = Product { form: Form::Tn, compute: Compute::from_dtype(compute), groups: &[group], is_paired: false };
     with_float!(dw.dtype(), T => {
         let to = Lent::new(dw.slice_mut::<T>());
         weight_gradients(ctx, &product, Gradients { to, offsets: &[0], stride: columns, write });

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
-use moeworks_gpu::{Emulation, Gpu, GpuError};
+use moeworks_gpu::{Emulation, Gpu, GpuError, GpuOptions};
 
 const FLOATS: [DType; 2] = [DType::F32, DType::BF16];
 
@@ -17,27 +17,39 @@ struct Sizes {
     o: usize,
 }
 
-/// `sum over k of a(m, k) b(n, k)` in f64 with the sum of magnitudes, row-major.
+/// A sum in f64 and the sum of the magnitudes of its terms.
+#[derive(Clone, Copy)]
+struct Exact {
+    sum: f64,
+    magnitude: f64,
+}
+
+/// Computes `sum over k of a(m, k) b(n, k)` in f64, row-major.
 fn reference(
-    (m, n, k): (usize, usize, usize),
+    m: usize,
+    n: usize,
+    k: usize,
     a: impl Fn(usize, usize) -> f64,
     b: impl Fn(usize, usize) -> f64,
-) -> Vec<(f64, f64)> {
+) -> Vec<Exact> {
     let element = |m: usize, n: usize| {
-        (0..k).map(|k| a(m, k) * b(n, k)).fold((0.0, 0.0), |(sum, size), x: f64| (sum + x, size + x.abs()))
+        let terms = (0..k).map(|k| a(m, k) * b(n, k));
+        terms.fold(Exact { sum: 0.0, magnitude: 0.0 }, |Exact { sum, magnitude }, x: f64| Exact {
+            sum: sum + x,
+            magnitude: magnitude + x.abs(),
+        })
     };
     (0..m).flat_map(|m| (0..n).map(move |n| (m, n))).map(|(m, n)| element(m, n)).collect()
 }
-
-fn assert_close(what: &str, y: &Tensor, exact: &[(f64, f64)], depth: usize) {
+fn assert_close(what: &str, y: &Tensor, exact: &[Exact], depth: usize) {
     assert_eq!(y.len(), exact.len());
-    for (index, (&y_value, &(exact, size))) in y.to_f32_vec().iter().zip(exact).enumerate() {
-        let is_close = is_close(y_value, exact, size, depth, y.dtype());
+    for (index, (&y_value, &Exact { sum: exact, magnitude })) in y.to_f32_vec().iter().zip(exact).enumerate() {
+        let is_close = is_close(y_value, exact, magnitude, depth, y.dtype());
         assert!(is_close, "{what}: element {index} of {:?} is {y_value}, exactly {exact}", y.shape());
     }
 }
 
-/// Same bits, with all NaN alike.
+/// Asserts the same bits, with all NaN alike.
 fn assert_same_bits(what: &str, y: &Tensor, first: &mut Option<Vec<f32>>) {
     let y = y.to_f32_vec();
     let first = first.get_or_insert_with(|| y.clone());
@@ -45,7 +57,7 @@ fn assert_same_bits(what: &str, y: &Tensor, first: &mut Option<Vec<f32>>) {
     assert!(is_same, "{what}: bits depend on the number of threads");
 }
 
-/// All three products with every mixture of types, on every instruction set and number of threads.
+/// Checks all three products with every mixture of types, on every instruction set and number of threads.
 fn check(s: Sizes, x: &[f32], w: &[f32], dy: &[f32]) {
     check_on(&contexts().collect::<Vec<_>>(), s, x, w, dy);
 }
@@ -56,10 +68,11 @@ fn check_on(contexts: &[Context], s: Sizes, x: &[f32], w: &[f32], dy: &[f32]) {
         let x_at = |t: usize, i: usize| value(x[t * s.i + i], x_type);
         let w_at = |o: usize, i: usize| value(w[o * s.i + i], w_type);
         let dy_at = |t: usize, o: usize| value(dy[t * s.o + o], x_type);
-        let y = reference((s.t, s.o, s.i), x_at, w_at);
-        let dx = reference((s.t, s.i, s.o), dy_at, |i, o| w_at(o, i));
-        let dw = reference((s.o, s.i, s.t), |o, t| dy_at(t, o), |i, t| x_at(t, i));
-        let dw_added: Vec<_> = dw.iter().map(|&(sum, size)| (sum + 3.0, size + 3.0)).collect();
+        let y = reference(s.t, s.o, s.i, x_at, w_at);
+        let dx = reference(s.t, s.i, s.o, dy_at, |i, o| w_at(o, i));
+        let dw = reference(s.o, s.i, s.t, |o, t| dy_at(t, o), |i, t| x_at(t, i));
+        let dw_added: Vec<_> =
+            dw.iter().map(|&Exact { sum, magnitude }| Exact { sum: sum + 3.0, magnitude: magnitude + 3.0 }).collect();
         let mut bits: [Option<Vec<f32>>; 3] = [const { None }; 3];
         let mut last_kind = None;
         for ctx in contexts {
@@ -107,7 +120,7 @@ fn the_three_products_match_f64_at_awkward_sizes() {
 
 #[test]
 fn the_three_products_of_few_rows_match_f64_where_weights_have_many_short_rows() {
-    // Their kernel on a GPU takes two columns at a time.
+    // The GPU's kernel takes two columns at a time.
     for (t, i, o) in [(1, 264, 528), (3, 40, 528), (8, 520, 544), (180, 32, 32)] {
         check_sizes(t, i, o);
     }
@@ -115,7 +128,8 @@ fn the_three_products_of_few_rows_match_f64_where_weights_have_many_short_rows()
 
 #[test]
 fn the_three_products_match_f64_whatever_a_gpus_blocks_have() {
-    // An emulated one has three multiprocessors: blocks of a tile with much under way, and of eight, four and two with all rows.
+    // An emulated GPU has three multiprocessors: blocks of a tile with much in flight, and of eight, four and two
+    // with all rows.
     for (t, i, o) in [(1, 4_960, 18), (20, 288, 264), (20, 288, 100), (9, 160, 40), (70, 160, 100)] {
         check_sizes(t, i, o);
     }
@@ -123,7 +137,7 @@ fn the_three_products_match_f64_whatever_a_gpus_blocks_have() {
 
 #[test]
 fn the_three_products_match_f64_over_a_long_depth() {
-    // Longer than the parts that sums are cut into, by an odd rest.
+    // Longer than the parts that sums are cut into, by an odd remainder.
     check_sizes(3, 4_099, 5);
     check_sizes(5, 3, 4_099);
     check_sizes(787, 3, 5);
@@ -132,7 +146,8 @@ fn the_three_products_match_f64_over_a_long_depth() {
     check_sizes(40, 61, 1_700);
     // Large enough to be cut where A is converted or rows of B are far apart.
     check_sizes(9, 1_101, 301);
-    // And of so few rows that parts are short; rows of B are packed beside products if they are whole vectors.
+    // Few enough rows that parts are short. Rows of B are packed while the first rows are multiplied if they are
+    // whole vectors.
     check_sizes(33, 1_104, 257);
 }
 
@@ -150,14 +165,14 @@ fn the_three_products_match_f64_where_sums_of_many_rows_wait_for_the_next_part_o
 
 #[test]
 fn the_three_products_match_f64_where_tiles_have_kernels_of_their_own() {
-    // Rows of weights that are 4 KiB apart in bf16, and whole panels whose sums wait for the next part of the depth.
+    // Rows of weights 4 KiB apart in bf16, and whole panels whose partial sums are kept between parts of the depth.
     let contexts: Vec<_> = contexts().filter(|ctx| ctx.gpu().is_none()).collect();
     for (t, i, o) in [(75, 2_048, 80), (75, 144, 1_100)] {
         check_on(&contexts, Sizes { t, i, o }, &numbers(t * i, 1), &numbers(o * i, 2), &numbers(t * o, 3));
     }
 }
 
-/// Gradients of weights on the processor, of which every 997th is compared.
+/// Checks weight gradients on the CPU; every 997th element is compared.
 fn check_weight_gradients(Sizes { t, i, o }: Sizes) {
     let (x, dy) = (numbers(t * i, 1), numbers(t * o, 3));
     for (ctx, w_type) in contexts().filter(|ctx| ctx.gpu().is_none()).flat_map(|ctx| FLOATS.map(|w| (ctx.clone(), w))) {
@@ -186,7 +201,7 @@ fn gradients_that_are_written_past_the_caches_match_f64() {
 
 #[test]
 fn gradients_match_f64_where_panels_take_turns_with_rows_that_stay_packed() {
-    // Sums that are too many for a cache on one thread, and few enough on several; tokens in one long part and in several.
+    // Sums too many for a cache on one thread and few enough on several; tokens in one long part and in several.
     for (t, i, o) in [(1_030, 1_100, 99), (4_130, 1_061, 104)] {
         check_weight_gradients(Sizes { t, i, o });
     }
@@ -194,7 +209,8 @@ fn gradients_match_f64_where_panels_take_turns_with_rows_that_stay_packed() {
 
 #[test]
 fn gradients_to_inputs_have_the_bits_of_those_of_a_wider_matrix() {
-    // Matrices with whole vectors of columns are read where they lie and packed beside products, others are packed before.
+    // Matrices with whole vectors of columns are read in place and packed while rows are multiplied; others are
+    // packed before.
     for (t, o, i) in [17, 23, 40, 300].into_iter().flat_map(|t| [(t, 33, 16), (t, 64, 48), (t, 258, 64), (t, 600, 528)])
     {
         let (dy, w) = (numbers(t * o, 1), numbers(o * i, 2));
@@ -213,7 +229,7 @@ fn gradients_to_inputs_have_the_bits_of_those_of_a_wider_matrix() {
     }
 }
 
-/// `values` as bf16 in memory that begins at an address between two multiples of four, as a tensor of a mapped file may.
+/// Returns `values` as bf16 in memory that begins between two multiples of four, as a tensor of a mapped file may.
 fn between_multiples_of_four(shape: &[usize], values: &[f32]) -> Tensor {
     let values: Vec<u8> = values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
     let mut memory = vec![0; values.len() + 4];
@@ -287,7 +303,7 @@ fn a_library_takes_plain_products_of_more_than_some_rows() {
     }
     for is_hopper in [false, true] {
         let emulation = Emulation { is_hopper, has_library: true, ..Emulation::default() };
-        let gpu = match Gpu::emulated(emulation) {
+        let gpu = match Gpu::emulated(emulation, &GpuOptions::for_tests()) {
             Err(GpuError::NoEmulation { reason }) => return eprintln!("SKIPPED: products by a library: {reason}"),
             gpu => gpu.unwrap_or_else(|error| panic!("{error}")),
         };
@@ -296,7 +312,8 @@ fn a_library_takes_plain_products_of_more_than_some_rows() {
             let before = gpu.traffic();
             let s = Sizes { t, i, o };
             check_on(std::slice::from_ref(&ctx), s, &numbers(t * i, 1), &numbers(o * i, 2), &numbers(t * o, 3));
-            // Of two types of x: each product of weights in bf16 with results of two types, and gradients of weights, replaced and added.
+            // For two types of x: each product of bf16 weights with results of two types, and weight gradients,
+            // replaced and added.
             let taken = gpu.traffic().since(&before).by_library;
             assert!(taken >= 6, "{s:?}: {taken} products by the library");
             let before = gpu.traffic();
@@ -320,7 +337,7 @@ fn a_library_takes_plain_products_of_more_than_some_rows() {
 
 #[test]
 fn nan_and_infinity_reach_the_sums_they_belong_to_and_no_other() {
-    // The second are products that tiles take in parts.
+    // The second sizes are products that AMX takes as bf16x3.
     for s @ Sizes { t, i, o } in [Sizes { t: 19, i: 37, o: 53 }, Sizes { t: 101, i: 137, o: 153 }] {
         let (mut x, mut w, mut dy) = (numbers(t * i, 1), numbers(o * i, 2), numbers(t * o, 3));
         // The last column is half of an incomplete pair of bf16.

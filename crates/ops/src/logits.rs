@@ -1,10 +1,11 @@
-//! A router's logits `x w^T`, whose weights are f32 beside activations of bf16, and the way back.
+//! A router's logits `x w^T` with f32 weights and bf16 activations, forward and backward.
 //!
-//! The processor takes them as products of f32 numbers, which is what [`linear`](crate::linear) does. On a GPU such products would be
-//! a large part of a layer's time: its tensor cores multiply bf16 numbers. There an f32 number is cut into three of bf16, its first
-//! eight digits, the next eight and the last (Henry, Tang and Heinecke, 1904.06376): products with numbers that are bf16 already are
-//! exact, as are their sums but for the rounding of f32; of products of two numbers that are cut, those of less than 2^-24 of the
-//! whole are left out. What is infinite has parts of 0 besides, so that a product with an infinite activation is NaN.
+//! The CPU takes them as f32 products, as [`linear`](crate::linear) does. On a GPU f32 products would be a large part
+//! of a layer's time, because its tensor cores multiply bf16. There an f32 number is split into three bf16: its first
+//! eight digits, the next eight, and the last (Henry, Tang and Heinecke, 1904.06376). Products with bf16 numbers are
+//! exact, and their sums are exact except for f32 rounding. Of products of two split numbers, terms below 2^-24 of
+//! the whole are left out. The other parts of an infinity are 0, so that its product with an infinite activation is
+//! NaN.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -13,7 +14,7 @@ use crate::cuda::{self, On};
 use crate::elementwise::add_assign;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 
-/// `[T, E]` f32 of `x [T, D]` (f32 or bf16) and `w [E, D]` (f32).
+/// Returns logits `[T, E]` (f32) of `x [T, D]` (f32 or bf16) and `w [E, D]` (f32).
 #[must_use]
 pub fn logits(ctx: &Context, x: &Tensor, w: &Tensor) -> Tensor {
     assert_eq!((w.cols(), w.dtype()), (x.cols(), DType::F32), "logits: x {:?}, w {:?}", x.shape(), w.shape());
@@ -23,7 +24,7 @@ pub fn logits(ctx: &Context, x: &Tensor, w: &Tensor) -> Tensor {
     }
 }
 
-/// `[T, D]` f32: the gradient of `x`, which is of type `of`, from that of the logits (f32).
+/// Returns the gradient `[T, D]` (f32) of `x`, which is of type `of`, from that of the logits (f32).
 #[must_use]
 pub fn logits_backward_input(ctx: &Context, dlogits: &Tensor, w: &Tensor, of: DType) -> Tensor {
     assert_eq!((w.rows(), w.dtype()), (dlogits.cols(), DType::F32), "logits: gradient {:?}", dlogits.shape());
@@ -33,7 +34,7 @@ pub fn logits_backward_input(ctx: &Context, dlogits: &Tensor, w: &Tensor, of: DT
     }
 }
 
-/// Adds the same to `dx`, `[T, D]` f32.
+/// Adds the gradient of `x` to `dx`, `[T, D]` f32.
 pub fn logits_backward_input_add(ctx: &Context, dlogits: &Tensor, w: &Tensor, of: DType, dx: &mut Tensor) {
     assert_eq!(dx.shape(), [dlogits.rows(), w.cols()], "logits: gradient {:?}", dlogits.shape());
     match with_kernels_back(ctx, dlogits, w, of) {
@@ -46,7 +47,7 @@ fn with_kernels_back<'a>(ctx: &'a Context, dlogits: &Tensor, w: &Tensor, of: DTy
     On::of(ctx).filter(|_| cuda::logits::takes_backward([dlogits.rows(), w.rows(), w.cols()], of))
 }
 
-/// The gradient of `w` (f32), written or added, from that of the logits (f32).
+/// Computes the gradient of `w` (f32), replaced or added, from that of the logits (f32).
 pub fn logits_backward_weight(ctx: &Context, dlogits: &Tensor, x: &Tensor, write: Write, dw: &mut Tensor) {
     let sizes = [x.rows(), dlogits.cols(), x.cols()];
     assert_eq!((dlogits.rows(), dw.len()), (sizes[0], sizes[1] * sizes[2]), "logits: gradient {:?}", dlogits.shape());

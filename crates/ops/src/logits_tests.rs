@@ -1,7 +1,7 @@
 use super::*;
 use crate::test_data::{contexts, is_close, kind, numbers, rounded, tensor};
 
-/// `sum over k of a(k) b(k)`, and of the terms' magnitudes.
+/// Returns `sum over k of a(k) b(k)`, and the sum of the terms' magnitudes.
 fn dot(a: impl Iterator<Item = f64>, b: impl Iterator<Item = f64>) -> (f64, f64) {
     a.zip(b).map(|(a, b)| a * b).fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()))
 }
@@ -12,7 +12,7 @@ fn assert_close(what: &str, y: &Tensor, exact: impl Iterator<Item = (f64, f64)>,
     }
 }
 
-/// All three products against f64, as close as products of f32 are, with bits that do not depend on threads.
+/// Checks all three products against f64, as close as f32 products are, with bits that do not depend on threads.
 fn check(t: usize, e: usize, d: usize, of: DType) {
     let (x, w, dl) = (numbers(t * d, 1), numbers(e * d, 2), numbers(t * e, 3));
     let x_at = |t: usize, i: usize| rounded(x[t * d + i], of);
@@ -57,7 +57,8 @@ fn check(t: usize, e: usize, d: usize, of: DType) {
 
 #[test]
 fn logits_and_their_gradients_are_as_close_to_f64_as_products_of_f32() {
-    // Few tokens, sizes that are no whole vectors, and enough for tensor cores, where the weights' gradient is added up in parts.
+    // Few tokens, sizes that are no whole vectors, and sizes for tensor cores, where the weight gradient is summed in
+    // parts.
     for (t, e, d) in [(0, 8, 16), (1, 8, 16), (70, 5, 33), (300, 12, 24), (2_100, 8, 24)] {
         check(t, e, d, DType::BF16);
     }

@@ -8,14 +8,14 @@ use moeworks_tensor::{DType, Tensor};
 use crate::simd::LANES;
 use crate::threads::SendPointer;
 
-/// Elements that one task handles in memory-bound operations: large against the fork, small enough to balance.
+/// Elements of a task of a memory-bound operation: large against the cost of a fork, small enough to balance.
 pub(crate) const PIECE: usize = 1 << 15;
 
-/// Results of so many bytes are no longer in a cache when they are read again: a store that first fetches the line that it overwrites
-/// moves twice the bytes for nothing.
+/// The size from which a result is no longer in a cache when it is read again. A plain store fetches the line that it
+/// overwrites, which moves twice the bytes for nothing.
 const FAR_BYTES: usize = 32 << 20;
 
-/// Whether a result of f32 is written past the caches, in rows of whole groups of lanes.
+/// Returns whether a result of f32, in rows of whole groups of lanes, should be written past the caches.
 pub(crate) fn is_far(result: &Tensor, width: usize) -> bool {
     result.dtype() == DType::F32 && result.num_bytes() >= FAR_BYTES && width.is_multiple_of(LANES)
 }
@@ -36,7 +36,7 @@ impl<T> Clone for Lent<'_, T> {
     }
 }
 
-/// What is promised of ranges is promised of those of all copies.
+/// Safety conditions on ranges hold across all copies.
 impl<T> Copy for Lent<'_, T> {}
 
 impl<'a, T: Send> Lent<'a, T> {
@@ -44,7 +44,7 @@ impl<'a, T: Send> Lent<'a, T> {
         Self { start: SendPointer(slice.as_mut_ptr()), len: slice.len(), lifetime: PhantomData }
     }
 
-    /// The elements of `range`.
+    /// Lends the elements of `range`.
     ///
     /// # Safety
     /// While the result lives, no other range taken from this slice may overlap `range`.
@@ -55,50 +55,50 @@ impl<'a, T: Send> Lent<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.get().add(range.start), range.end - range.start) }
     }
 
-    /// Where `range` begins, for a task that writes to some of its elements, each its own.
+    /// Returns the address of `range`, for a task that writes some of its elements, which are the task's own.
     pub(crate) fn start_of(&self, range: &Range<usize>) -> *mut T {
         assert!(range.start <= range.end && range.end <= self.len, "a task's range is outside the slice");
         self.start.get().wrapping_add(range.start)
     }
 
-    /// Whether a cache line begins with the element.
+    /// Returns whether a cache line begins with the element.
     #[inline(always)]
     pub(crate) fn is_line(&self, place: usize) -> bool {
         self.start.get().wrapping_add(place).addr().is_multiple_of(LINE)
     }
 
-    /// Asks for the cache lines of elements that will be written to.
+    /// Prefetches the cache lines of elements that will be written soon.
     #[inline(always)]
     pub(crate) fn prefetch(&self, start: usize, len: usize) {
         prefetch_elements(self.start.get().wrapping_add(start), len);
     }
 
-    /// Asks for the cache lines of elements that will be written to after a while.
+    /// Prefetches the cache lines of elements that will be written later, into the second-level cache.
     #[inline(always)]
     pub(crate) fn prefetch_far(&self, start: usize, len: usize) {
         prefetch_elements_far(self.start.get().wrapping_add(start), len);
     }
 }
 
-/// Asks for the cache lines of elements, of which nothing is read yet.
+/// Prefetches the cache lines of elements.
 #[inline(always)]
 pub(crate) fn prefetch_elements<T>(first: *const T, len: usize) {
     lines(first, len).for_each(|line| crate::prefetch::prefetch(line.cast()));
 }
 
-/// As [`prefetch_elements`], into the second-level cache.
+/// Prefetches the cache lines of elements into the second-level cache.
 #[inline(always)]
 pub(crate) fn prefetch_elements_far<T>(first: *const T, len: usize) {
     lines(first, len).for_each(crate::prefetch::prefetch_far);
 }
 
-/// An address in each cache line of elements.
+/// Returns an address in each cache line of elements.
 #[inline(always)]
 fn lines<T>(first: *const T, len: usize) -> impl Iterator<Item = *const u8> {
     (0..len * size_of::<T>()).step_by(LINE).map(move |byte| first.cast::<u8>().wrapping_add(byte))
 }
 
-/// The range of piece `index` when `len` elements are cut into pieces of `piece`.
+/// Returns the range of piece `index` when `len` elements are cut into pieces of `piece`.
 pub(crate) fn piece_range(index: usize, piece: usize, len: usize) -> Range<usize> {
     let start = (index * piece).min(len);
     start..(start + piece).min(len)

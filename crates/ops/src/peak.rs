@@ -1,7 +1,8 @@
-//! What this machine can do at best: the register-only rate of multiply-adds and the rates of reading and of copying memory.
+//! The measured limits of this machine: the register-only rate of multiply-adds, and the rates of reading and copying
+//! memory.
 //!
-//! Shares of peak that Moeworks reports are shares of these measured rates, so that they mean the same on any machine,
-//! whatever its clock does.
+//! Reported shares of peak are shares of these measured rates, so that they mean the same on any machine, whatever
+//! its clock does.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -24,26 +25,28 @@ pub fn best_seconds(tries: usize, mut run: impl FnMut()) -> f64 {
     times.fold(f64::INFINITY, f64::min)
 }
 
-/// The measured rates of a context: all its threads, its instruction set.
+/// The measured rates of a context, with all its threads and its instruction set.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peaks {
-    /// f32 floating-point operations a second with multiply-adds on registers alone; a multiply-add counts as two.
+    /// f32 floating-point operations a second of multiply-adds on registers alone; a multiply-add counts as two.
     pub f32_flops: f64,
-    /// The same for products of f32 as several of bf16 in tiles, where the context takes large ones so.
+    /// Operations a second of f32 products in AMX tiles, each as several bf16 products; none where the context does
+    /// not take them so.
     pub f32_in_tiles_flops: Option<f64>,
-    /// The same for the bf16 dot product or for tiles of bf16, where the machine has them (whether or not the context uses
-    /// them).
+    /// Operations a second of the bf16 dot product or of AMX tiles of bf16, where the machine has them, whether or
+    /// not the context uses them.
     pub bf16_flops: Option<f64>,
-    /// The same for eight-bit floats, on GPUs where products take them.
+    /// Operations a second in FP8, on GPUs where products take it.
     pub fp8_flops: Option<f64>,
     /// Bytes a second that the threads together read from memory.
     pub read_bytes_per_s: f64,
-    /// Bytes a second that they read and write there, half of them each: past the caches, a line read for each line written.
+    /// Bytes a second that the threads together copy past the caches, read and written bytes added up.
     pub copy_bytes_per_s: Option<f64>,
 }
 
 impl Peaks {
-    /// The rate that products with weights of a type can reach: bf16 ones are taken by whichever instruction is faster.
+    /// Returns the rate that products with weights of a type can reach. bf16 products are taken by whichever
+    /// instruction is faster.
     #[must_use]
     pub fn flops(&self, dtype: DType) -> f64 {
         match (dtype, self.bf16_flops) {
@@ -59,14 +62,15 @@ const SUMS: usize = 12;
 /// Multiply-adds of each sum in one task: about 10 ms.
 const STEPS: usize = 2_000_000;
 
-/// Each rate is the best of so many, taken in turns: what disturbs the machine for a moment, such as threads that begin on one core,
-/// disturbs no rate every time.
+/// Measurements of each rate, taken alternately, of which the best counts. A short disturbance, such as threads that
+/// begin on one core, does not affect a rate every time.
 const ROUNDS: usize = 4;
 
-/// Bytes read, or read and written, by each pass of the memory measurement, more than most caches hold.
+/// Bytes read, or read and written, by each pass of the memory measurement: more than most caches hold.
 const READ_BYTES: usize = 256 << 20;
 
-/// Measures a context. Takes about a third of a second, and 256 MiB of memory for that time; on a GPU 2 GiB of its own.
+/// Measures a context. Takes about a third of a second and 256 MiB of memory for that time, on a GPU 2 GiB of its
+/// own.
 #[must_use]
 pub fn measure(ctx: &Context) -> Peaks {
     if let Some(on) = On::of(ctx) {
@@ -89,7 +93,7 @@ pub fn measure(ctx: &Context) -> Peaks {
     }
     #[cfg(target_arch = "x86_64")]
     if ctx.isa() == Isa::AmxF32 {
-        best.f32_in_tiles_flops = best.bf16_flops.map(|rate| rate / amx::PRODUCTS_OF_PARTS);
+        best.f32_in_tiles_flops = best.bf16_flops.map(|rate| rate / amx::PRODUCTS_OF_BF16X3);
     }
     best
 }
@@ -104,7 +108,7 @@ fn f32_rate(ctx: &Context) -> f64 {
     rate(ctx, 2 * SUMS * lanes * STEPS, || multiply_adds(isa, STEPS))
 }
 
-/// None where the machine has no instruction for it.
+/// Returns the rate of bf16 products; none where the machine has no instruction for them.
 fn bf16_rate(ctx: &Context) -> Option<f64> {
     match Isa::best() {
         // SAFETY: the machine has the instruction.
@@ -117,15 +121,16 @@ fn bf16_rate(ctx: &Context) -> Option<f64> {
     }
 }
 
-/// Operations a second of all threads, each of which runs `task` with `flops` operations.
+/// Returns the operations a second of all threads, each of which runs `task` with `flops` operations.
 fn rate(ctx: &Context, flops: usize, task: impl Fn() + Sync) -> f64 {
     let num_threads = ctx.threads().count();
     let seconds = best_seconds(1, || ctx.threads().run(num_threads, |_| task()));
     (num_threads * flops) as f64 / seconds
 }
 
-/// Whether the bf16 dot product multiplies more numbers a second than the f32 multiply-add. Only for machines that have
-/// it. The two differ by a factor of two one way or the other, so that a short measurement always says the same.
+/// Returns whether the bf16 dot product multiplies more numbers a second than the f32 multiply-add. Only for machines
+/// that have it. The two differ by a factor of two in one direction or the other, so that a short measurement always
+/// gives the same answer.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn is_bf16_dot_fast() -> bool {
     const SHORT: usize = 4_000;
@@ -157,6 +162,8 @@ kernel! {
     }
 }
 
+/// Runs `steps` bf16 dot products on each sum.
+///
 /// # Safety
 /// The machine must have AVX-512 BF16.
 #[cfg(target_arch = "x86_64")]
@@ -175,7 +182,7 @@ unsafe fn bf16_dots(steps: usize) {
     black_box(sums);
 }
 
-/// Memory that is read and copied to see how fast that goes.
+/// A buffer that is read and copied to measure the rate of memory.
 pub struct Memory {
     buffer: Tensor,
 }
@@ -184,7 +191,7 @@ pub struct Memory {
 const PIECE: usize = 1 << 18;
 
 impl Default for Memory {
-    /// 256 MiB from a pool of their own, so that they do not count among what is measured.
+    /// Allocates 256 MiB from a pool of its own, so that it does not count in the measured pool.
     fn default() -> Self {
         let mut buffer = Tensor::empty(&MemoryPool::new(), &[READ_BYTES / 4], DType::F32);
         // Untouched memory is one page of zeros, read from a cache.
@@ -194,7 +201,7 @@ impl Default for Memory {
 }
 
 impl Memory {
-    /// Bytes a second that the threads of the processor together read all of it with, once.
+    /// Returns the bytes a second of one read of the whole buffer by all threads of the CPU.
     #[must_use]
     pub fn read(&self, ctx: &Context) -> f64 {
         let (values, isa) = (self.buffer.f32s(), ctx.isa());
@@ -206,7 +213,7 @@ impl Memory {
         READ_BYTES as f64 / seconds
     }
 
-    /// Bytes a second that they together read one half of it and write the other with.
+    /// Returns the bytes a second of one copy of a half of the buffer to the other, read and written bytes added up.
     #[must_use]
     pub fn copy(&mut self, ctx: &Context) -> f64 {
         let isa = ctx.isa();
@@ -220,7 +227,8 @@ impl Memory {
 }
 
 kernel! {
-    /// Copies past the caches, line by line. Both are as long, and `to` is aligned as memory of the pool is.
+    /// Copies past the caches, line by line. Both slices have the same length, and `to` is aligned like the pool's
+    /// memory.
     fn copy<S: Level>(from: &[f32], to: &mut [f32]) {
         assert!(from.len() == to.len() && to.as_ptr().addr().is_multiple_of(4 * S::WIDTH), "whole vectors");
         for at in (0..to.len() / S::WIDTH).map(|i| i * S::WIDTH) {
@@ -233,7 +241,7 @@ kernel! {
 
 kernel! {
     fn sum<S: Level>(values: &[f32]) -> f32 {
-        // Four streams a thread: with one the fetching of a processor does not come near what memory gives.
+        // Four streams a thread: with one the hardware prefetcher does not reach the rate of memory.
         const STREAMS: usize = 4;
         let mut sums = [[0.0; LANES]; STREAMS];
         let streams: [&[f32]; STREAMS] = std::array::from_fn(|i| &values[i * (values.len() / STREAMS)..]);

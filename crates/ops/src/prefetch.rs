@@ -1,6 +1,6 @@
-//! Asking for cache lines before they are needed.
+//! Prefetching of cache lines.
 
-/// A function that asks for the cache line at an address, which may be any: by x86-64's hint and by aarch64's.
+/// Defines a function that prefetches the cache line at any address, by x86-64's or aarch64's hint.
 macro_rules! prefetch {
     ($(#[$meta:meta])* $name:ident, $pointee:ty, $hint:ident, $operation:literal) => {
         $(#[$meta])*
@@ -25,10 +25,10 @@ macro_rules! prefetch {
 }
 
 prefetch!(
-    /// Asks for a line to be brought close.
+    /// Prefetches a line into the nearest cache.
     prefetch, u32, _MM_HINT_T0, "pldl1keep"
 );
 prefetch!(
-    /// Asks for a line to be brought into the second-level cache.
+    /// Prefetches a line into the second-level cache.
     prefetch_far, u8, _MM_HINT_T1, "pldl2keep"
 );

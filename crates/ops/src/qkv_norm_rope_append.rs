@@ -1,6 +1,6 @@
-//! What becomes of a layer's projections before attention looks at them, where keys and values are kept from one step of decoding to
-//! the next: queries and keys are normed and rotated, keys and values go to the rows that the cache has for them. On a GPU it is one
-//! kernel, since a step of decoding waits longer for each of many small ones than they take.
+//! The step between a layer's projections and cached attention: queries and keys are normed and rotated, keys and
+//! values are appended to the cache. On a GPU it is one kernel, because in decoding the latency of many small
+//! launches exceeds their work.
 
 use moeworks_tensor::Tensor;
 
@@ -10,12 +10,12 @@ use crate::elementwise::copy_rows_of_each;
 use crate::rms_norm::rms_norm;
 use crate::rope::{RopeTable, Rotation, rope};
 
-/// What queries and keys go through.
+/// The norms and the rotation of queries and keys.
 #[derive(Clone, Copy)]
 pub struct Placing<'a> {
     /// The weights of the norms of queries and of keys, if there are any: see [`rms_norm`].
     pub norms: [Option<&'a Tensor>; 2],
-    /// What the norms add to mean squares.
+    /// The term that the norms add to mean squares.
     pub eps: f32,
     /// The angles of [`rope`].
     pub table: &'a RopeTable,
@@ -23,7 +23,7 @@ pub struct Placing<'a> {
     pub positions: &'a Tensor,
 }
 
-/// Where keys and values go.
+/// The cache that keys and values are appended to.
 pub struct Kept<'a> {
     /// `[sequences capacity, ..]`
     pub keys: &'a mut Tensor,
@@ -31,13 +31,13 @@ pub struct Kept<'a> {
     pub values: &'a mut Tensor,
     /// Rows that each sequence has already.
     pub held: usize,
-    /// Sequences; each has as many of the T rows, one after the other.
+    /// The number of sequences. Each has an equal share of the T rows, one sequence behind the other.
     pub num_sequences: usize,
 }
 
-/// The queries `[T, H h]` of projections `q [T, H h]`, `k [T, G h]` and `v [T, ..]` (f32 or bf16, all of one type, as is `kept`), normed
-/// and rotated; keys, the same way, and values are copied to `kept`. What the norm gives is rounded to the projections' type before it
-/// is rotated.
+/// Norms and rotates the projections `q [T, H h]` and `k [T, G h]`, appends keys and values `v [T, ..]` to `kept`,
+/// and returns the queries `[T, H h]`. All projections and the cache have one type, f32 or bf16. The norm's result is
+/// rounded to that type before it is rotated.
 #[must_use]
 pub fn qkv_norm_rope_append(ctx: &Context, [q, k, v]: [Tensor; 3], how: &Placing<'_>, kept: &mut Kept<'_>) -> Tensor {
     let rows = q.rows();
@@ -61,7 +61,7 @@ pub fn qkv_norm_rope_append(ctx: &Context, [q, k, v]: [Tensor; 3], how: &Placing
         rope(ctx, &mut x, how.table, how.positions, Rotation::Forward);
         x
     });
-    copy_rows_of_each(ctx, &k, (kept.keys, kept.held), kept.num_sequences);
-    copy_rows_of_each(ctx, &v, (kept.values, kept.held), kept.num_sequences);
+    copy_rows_of_each(ctx, &k, kept.keys, kept.held, kept.num_sequences);
+    copy_rows_of_each(ctx, &v, kept.values, kept.held, kept.num_sequences);
     q
 }

@@ -1,4 +1,4 @@
-//! Random numbers by the thousand, drawn with the vector instructions of the machine.
+//! Bulk random numbers, drawn with the vector instructions of the machine.
 
 use moeworks_tensor::{Random, Tensor};
 
@@ -6,21 +6,22 @@ use crate::Context;
 use crate::cuda::{self, On};
 use crate::simd::kernel;
 
-/// Factors on elements: noise, and elements that are left out.
+/// Random factors of elements: noise and dropout.
 #[derive(Clone, Copy)]
 pub struct Factors {
-    /// Where the random numbers come from.
+    /// The source of the random numbers.
     pub random: Random,
-    /// Factors are those of [`fill_factors`] with this; 0: ones.
+    /// The width of the noise, as in [`fill_factors`]; 0 for none.
     pub eps: f32,
-    /// The share of elements left out by the numbers of [`Random::coarse`]; the others grow by as much.
+    /// The share of elements that are dropped by the numbers of [`Random::coarse`]; the others are scaled up to
+    /// compensate.
     pub dropout: f32,
-    /// The positions of the first element's number for its factor, and for leaving it out: the same modulo 256.
+    /// The positions of the first element's number for noise and for dropout, equal modulo 256.
     pub first: (u64, u64),
 }
 
-/// The elements of `x` (f32 or bf16) times their factors, in f32, where there is a GPU; elsewhere whoever asks multiplies what it
-/// draws.
+/// Multiplies the elements of `x` (f32 or bf16) by their factors, on a GPU; the result is f32. Returns none without a
+/// GPU: the caller then draws the factors and multiplies.
 #[must_use]
 pub fn times_factors(ctx: &Context, x: &Tensor, factors: &Factors) -> Option<Tensor> {
     assert_eq!(factors.first.0 % 256, factors.first.1 % 256, "positions of factors");
@@ -28,37 +29,37 @@ pub fn times_factors(ctx: &Context, x: &Tensor, factors: &Factors) -> Option<Ten
 }
 
 kernel! {
-    /// Fills `numbers` with the numbers uniform in [0, 1) at `first` and the positions after it: those of
-    /// [`Random::uniform`], whatever the instruction set.
+    /// Fills `numbers` with the numbers of [`Random::uniform`], in [0, 1), at `first` and the positions after it. All
+    /// instruction sets give the same numbers.
     pub fn fill_uniform<S: Level>(random: &Random, first: u64, numbers: &mut [f32]) {
         random.fill_uniform(first, numbers);
     }
 }
 
 kernel! {
-    /// As [`fill_uniform`] with the standard normal numbers of [`Random::normal`].
+    /// Fills `numbers` like [`fill_uniform`], with the standard normal numbers of [`Random::normal`].
     pub fn fill_normals<S: Level>(random: &Random, first: u64, numbers: &mut [f32]) {
         random.fill_normal(first, numbers);
     }
 }
 
 kernel! {
-    /// As [`fill_uniform`] with the standard Gumbel numbers of [`Random::gumbel`].
+    /// Fills `numbers` like [`fill_uniform`], with the standard Gumbel numbers of [`Random::gumbel`].
     pub fn fill_gumbels<S: Level>(random: &Random, first: u64, numbers: &mut [f32]) {
         random.fill_gumbel(first, numbers);
     }
 }
 
 kernel! {
-    /// As [`fill_uniform`] with the numbers of [`Random::coarse`].
+    /// Fills `numbers` like [`fill_uniform`], with the numbers of [`Random::coarse`].
     pub fn fill_coarse<S: Level>(random: &Random, first: u64, numbers: &mut [f32]) {
         random.fill_coarse(first, numbers);
     }
 }
 
 kernel! {
-    /// Fills `factors` with numbers uniform in `[1 - eps, 1 + eps]`: the middles of 256 even steps, by the numbers of
-    /// [`Random::byte`] at `first` and the positions after it.
+    /// Fills `factors` with numbers uniform in `[1 - eps, 1 + eps]`: the middles of 256 even steps, chosen by the
+    /// numbers of [`Random::byte`] at `first` and the positions after it.
     pub fn fill_factors<S: Level>(random: &Random, first: u64, eps: f32, factors: &mut [f32]) {
         random.fill_bytes(first, factors);
         let lowest = 1.0 - eps + eps / 256.0;

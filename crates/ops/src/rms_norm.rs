@@ -1,7 +1,7 @@
 //! Root mean square normalisation (Zhang and Sennrich, 1910.07467): `y = x / rms(x) * weight`, row by row.
 //!
-//! A row is as wide as the weight, so a `[T, H h]` tensor with a weight `[h]` is normed head by head. Arithmetic is f32
-//! whatever the types. Backward, with `r = 1 / rms` and `g = weight dy`: `dx = r (g - x r^2 mean(g x))`, and
+//! A row is as wide as the weight, so a `[T, H h]` tensor with a weight `[h]` is normed head by head. Arithmetic is
+//! f32 whatever the types. Backward, with `r = 1 / rms` and `g = weight dy`: `dx = r (g - x r^2 mean(g x))`, and
 //! `dweight = sum over rows of dy x r`.
 
 mod parts;
@@ -16,11 +16,11 @@ use crate::parallel::{Lent, PIECE, is_far, piece_range};
 use crate::simd::{Float, LANES, fence, kernel, store_all, stream_lanes, sum_lanes, with_float};
 pub use parts::{rms_norm_part, rms_norm_part_backward, row_products};
 
-/// Normalises the rows of `x` (f32 or bf16). `weight` `[W]` is f32 or bf16; `eps` is added to the mean square; `out` is
-/// the type of `y`. Returns `y` in the shape of `x`, and `1 / rms` of each row, f32.
+/// Normalises the rows of `x` (f32 or bf16). `weight` `[W]` is f32 or bf16; `eps` is added to the mean square; `out`
+/// is the type of `y`. Returns `y` in the shape of `x`, and `1 / rms` of each row, f32.
 #[must_use]
 pub fn rms_norm(ctx: &Context, x: &Tensor, weight: &Tensor, eps: f32, out: DType) -> (Tensor, Tensor) {
-    let rows = Rows::of(x, weight);
+    let rows = Rows::new(x, weight);
     if let Some(on) = On::of(ctx) {
         return cuda::rms_norm::forward(on, x, weight, eps, out);
     }
@@ -35,25 +35,25 @@ pub fn rms_norm(ctx: &Context, x: &Tensor, weight: &Tensor, eps: f32, out: DType
             let (range, elements) = rows.task(task);
             // SAFETY: the tasks' rows do not overlap.
             let (y, inv_rms) = unsafe { (y.range(elements.clone()), inv_rms.range(range)) };
-            forward_kernel::<X, Y>(ctx.isa(), &x[elements], (&weight, eps), y, inv_rms, is_far);
+            forward_kernel::<X, Y>(ctx.isa(), &x[elements], &weight, eps, y, inv_rms, is_far);
         });
     }));
     (y, inv_rms)
 }
 
-/// Elements that are rounded by one instruction.
+/// Elements that one instruction rounds.
 const ROUNDED: usize = 32;
 
 kernel! {
     bf16 if matches!(Y::DTYPE, DType::BF16);
     fn forward_kernel<S: Level, X: Float, Y: Float>(
         x: &[X],
-        with: (&[f32], f32),
+        weight: &[f32],
+        eps: f32,
         y: &mut [Y],
         inv_rms: &mut [f32],
         is_far: bool,
     ) {
-        let (weight, eps) = with;
         let width = weight.len();
         for ((x, y), inv_rms) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(inv_rms) {
             let mut lanes = [0.0; LANES];
@@ -101,8 +101,8 @@ kernel! {
     }
 }
 
-/// The gradients of [`rms_norm`]: returns `dx` (f32, shape of `x`) and writes or adds that of the weight to `dweight`
-/// (f32). `dy` is f32 or bf16; `inv_rms` is what forward returned.
+/// Computes the gradients of [`rms_norm`]: returns `dx` (f32, shape of `x`) and writes or adds that of the weight to
+/// `dweight` (f32). `dy` is f32 or bf16; `inv_rms` is what forward returned.
 #[must_use]
 pub fn rms_norm_backward(
     ctx: &Context,
@@ -113,28 +113,46 @@ pub fn rms_norm_backward(
     write: Write,
     dweight: &mut Tensor,
 ) -> Tensor {
-    rms_norm_backward_onto(ctx, dy, (x, weight, inv_rms), None, write, dweight)
+    rms_norm_backward_onto(ctx, dy, RmsNormInputs { x, weight, inv_rms }, None, write, dweight)
 }
 
-/// As [`rms_norm_backward`] with what `base` (f32, of the shape of `x`) has besides, if it is there: the gradient that goes around the
-/// norm.
+/// The input, the weight and the `1 / rms` of each row of a norm, which its backward pass needs.
+#[derive(Clone, Copy)]
+pub struct RmsNormInputs<'a> {
+    /// The input, rows as wide as the weight.
+    pub x: &'a Tensor,
+    /// `[W]`: the weight.
+    pub weight: &'a Tensor,
+    /// `[rows]` f32: `1 / rms` of each row, as forward returned it.
+    pub inv_rms: &'a Tensor,
+}
+
+/// The rows of `dx` that a task writes, past the caches if `is_far`.
+struct Dx<'a> {
+    values: &'a mut [f32],
+    is_far: bool,
+}
+
+/// Computes [`rms_norm_backward`] and adds `base` (f32, shape of `x`), if there is one, to `dx`: the gradient that
+/// bypasses the norm.
 #[must_use]
 pub fn rms_norm_backward_onto(
     ctx: &Context,
     dy: &Tensor,
-    (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
+    inputs: RmsNormInputs<'_>,
     base: Option<&Tensor>,
     write: Write,
     dweight: &mut Tensor,
 ) -> Tensor {
-    let rows = Rows::of(x, weight);
+    let RmsNormInputs { x, weight, inv_rms } = inputs;
+    let rows = Rows::new(x, weight);
     assert_eq!(dy.len(), x.len(), "rms_norm backward: dy {:?}, x {:?}", dy.shape(), x.shape());
     assert_eq!((inv_rms.len(), dweight.len()), (rows.count, rows.width), "rms_norm backward: inv_rms, dweight");
     if let Some(base) = base {
         assert_eq!((base.len(), base.dtype()), (x.len(), DType::F32), "rms_norm backward: base {:?}", base.shape());
     }
     if let Some(on) = On::of(ctx) {
-        return cuda::rms_norm::backward(on, dy, (x, weight, inv_rms), base, write, dweight);
+        return cuda::rms_norm::backward(on, dy, inputs, base, write, dweight);
     }
     let weight = weight.to_f32_vec();
     let inv_rms = inv_rms.f32s();
@@ -150,7 +168,7 @@ pub fn rms_norm_backward_onto(
             // SAFETY: the tasks' rows do not overlap, nor do their partial sums.
             let (dx, sums) = unsafe { (dx.range(elements.clone()), partial.range(task * rows.width..(task + 1) * rows.width)) };
             let (dy, x) = (&dy[elements.clone()], &x[elements]);
-            backward_kernel::<X, Y>(ctx.isa(), dy, x, &weight, &inv_rms[range], (dx, is_far), sums);
+            backward_kernel::<X, Y>(ctx.isa(), dy, x, &weight, &inv_rms[range], Dx { values: dx, is_far }, sums);
         });
     }));
     let dweight = dweight.f32s_mut();
@@ -172,10 +190,10 @@ kernel! {
         x: &[X],
         weight: &[f32],
         inv_rms: &[f32],
-        to: (&mut [f32], bool),
+        dx: Dx<'_>,
         dweight: &mut [f32],
     ) {
-        let (width, (dx, is_far)) = (weight.len(), to);
+        let (width, Dx { values: dx, is_far }) = (weight.len(), dx);
         let rows = dy.chunks_exact(width).zip(x.chunks_exact(width)).zip(dx.chunks_exact_mut(width)).zip(inv_rms);
         for (((dy, x), dx), &scale) in rows {
             let mut lanes = [0.0; LANES];
@@ -213,7 +231,7 @@ kernel! {
     }
 }
 
-/// How rows are divided among tasks.
+/// The division of rows among tasks.
 struct Rows {
     width: usize,
     count: usize,
@@ -221,7 +239,7 @@ struct Rows {
 }
 
 impl Rows {
-    fn of(x: &Tensor, weight: &Tensor) -> Self {
+    fn new(x: &Tensor, weight: &Tensor) -> Self {
         Self::wide(x, weight.len())
     }
 
@@ -234,7 +252,7 @@ impl Rows {
         self.count.div_ceil(self.per_task)
     }
 
-    /// The rows of a task, and their elements.
+    /// Returns the rows of a task, and their elements.
     fn task(&self, task: usize) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
         let rows = piece_range(task, self.per_task, self.count);
         (rows.clone(), rows.start * self.width..rows.end * self.width)

@@ -2,8 +2,8 @@
 //! `position * frequency`, by default `theta^(-2i/h)` for pair i. Pairs are elements i and i + h/2 (the rotate-half
 //! convention of Hugging Face) or neighbours (DeepSeek); part of a head may stay as it is.
 //!
-//! The gradient of a rotation is the inverse rotation, so backward is the same function with the other direction. A table
-//! with an amplitude also scales; then backward scales too, as the transposed map does.
+//! The gradient of a rotation is the inverse rotation, so backward is the same function with the other direction. A
+//! table with an amplitude also scales; then backward scales too, as the transposed map does.
 
 use std::sync::OnceLock;
 
@@ -15,14 +15,15 @@ use crate::late::List;
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
 
-/// Which elements of a head are rotated, and which of them are a pair.
+/// The layout of a head: which of its elements are rotated, and which of them form a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RopeLayout {
     /// Elements of a head.
     pub head_dim: usize,
-    /// The first element that is rotated; those before it stay as they are, as do those behind the last pair.
+    /// The first rotated element. Elements before it and behind the last pair stay as they are.
     pub start: usize,
-    /// Whether neighbours are a pair; otherwise the first half of the rotated elements goes with the second.
+    /// Pairs are neighbours; otherwise element i of the first half of the rotated elements is paired with element i
+    /// of the second half.
     pub is_interleaved: bool,
 }
 
@@ -34,12 +35,12 @@ pub struct RopeTable {
     max_len: usize,
     /// `[max_len, 2, half]`: the cosines of a position, then its sines.
     values: Vec<f32>,
-    /// The same as a tensor, for a GPU, once one has asked.
+    /// The values as a tensor for a GPU, made when it is first needed.
     tensor: OnceLock<Tensor>,
 }
 
 impl RopeTable {
-    /// The table for heads of `head_dim` elements (even), base `theta`, positions below `max_len`.
+    /// Makes the table for heads of `head_dim` elements (even), base `theta`, and positions below `max_len`.
     #[must_use]
     pub fn new(head_dim: usize, theta: f64, max_len: usize) -> Self {
         assert!(head_dim.is_multiple_of(2), "rope: a head of {head_dim} elements has no two halves");
@@ -47,7 +48,7 @@ impl RopeTable {
         Self::with_frequencies(layout, &default_frequencies(head_dim, theta), 1.0, max_len)
     }
 
-    /// The table for pairs with these `frequencies` (radians a position), whose cosines and sines are multiplied by
+    /// Makes the table for pairs with these `frequencies` (radians a position). Cosines and sines are multiplied by
     /// `amplitude`.
     #[must_use]
     pub fn with_frequencies(layout: RopeLayout, frequencies: &[f64], amplitude: f64, max_len: usize) -> Self {
@@ -62,13 +63,13 @@ impl RopeTable {
         Self { layout, half, max_len, values, tensor: OnceLock::new() }
     }
 
-    /// Positions that the table has.
+    /// Returns the number of positions in the table.
     #[must_use]
     pub fn max_len(&self) -> usize {
         self.max_len
     }
 
-    /// Elements of a head.
+    /// Returns the number of elements of a head.
     #[must_use]
     pub fn head_dim(&self) -> usize {
         self.layout.head_dim
@@ -78,7 +79,7 @@ impl RopeTable {
         self.tensor.get_or_init(|| Tensor::from_slice(pool, &[self.values.len()], &self.values))
     }
 
-    /// Whether the rows of `x` can be rotated by these positions.
+    /// Checks that the rows of `x` can be rotated by these positions.
     fn check(&self, x: &Tensor, positions: List<'_, u32>) {
         let (rows, cols) = (x.rows(), x.cols());
         assert_eq!(positions.len(), rows, "rope: positions for x {:?}", x.shape());
@@ -92,14 +93,15 @@ impl RopeTable {
         assert!(rows == 0 || last < self.max_len, "rope: position {last} in a table of {}", self.max_len);
     }
 
-    /// What a GPU's kernels take, with the sign of the angles.
+    /// Returns the arguments of a GPU's kernels, with the sign of the angles.
     fn on_gpu(&self, ctx: &Context, sign: f32) -> cuda::elementwise::Rotation<'_> {
         let RopeLayout { head_dim, start, is_interleaved } = self.layout;
         let (angles, half) = (self.tensor(ctx.pool()), self.half);
         cuda::elementwise::Rotation { angles, head_dim, start, half, is_interleaved, sign }
     }
 
-    /// The same of a pass by the positions, for the rows of each of `xs`.
+    /// Returns the arguments of a GPU's kernels for a forward rotation, after checking the positions for the rows of
+    /// each of `xs`.
     pub(crate) fn for_rows(
         &self,
         ctx: &Context,
@@ -110,7 +112,7 @@ impl RopeTable {
         self.on_gpu(ctx, 1.0)
     }
 
-    /// The same angles for other heads.
+    /// Returns a table with the same angles for heads of another layout.
     #[must_use]
     pub fn with_layout(&self, layout: RopeLayout) -> Self {
         assert!(layout.start + 2 * self.half <= layout.head_dim, "rope: {} pairs in {layout:?}", self.half);
@@ -118,23 +120,23 @@ impl RopeTable {
     }
 }
 
-/// `theta^(-2i/dim)` for the `dim / 2` pairs of `dim` rotated elements.
+/// Returns `theta^(-2i/dim)` for the `dim / 2` pairs of `dim` rotated elements.
 #[must_use]
 pub fn default_frequencies(dim: usize, theta: f64) -> Vec<f64> {
     (0..dim / 2).map(|i| theta.powf(-2.0 * i as f64 / dim as f64)).collect()
 }
 
-/// Which way [`rope`] turns.
+/// The direction of [`rope`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rotation {
-    /// By the position: what queries and keys get.
+    /// By the position, for queries and keys.
     Forward,
-    /// Back: what their gradients get.
+    /// By the negative position, for their gradients.
     Inverse,
 }
 
-/// Rotates every head of every row of `x` `[T, H h]` (f32 or bf16) in place by the row's position. `positions` `[T]` are
-/// below the table's length.
+/// Rotates every head of every row of `x` `[T, H h]` (f32 or bf16) in place by the row's position. `positions` `[T]`
+/// are below the table's length.
 pub fn rope<'p>(
     ctx: &Context,
     x: &mut Tensor,
@@ -165,7 +167,7 @@ pub fn rope<'p>(
     });
 }
 
-/// The cosines and the sines of a position.
+/// Returns the cosines and the sines of a position.
 #[inline(always)]
 fn angles(table: &RopeTable, position: u32) -> (&[f32], &[f32]) {
     table.values[position as usize * 2 * table.half..][..2 * table.half].split_at(table.half)

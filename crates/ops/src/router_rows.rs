@@ -1,21 +1,23 @@
-//! What routers compute row by row besides [`softmax_top_k`](crate::top_k::softmax_top_k), with the vector instructions of the
-//! machine: softmax alone, the deviations of noise, the smooth choice under noise, and the bids of an auction.
+//! Row-wise operations of routers besides [`softmax_top_k`](crate::top_k::softmax_top_k), with the vector
+//! instructions of the machine: softmax, the deviations of noise, the smooth choice under noise, and the bids of an
+//! auction.
 
 use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::vmath;
 
-/// What a row's softmax says besides itself.
+/// Statistics of a row's softmax.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RowSums {
-    /// Logarithm of the sum of exponentials of the logits.
+    /// The log of the sum of exponentials of the logits.
     pub lse: f32,
-    /// Entropy of the distribution, in nats.
+    /// The entropy of the distribution, in nats.
     pub entropy: f32,
 }
 
 kernel! {
-    /// Softmax of each row of `logits` into `probs`; as many rows as `sums` has. A logit of negative infinity has probability
-    /// 0; a row with NaN, with positive infinity or with nothing else than negative infinity becomes NaN.
+    /// Writes the softmax of each row of `logits` to `probs`. There are as many rows as `sums` has entries. A logit
+    /// of negative infinity has probability 0. A row with NaN, with positive infinity, or with negative infinity
+    /// alone becomes NaN.
     pub fn softmax_rows<S: Level>(logits: &[f32], probs: &mut [f32], sums: &mut [RowSums]) {
         let width = logits.len() / sums.len().max(1);
         let rows = logits.chunks_exact(width.max(1)).zip(probs.chunks_exact_mut(width.max(1)));
@@ -52,7 +54,7 @@ fn softmax<S: Level>(logits: &[f32], probs: &mut [f32]) -> RowSums {
 }
 
 kernel! {
-    /// `ln(1 + e^x)` of each of `raw`, within 3e-7 of its size.
+    /// Computes `ln(1 + e^x)` of each of `raw`, with a relative error of at most 3e-7.
     pub fn softplus<S: Level>(raw: &[f32], to: &mut [f32]) {
         for (to, &x) in to.iter_mut().zip(raw) {
             *to = vmath::softplus::<S>(x);
@@ -61,8 +63,8 @@ kernel! {
 }
 
 kernel! {
-    /// The probability, within 3e-7, that a normal number of mean `means[i]` and deviation `deviations[i]` is above
-    /// `thresholds[i]`.
+    /// Computes the probability, within 3e-7, that a normal number of mean `means[i]` and deviation `deviations[i]`
+    /// is above `thresholds[i]`.
     pub fn normal_above<S: Level>(means: &[f32], deviations: &[f32], thresholds: &[f32], to: &mut [f32]) {
         for (((to, &mean), &deviation), &threshold) in to.iter_mut().zip(means).zip(deviations).zip(thresholds) {
             *to = vmath::normal::<S>((mean - threshold) / deviation).0;
@@ -70,17 +72,17 @@ kernel! {
     }
 }
 
-/// What is best for a bidder, and what it would give for it.
+/// A bidder's best expert and its lead.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Offer {
-    /// The expert of highest score less price, the lowest index at a tie.
+    /// The expert of the highest score less price, the lowest index at a tie.
     pub expert: u32,
-    /// By how much it leads the second best; infinite if there is no other.
+    /// The lead over the second best; infinite if there is no other expert.
     pub lead: f32,
 }
 
 kernel! {
-    /// The offer of each of `tokens`, whose scores are rows of `scores`, as long as `prices`.
+    /// Computes the offer of each of `tokens`, whose scores are rows of `scores`, as long as `prices`.
     pub fn best_offers<S: Level>(scores: &[f32], prices: &[f32], tokens: &[u32], offers: &mut [Offer]) {
         let width = prices.len();
         for (offer, &token) in offers.iter_mut().zip(tokens) {
@@ -89,7 +91,7 @@ kernel! {
     }
 }
 
-/// The best and second best of some experts, lane by lane.
+/// The best and the second best of some experts, lane by lane.
 struct Bests {
     first: [f32; LANES],
     second: [f32; LANES],
@@ -128,7 +130,7 @@ impl Bests {
         }
     }
 
-    /// Folds the lanes, halves upon each other.
+    /// Reduces the lanes by halves.
     #[inline(always)]
     fn best(mut self) -> Offer {
         let mut width = LANES / 2;

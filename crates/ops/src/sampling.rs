@@ -1,7 +1,8 @@
 //! Drawing a token from logits.
 //!
-//! The order of the filters is that of `transformers`: temperature, top-k, top-p, min-p. Ties go to the lowest id, and what the filters
-//! leave is drawn from in the order of ids, so a result depends on the logits, the filters and the number drawn alone.
+//! The order of the filters is that of `transformers`: temperature, top-k, top-p, min-p. Ties go to the lowest id,
+//! and tokens are drawn in the order of ids, so a result depends on the logits, the filters and the drawn number
+//! alone.
 
 use moeworks_tensor::Tensor;
 
@@ -11,37 +12,38 @@ use crate::simd::{LANES, kernel};
 use crate::vmath::exp;
 use crate::{Context, Isa};
 
-/// Which tokens may be drawn, and how likely.
+/// The filters of a draw.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Filters {
-    /// Divides the logits; 0 takes the most likely token always.
+    /// The divisor of the logits; 0 always takes the most likely token.
     pub temperature: f32,
-    /// Only the k most likely tokens; 0 for all.
+    /// Keeps the k most likely tokens; 0 keeps all.
     pub top_k: usize,
-    /// Only the most likely tokens that together have this probability, the one that reaches it included; 1 for all.
+    /// Keeps the most likely tokens that together have this probability, the one that reaches it included; 1 keeps
+    /// all.
     pub top_p: f32,
-    /// Only tokens at least this many times as likely as the most likely one; 0 for all.
+    /// Keeps tokens at least this many times as likely as the most likely one; 0 keeps all.
     pub min_p: f32,
 }
 
-/// What came of it.
+/// A drawn token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drawn {
     /// The token.
     pub id: u32,
-    /// Whether any logit is not a number.
+    /// Some logit is NaN.
     pub has_nan: bool,
 }
 
-/// The token at the share `drawn` (from 0 to below 1) of the weights that the filters leave. `logits` (f32) has one entry a token of the
-/// vocabulary, at least one; an entry that is not a number counts as impossible. On a GPU the logits stay there, and weights below 2^-40
-/// of the largest are none.
+/// Draws the token at the share `drawn` (from 0 to below 1) of the weights that the filters leave. `logits` (f32) has
+/// one entry for each token of the vocabulary, at least one; NaN counts as impossible. On a GPU the logits stay
+/// there, and weights below 2^-40 of the largest count as 0.
 #[must_use]
 pub fn draw(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: f32) -> Drawn {
     draw_each(ctx, logits, filters, &[drawn]).wait()[0]
 }
 
-/// Tokens that were drawn. Those of a GPU are there for its next step before the host knows them.
+/// Drawn tokens. On a GPU they are there for its next step before the host knows them.
 #[derive(Clone, Debug)]
 pub struct DrawnTokens {
     ids: Tensor,
@@ -50,26 +52,27 @@ pub struct DrawnTokens {
 }
 
 impl DrawnTokens {
-    /// `[R]` u32, all below [`vocabulary`](Self::vocabulary).
+    /// Returns the tokens: `[R]` u32, all below [`vocabulary`](Self::vocabulary).
     #[must_use]
     pub fn ids(&self) -> &Tensor {
         &self.ids
     }
 
-    /// How many tokens could be drawn.
+    /// Returns the number of tokens of the vocabulary.
     #[must_use]
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
     }
 
-    /// What was drawn for each row, when the host has it: it waits for nothing that a GPU was asked for afterwards.
+    /// Returns the drawn token of each row once the host has it. Waits for no work that was queued on a GPU
+    /// afterwards.
     #[must_use]
     pub fn wait(&self) -> &[Drawn] {
         &self.in_host
     }
 }
 
-/// As [`draw`] of each row of `logits` `[R, V]`, with R numbers drawn.
+/// Draws a token for each row of `logits` `[R, V]` as [`draw`] does, with R drawn numbers.
 #[must_use]
 pub fn draw_each(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> DrawnTokens {
     assert!(
@@ -93,6 +96,13 @@ pub fn draw_each(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: &[f32
     DrawnTokens { ids: Tensor::from_slice(ctx.pool(), &[ids.len()], &ids), in_host: Late::now(drawn), vocabulary }
 }
 
+/// A token that may be drawn, and its weight relative to the most likely one's.
+#[derive(Clone, Copy)]
+struct Candidate {
+    id: u32,
+    weight: f32,
+}
+
 impl Filters {
     fn draw(&self, isa: Isa, logits: &[f32], drawn: f64) -> Option<u32> {
         let weights = relative_weights(isa, logits, self.temperature);
@@ -100,38 +110,39 @@ impl Filters {
             return drawn_of_all(&weights, drawn);
         }
         let candidates = self.candidates(logits, &weights);
-        let total: f64 = candidates.iter().map(|c| f64::from(c.1)).sum();
+        let total: f64 = candidates.iter().map(|c| f64::from(c.weight)).sum();
         let mut left = drawn * total;
-        let reaches = |c: &&(u32, f32)| {
-            left -= f64::from(c.1);
+        let reaches = |c: &&Candidate| {
+            left -= f64::from(c.weight);
             left < 0.0
         };
-        candidates.iter().find(reaches).or(candidates.last()).map(|c| c.0)
+        candidates.iter().find(reaches).or(candidates.last()).map(|c| c.id)
     }
 
-    /// The tokens that the filters leave, by id, with weights relative to the most likely one's.
-    fn candidates(&self, logits: &[f32], weights: &[f32]) -> Vec<(u32, f32)> {
+    /// Returns the tokens that the filters leave, by id, with weights relative to the most likely one's.
+    fn candidates(&self, logits: &[f32], weights: &[f32]) -> Vec<Candidate> {
         let Self { top_k, top_p, min_p, .. } = *self;
-        let mut possible: Vec<(u32, f32)> = (0..).zip(weights.iter().copied()).filter(|c| c.1 > 0.0).collect();
+        let all = (0..).zip(weights).map(|(id, &weight)| Candidate { id, weight });
+        let mut possible: Vec<Candidate> = all.filter(|c| c.weight > 0.0).collect();
         if top_k > 0 && top_k < possible.len() {
-            let logit = |c: &(u32, f32)| logits[c.0 as usize];
-            possible.select_nth_unstable_by(top_k - 1, |a, b| logit(b).total_cmp(&logit(a)).then(a.0.cmp(&b.0)));
+            let logit = |c: &Candidate| logits[c.id as usize];
+            possible.select_nth_unstable_by(top_k - 1, |a, b| logit(b).total_cmp(&logit(a)).then(a.id.cmp(&b.id)));
             possible.truncate(top_k);
         }
         if top_p < 1.0 {
             keep_nucleus(&mut possible, f64::from(top_p));
         }
-        possible.retain(|c| c.1 >= min_p);
-        possible.sort_unstable_by_key(|c| c.0);
+        possible.retain(|c| c.weight >= min_p);
+        possible.sort_unstable_by_key(|c| c.id);
         possible
     }
 }
 
-/// Keeps the fewest of the likeliest tokens that have at least this share of all weights. A vocabulary is large and a nucleus
-/// small: no more is put in order than it takes.
-fn keep_nucleus(weights: &mut Vec<(u32, f32)>, share: f64) {
-    let enough = share * weights.iter().map(|w| f64::from(w.1)).sum::<f64>();
-    let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+/// Keeps the fewest of the likeliest tokens that have at least this share of all weights. A vocabulary is large and a
+/// nucleus small, so only as many tokens are sorted as it takes.
+fn keep_nucleus(weights: &mut Vec<Candidate>, share: f64) {
+    let enough = share * weights.iter().map(|w| f64::from(w.weight)).sum::<f64>();
+    let order = |a: &Candidate, b: &Candidate| b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id));
     let mut len = 64;
     loop {
         len = len.min(weights.len());
@@ -142,7 +153,7 @@ fn keep_nucleus(weights: &mut Vec<(u32, f32)>, share: f64) {
         let mut sum = 0.0;
         let before = weights[..len].iter().take_while(|w| {
             let is_wanted = sum < enough;
-            sum += f64::from(w.1);
+            sum += f64::from(w.weight);
             is_wanted
         });
         let count = before.count();
@@ -154,7 +165,7 @@ fn keep_nucleus(weights: &mut Vec<(u32, f32)>, share: f64) {
     }
 }
 
-/// The token at the share `drawn` of all weights: first the block that it is in, then the token.
+/// Returns the token at the share `drawn` of all weights: finds its block first, then the token.
 fn drawn_of_all(weights: &[f32], drawn: f64) -> Option<u32> {
     const BLOCK: usize = 256;
     let mut left = drawn * weights.chunks(BLOCK).map(sum).sum::<f64>();
@@ -176,7 +187,7 @@ fn drawn_of_all(weights: &[f32], drawn: f64) -> Option<u32> {
     last.or_else(|| weights.iter().rposition(|&weight| weight > 0.0).map(|id| id as u32))
 }
 
-/// The sum of some weights, in an order that vectors can take.
+/// Returns the sum of some weights, in an order that suits vectors.
 fn sum(weights: &[f32]) -> f64 {
     let (blocks, rest) = weights.as_chunks::<8>();
     let mut sums = [0.0_f32; 8];
@@ -196,20 +207,20 @@ fn most_likely(logits: &[f32]) -> u32 {
     best.0
 }
 
-/// `exp((l - max) / temperature)` of every logit, in f32; 0 for what is not a number. `temperature` is above 0. If the largest
-/// logit is infinite, it alone has weight 1, and so have its equals.
+/// Returns `exp((l - max) / temperature)` of every logit in f32, and 0 for NaN. `temperature` is above 0. If the
+/// largest logit is infinite, it and its equals have weight 1 and all others 0.
 fn relative_weights(isa: Isa, logits: &[f32], temperature: f32) -> Vec<f32> {
     let max = largest(isa, logits);
     if max == f32::INFINITY {
         return logits.iter().map(|&logit| if logit == max { 1.0 } else { 0.0 }).collect();
     }
     let mut weights = vec![0.0; logits.len()];
-    weights_kernel(isa, logits, (max, temperature), &mut weights);
+    weights_kernel(isa, logits, max, temperature, &mut weights);
     weights
 }
 
 kernel! {
-    /// The largest element; what is not a number is none.
+    /// Returns the largest element, ignoring NaN.
     fn largest<S: Level>(values: &[f32]) -> f32 {
         let mut most = [f32::NEG_INFINITY; LANES];
         let (blocks, rest) = values.as_chunks::<LANES>();
@@ -223,8 +234,7 @@ kernel! {
 }
 
 kernel! {
-    fn weights_kernel<S: Level>(logits: &[f32], of: (f32, f32), weights: &mut [f32]) {
-        let (max, temperature) = of;
+    fn weights_kernel<S: Level>(logits: &[f32], max: f32, temperature: f32, weights: &mut [f32]) {
         for (weight, &logit) in weights.iter_mut().zip(logits) {
             let relative = exp::<S>((logit - max) / temperature);
             *weight = if logit > f32::NEG_INFINITY { relative } else { 0.0 };

@@ -48,7 +48,7 @@ const FILTERS: [Filters; 10] = [
     Filters { temperature: 2.0, top_k: 50, top_p: 0.8, min_p: 0.05 },
 ];
 
-/// What is drawn on a context for numbers from 0 to 1.
+/// Returns the tokens drawn on a context for numbers from 0 to 1.
 fn drawn(ctx: &Context, logits: &[f32], filters: &Filters) -> Vec<Drawn> {
     let logits = Tensor::from_slice(ctx.pool(), &[logits.len()], logits);
     let draws: Vec<f32> = (0..23).map(|i| i as f32 / 23.0).collect();

@@ -1,8 +1,9 @@
-//! A router's choice on a GPU where it is more than the highest of a softmax: scores by softmax or sigmoid, a bias that counts in the
-//! choice alone, groups of experts, weights divided by their sum and scaled (DeepSeek-V3, 2412.19437, section 2.1.2).
+//! A router's choice on a GPU where it is more than the largest of a softmax: scores by softmax or sigmoid, a bias
+//! that counts in the choice alone, groups of experts, weights normalised and scaled (DeepSeek-V3, 2412.19437,
+//! section 2.1.2).
 //!
-//! There is no twin on the processor: whoever routes there takes the same steps row by row, and more kinds of them, so these are what
-//! the kernels are checked against. Without a GPU both functions give nothing.
+//! There is no CPU version here. Callers on the CPU take the same steps, and further kinds of them, row by row; the
+//! kernels are tested against those. Without a GPU both functions return none.
 
 use moeworks_tensor::Tensor;
 
@@ -11,59 +12,60 @@ use crate::cuda::{self, On};
 use crate::late::{Late, List};
 use crate::top_k::ScoreSums;
 
-/// How experts are chosen and weighed.
+/// The rule by which experts are chosen and weighed.
 #[derive(Clone, Copy, Debug)]
 pub struct ScoreRule<'a> {
-    /// Whether scores are sigmoids of the logits, each by itself, and not their softmax.
+    /// Scores are sigmoids of the logits, each on its own; otherwise their softmax.
     pub is_sigmoid: bool,
-    /// Logits are divided by this first.
+    /// The divisor of the logits.
     pub temperature: f32,
-    /// `[E]` f32: added to the scores for the choice.
+    /// `[E]` f32: added to the scores for the choice alone.
     pub bias: Option<&'a Tensor>,
-    /// Groups of consecutive experts; divides E.
+    /// The number of groups of consecutive experts; divides E.
     pub num_groups: usize,
-    /// Groups that a token's experts may be in.
+    /// The number of groups that a token's experts may be in.
     pub top_groups: usize,
-    /// Whether groups are chosen by the sum of their two best scores, and not by the best one.
+    /// Groups are chosen by the sum of their two best scores; otherwise by the best one.
     pub by_top_two: bool,
-    /// K.
+    /// K: experts of a token.
     pub top_k: usize,
-    /// Whether weights are divided by their sum.
+    /// Weights are divided by their sum.
     pub is_normalized: bool,
-    /// Multiplies the weights at the end.
+    /// The factor of the weights, applied last.
     pub scale: f32,
-    /// Experts from this one on have no weight and do not count in the sum.
+    /// The first expert without weight; it and those after it do not count in the sum.
     pub first_null: usize,
-    /// Whether sums over the rows are looked at soon; others are taken when they are, if ever.
+    /// Sums over the rows are read soon and computed at once; otherwise they are computed when they are first read.
     pub are_sums_wanted: bool,
 }
 
 impl ScoreRule<'_> {
-    /// Whether some groups are out of reach.
+    /// Returns whether some groups are out of reach for a token.
     pub(crate) fn is_limited(&self) -> bool {
         self.top_groups < self.num_groups
     }
 }
 
-/// What [`score_top_k`] finds.
+/// The result of [`score_top_k`].
 pub struct Scored {
-    /// `[T, E]` f32: a distribution, the softmax or the sigmoids divided by their sum.
+    /// `[T, E]` f32: a distribution, the softmax or the normalised sigmoids.
     pub probs: Tensor,
-    /// `[T, E]` f32: the sigmoids, if scores are these.
+    /// `[T, E]` f32: the sigmoids, if scores are sigmoids.
     pub gates: Option<Tensor>,
-    /// `[T, E]` f32: the logits over the temperature; zeros for a token with one that is not finite, whose scores are NaN.
+    /// `[T, E]` f32: the logits over the temperature. A token with a logit that is not finite has zeros, and its
+    /// scores are NaN.
     pub logits: Tensor,
-    /// `[T]` f32: logarithm of the sum of exponentials of the logits.
+    /// `[T]` f32: the log of the sum of exponentials of the logits.
     pub lse: Tensor,
     /// `[T, K]` u32: the chosen experts, best first, the lower index at a tie; `u32::MAX` where groups have no more.
     pub ids: Tensor,
-    /// `[T, K]` f32: their weights.
+    /// `[T, K]` f32: the weights of the chosen experts.
     pub weights: Tensor,
     /// Sums over the rows.
     pub sums: Late<ScoreSums>,
 }
 
-/// Scores of the rows of `logits` `[T, E]` (f32) and the choices of each.
+/// Computes the scores of the rows of `logits` `[T, E]` (f32) and the choices of each row.
 #[must_use]
 pub fn score_top_k(ctx: &Context, logits: Tensor, rule: &ScoreRule<'_>) -> Option<Scored> {
     let (e, k) = (logits.cols(), rule.top_k);
@@ -73,20 +75,21 @@ pub fn score_top_k(ctx: &Context, logits: Tensor, rule: &ScoreRule<'_>) -> Optio
     On::of(ctx).map(|on| cuda::router::score_top_k(on, logits, rule))
 }
 
-/// What the loss says of scores, for [`score_top_k_backward`].
+/// The gradients of the loss with respect to scores, for [`score_top_k_backward`].
 #[derive(Clone, Copy)]
 pub struct ScoredGrads<'a> {
-    /// `[T, K]`: gradient of the weights.
+    /// `[T, K]`: the gradient of the weights.
     pub weights: List<'a, f32>,
-    /// `[parts, E]`: gradient of the distribution of each token of a part; empty for none.
+    /// `[parts, E]`: the gradient of the distribution of each token of a part; empty for none.
     pub probs: &'a [f32],
-    /// Tokens of a part, at least one, and those of the first part that come before these tokens.
+    /// The number of tokens of a part, at least one, and the number of tokens of the first part that precede these
+    /// tokens.
     pub part: (usize, usize),
-    /// Gradient of the sum of the squared log-sum-exps.
+    /// The gradient of the sum of the squared log-sum-exps.
     pub lse_squared: f32,
 }
 
-/// The gradient of the logits `[T, E]`, before temperature. The choice has none.
+/// Returns the gradient of the logits `[T, E]` before the division by the temperature. The choice has no gradient.
 #[must_use]
 pub fn score_top_k_backward(
     ctx: &Context,

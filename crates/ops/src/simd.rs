@@ -1,9 +1,9 @@
-//! One body, compiled for every instruction set.
+//! Kernels written once and compiled for every instruction set.
 //!
-//! The kernels of memory-bound operations are plain loops that the compiler turns into vector code. [`kernel!`] compiles
-//! such a loop once for each [`Isa`](crate::Isa) and makes a function that picks one. The body must be free of branches that depend on
-//! data and of calls that are not inlined; sums keep [`LANES`] partial sums, so that every instruction set adds in the
-//! same order and results differ by fused rounding at most.
+//! The kernels of memory-bound operations are plain loops that the compiler vectorises. [`kernel!`] compiles such a
+//! loop once for each [`Isa`](crate::Isa) and defines a function that picks one. The body must have no branches that
+//! depend on data and no calls that are not inlined. Sums keep [`LANES`] partial sums, so that every instruction set
+//! adds in the same order and results differ by fused rounding at most.
 
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
@@ -28,90 +28,93 @@ use splat::splat_unit;
 /// Partial sums of a reduction: one AVX-512 register of f32, or two AVX2 ones.
 pub(crate) const LANES: usize = 16;
 
-/// What a body has to know of the instruction set that it is compiled for: vectors for the kernels that hold their sums in
-/// registers, and whether multiply-add is fused for those that leave vectors to the compiler.
+/// An instruction set as a kernel's body sees it: vectors for kernels that keep their sums in registers, and whether
+/// multiply-add is fused for those that leave vectors to the compiler.
 ///
-/// The functions on vectors are sound only where the instruction set is there, which [`kernel!`] sees to.
+/// Functions on vectors are sound only if the machine has the instruction set, which [`kernel!`] ensures.
 pub(crate) trait Level: Copy {
     /// A vector of [`WIDTH`](Self::WIDTH) f32 lanes.
     type Vector: Copy;
     /// Lanes of a vector.
     const WIDTH: usize;
-    /// Whether a fused multiply-add is one instruction. Without that it would be a call of the C library.
+    /// True if a fused multiply-add is one instruction. Otherwise it would be a call of the C library.
     const HAS_FMA: bool;
 
-    /// `a * b + c`, fused where that is fast.
+    /// Returns `a * b + c`, fused if that is fast.
     #[inline(always)]
     fn mul_add(a: f32, b: f32, c: f32) -> f32 {
         if Self::HAS_FMA { a.mul_add(b, c) } else { a * b + c }
     }
 
-    /// All lanes alike.
+    /// Returns a vector with `value` in all lanes.
     fn splat(value: f32) -> Self::Vector;
-    /// The element `at` elements behind `from`, in all lanes.
+    /// Returns a vector with the element `at` elements after `from` in all lanes.
     ///
     /// # Safety
-    /// It must be readable there. It need not be aligned.
+    /// The element must be readable. It need not be aligned.
     #[inline(always)]
     unsafe fn splat_at(from: *const f32, at: usize) -> Self::Vector {
         // SAFETY: the caller's promise is handed on.
         Self::splat(unsafe { from.add(at).read_unaligned() })
     }
-    /// The lanes at `from`, which need not be aligned.
+    /// Loads the lanes at `from`, which need not be aligned.
     ///
     /// # Safety
     /// `WIDTH` elements must be readable there.
     unsafe fn load(from: *const f32) -> Self::Vector;
-    /// Writes the lanes to `to`, which need not be aligned.
+    /// Stores the lanes to `to`, which need not be aligned.
     ///
     /// # Safety
     /// `WIDTH` elements must be writable there.
     unsafe fn store(to: *mut f32, value: Self::Vector);
-    /// `a * b + c` in each lane.
+    /// Returns `a * b + c` in each lane.
     fn vector_mul_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
-    /// `a + b` in each lane: some processors have units for it beside those for products.
+    /// Returns `a + b` in each lane; some CPUs have units for it besides those for products.
     fn vector_add(a: Self::Vector, b: Self::Vector) -> Self::Vector;
-    /// The bf16 elements at `from`, widened: those at even places, then those at odd ones. That order is what falls out
-    /// of 32-bit lanes with a shift and a mask.
+    /// Loads bf16 elements and widens them: those at even places, then those at odd ones, an order that a shift and a
+    /// mask of 32-bit lanes give.
     ///
     /// # Safety
     /// Twice `WIDTH` elements must be readable there.
     unsafe fn load_pairs(from: *const bf16) -> [Self::Vector; 2];
-    /// The f16 elements at `from`, widened.
+    /// Loads f16 elements and widens them.
     ///
     /// # Safety
     /// `WIDTH` elements must be readable there.
     unsafe fn load_halves(from: *const f16) -> Self::Vector;
-    /// The sum of the lanes, halves first.
+    /// Returns the sum of the lanes, adding halves first.
     fn total(lanes: Self::Vector) -> f32;
-    /// [`total`](Self::total) of each: the same bits, in fewer steps where vectors can be mixed.
+    /// Returns the [`total`](Self::total) of each vector: the same bits, in fewer steps if vectors can be mixed.
     #[inline(always)]
     fn totals(vectors: [Self::Vector; 4]) -> [f32; 4] {
         vectors.map(Self::total)
     }
-    /// Writes the lanes to `to`, which must be aligned to the vector, past the caches: for what is not read again soon.
+    /// Stores the lanes to `to`, which must be aligned to the vector, bypassing the caches: for data that is not read
+    /// again soon.
     ///
     /// # Safety
     /// `WIDTH` elements must be writable there; [`fence`] must follow before another thread reads them.
     unsafe fn stream(to: *mut f32, value: Self::Vector);
-    /// Whether [`dot_pairs`](Self::dot_pairs) is there.
+    /// True if the level has [`dot_pairs`](Self::dot_pairs).
     const HAS_PAIR_DOT: bool = false;
     /// Adds to each lane of `c` the two products of the bf16 pairs that the lanes of `a` and `b` hold.
     #[inline(always)]
     fn dot_pairs(_a: Self::Vector, _b: Self::Vector, _c: Self::Vector) -> Self::Vector {
         unreachable!("a level without products of pairs")
     }
-    /// The bf16 pairs of lanes of `low`, which come first, and `high`; rounds as [`round_all`](Self::round_all).
+    /// Returns the bf16 pairs of the lanes of `low` (first in each pair) and `high`; rounds as
+    /// [`round_all`](Self::round_all).
     #[inline(always)]
     fn pair(_low: Self::Vector, _high: Self::Vector) -> Self::Vector {
         unreachable!("a level without products of pairs")
     }
-    /// The lanes of `low` and then those of `high` as bf16, and [`pair`](Self::pair) of them.
+    /// Returns the lanes of `low` and then those of `high` as bf16, and their [`pair`](Self::pair).
     #[inline(always)]
     fn round_and_pair(_low: Self::Vector, _high: Self::Vector) -> [Self::Vector; 2] {
         unreachable!("a level without products of pairs")
     }
-    /// The bf16 pairs of two rows' elements, as products take them: of each eight elements the first four come in the first vector.
+    /// Returns the bf16 pairs of two rows' elements, as products take them: of each eight elements the first four are
+    /// in the first vector.
     ///
     /// # Safety
     /// Twice `WIDTH` elements must be readable at both.
@@ -119,11 +122,11 @@ pub(crate) trait Level: Copy {
     unsafe fn pairs_of_rows(_low: *const bf16, _high: *const bf16) -> [Self::Vector; 2] {
         unreachable!("a level without products of pairs")
     }
-    /// The lanes of both, one after the other, as bf16; rounds as [`round_all`](Self::round_all).
+    /// Returns the lanes of both vectors, one after the other, as bf16; rounds as [`round_all`](Self::round_all).
     #[inline(always)]
     fn round(vectors: [Self::Vector; 2]) -> Self::Vector {
         let (mut wide, mut rounded) = ([0.0; 2 * LANES], [bf16::ZERO; 2 * LANES]);
-        // SAFETY: there is room for two vectors of as many lanes as a level has at most, and half of it is read.
+        // SAFETY: the arrays hold two vectors of the widest level, and half of them is read.
         unsafe {
             Self::store(wide.as_mut_ptr(), vectors[0]);
             Self::store(wide.as_mut_ptr().add(Self::WIDTH), vectors[1]);
@@ -131,7 +134,7 @@ pub(crate) trait Level: Copy {
             Self::load(rounded.as_ptr().cast())
         }
     }
-    /// [`vmath::exp2_falling`](crate::vmath::exp2_falling) of each.
+    /// Returns [`vmath::exp2_falling`](crate::vmath::exp2_falling) of each number.
     #[inline(always)]
     fn exp2_falling(mut x: [f32; LANES]) -> [f32; LANES] {
         for x in &mut x {
@@ -139,19 +142,20 @@ pub(crate) trait Level: Copy {
         }
         x
     }
-    /// The same for what is then rounded to bf16: within 3e-6 of it.
+    /// Returns `2^x` of each number to within 3e-6, for results that are rounded to bf16.
     #[inline(always)]
     fn exp2_falling_for_bf16(x: [f32; LANES]) -> [f32; LANES] {
         Self::exp2_falling(x)
     }
-    /// Rounds as [`Float::store`] does, one for one. A level with an instruction for it may turn subnormals into zeros.
+    /// Rounds elements one by one as [`Float::store`] does. A level with an instruction for it may turn subnormals
+    /// into zeros.
     #[inline(always)]
     fn round_all(from: &[f32], to: &mut [bf16]) {
         to.iter_mut().zip(from).for_each(|(to, &x)| *to = bf16::store(x));
     }
 }
 
-/// Stores elements one for one, rounded where they are bf16.
+/// Stores elements one by one, rounded if `T` is bf16.
 #[inline(always)]
 pub(crate) fn store_all<S: Level, T: Float>(from: &[f32], to: &mut [T]) {
     match T::DTYPE {
@@ -160,7 +164,7 @@ pub(crate) fn store_all<S: Level, T: Float>(from: &[f32], to: &mut [T]) {
     }
 }
 
-/// Stores [`LANES`] elements past the caches; [`fence`] must follow before another thread reads them.
+/// Stores [`LANES`] elements, bypassing the caches; [`fence`] must follow before another thread reads them.
 #[inline(always)]
 pub(crate) fn stream_lanes<S: Level>(from: &[f32; LANES], to: &mut [f32; LANES]) {
     assert!(to.as_ptr().addr().is_multiple_of(4 * S::WIDTH), "what is streamed is aligned");
@@ -172,14 +176,14 @@ pub(crate) fn stream_lanes<S: Level>(from: &[f32; LANES], to: &mut [f32; LANES])
 
 /// Orders [`Level::stream`]s before everything that follows.
 pub(crate) fn fence() {
-    // SAFETY: every x86-64 processor has the instruction.
+    // SAFETY: every x86-64 CPU has the instruction.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         core::arch::x86_64::_mm_sfence();
     }
 }
 
-/// The target that the crate is compiled for, without anything found at run time.
+/// The target that the crate is compiled for, without features detected at run time.
 #[derive(Clone, Copy)]
 pub(crate) struct Baseline;
 
@@ -245,7 +249,7 @@ impl Level for Baseline {
     }
 }
 
-/// A level whose vectors are those of x86-64.
+/// Defines a level whose vectors are those of x86-64.
 #[cfg(target_arch = "x86_64")]
 macro_rules! x86_level {
     (
@@ -371,7 +375,7 @@ x86_level!(
 );
 #[cfg(target_arch = "x86_64")]
 x86_level!(
-    /// The same with the conversion and the product of AVX-512 BF16.
+    /// AVX-512 with F, BW, DQ, VL and BF16, whose conversion and product it uses.
     Avx512Bf16, __m512, 16, _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps,
     _mm512_stream_ps, _mm512_loadu_si512, _mm512_slli_epi32, _mm512_and_si512, _mm512_set1_epi32, _mm512_castsi512_ps,
     _mm256_loadu_si256, _mm512_cvtph_ps, totals::total_of_16,
@@ -436,10 +440,10 @@ x86_level!(
     }
 );
 
-/// `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa, args)`, which runs the body
-/// compiled for `isa`; inside the body `S` is the [`Level`]. With `bf16` before it the body is compiled once more for
-/// machines with AVX-512 BF16: for kernels that round much, or multiply pairs. With `bf16 if condition;` only for those types of
-/// which the condition, a constant, holds.
+/// Defines a kernel: `kernel! { fn name<S: Level, T: Bound>(args) -> Result { body } }` defines `name::<T>(isa,
+/// args)`, which runs the body compiled for `isa`. Inside the body `S` is the [`Level`]. With `bf16` in front, the
+/// body is also compiled for machines with AVX-512 BF16, for kernels that round much or multiply pairs. With `bf16 if
+/// condition;` that is so only for types for which the constant condition holds.
 macro_rules! kernel {
     (bf16 if $has_own:expr; $($rest:tt)*) => { $crate::simd::kernel! { @define $has_own; $($rest)* } };
     (bf16 $($rest:tt)*) => { $crate::simd::kernel! { @define true; $($rest)* } };
@@ -467,7 +471,7 @@ macro_rules! kernel {
             }
             match isa {
                 $crate::Isa::Portable => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),
-                // All machines of this kind have these instructions, and so has code that is compiled for them.
+                // Every machine of this kind has these instructions, and all code is compiled for them.
                 #[cfg(target_arch = "aarch64")]
                 $crate::Isa::Neon => body::<$crate::simd::Neon $(, $T)*>($($arg),*),
                 // SAFETY: a context holds only instruction sets that the machine has.
@@ -483,7 +487,7 @@ macro_rules! kernel {
                 $crate::Isa::Avx512 | $crate::Isa::Avx512Bf16 | $crate::Isa::Amx | $crate::Isa::AmxF32 => unsafe {
                     avx512::<$($T),*>($($arg),*)
                 },
-                // Instruction sets of other processors.
+                // Instruction sets of other CPU architectures.
                 _ => body::<$crate::simd::Baseline $(, $T)*>($($arg),*),
             }
         }
@@ -492,11 +496,11 @@ macro_rules! kernel {
 }
 pub(crate) use kernel;
 
-/// An element that is computed with as f32.
+/// An element type that is computed with as f32.
 pub(crate) trait Float: Element {
-    /// The value; exact.
+    /// Returns the exact value.
     fn load(self) -> f32;
-    /// The nearest element, ties to even; NaN stays NaN.
+    /// Returns the nearest element, ties to even; NaN stays NaN.
     fn store(value: f32) -> Self;
 }
 
@@ -513,16 +517,17 @@ impl Float for f32 {
 }
 
 impl Float for f16 {
-    /// As the processors' conversion, but that a signalling NaN stays what it is.
+    /// Widens as the CPU instruction does, except that a signalling NaN stays as it is.
     #[inline(always)]
     fn load(self) -> f32 {
-        /// What the exponents of f16 and f32 are apart, and the bits of an f16's exponent where f32 has them.
+        /// The difference of the exponent biases of f16 and f32, and the exponent bits of an f16 in an f32.
         const APART: u32 = 112 << 23;
         const EXPONENT: u32 = 0x1f << 23;
         let bits = u32::from(self.to_bits());
         let (sign, rest) = ((bits & 0x8000) << 16, (bits & 0x7fff) << 13);
         let widened = match rest & EXPONENT {
-            // The least exponent is that of the smallest normal numbers, without their leading one.
+            // The least exponent belongs to subnormals: it is that of the smallest normal numbers, without their
+            // leading one.
             0 => (f32::from_bits(rest + APART + (1 << 23)) - f32::from_bits(APART + (1 << 23))).to_bits(),
             EXPONENT => rest + 2 * APART,
             _ => rest + APART,
@@ -570,7 +575,7 @@ macro_rules! with_float {
 }
 pub(crate) use with_float;
 
-/// As [`with_float!`], for what is read alone and thus may be f16, too.
+/// Evaluates an expression like [`with_float!`], for tensors that are only read and may therefore also be f16.
 macro_rules! with_stored {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {

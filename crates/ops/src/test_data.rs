@@ -5,28 +5,28 @@ use moeworks_tensor::{DType, Tensor, bf16, f16};
 use crate::Context;
 use moeworks_gpu::Gpu;
 
-/// Contexts of every instruction set with one, two and three threads, and of every GPU or its emulation.
+/// Returns contexts of every instruction set with one, two and three threads, and of every GPU or its emulation.
 pub(crate) fn contexts() -> impl Iterator<Item = Context> {
     let threads = [Context::cpu(1), Context::cpu(2), Context::cpu(3)];
     crate::Isa::available().into_iter().flat_map(move |isa| threads.clone().map(|ctx| ctx.with_isa(isa))).chain(gpus())
 }
 
-/// A context of every instruction set, and of every GPU or its emulation.
+/// Returns a context of every instruction set, and of every GPU or its emulation.
 pub(crate) fn kinds() -> impl Iterator<Item = Context> {
     crate::Isa::available().into_iter().map(|isa| Context::cpu(2).with_isa(isa)).chain(gpus())
 }
 
-/// A context of every GPU or its emulation.
+/// Returns a context of every GPU or its emulation.
 pub(crate) fn gpus() -> impl Iterator<Item = Context> {
     Gpu::for_tests().into_iter().map(|(_, gpu)| Context::cpu(2).with_gpu(gpu))
 }
 
-/// What decides the bits of a result: contexts of one kind must agree.
+/// Returns the kind of a context. Contexts of one kind must give the same bits.
 pub(crate) fn kind(ctx: &Context) -> (crate::Isa, Option<String>) {
     (ctx.isa(), ctx.gpu().map(|gpu| gpu.name().to_string()))
 }
 
-/// Reproducible numbers in -1..1 without a pattern that sums could hide.
+/// Returns reproducible numbers in -1..1 without a pattern that sums could hide.
 pub(crate) fn numbers(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -38,7 +38,7 @@ pub(crate) fn numbers(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| next()).collect()
 }
 
-/// The values as a tensor of a type.
+/// Returns the values as a tensor of a type.
 pub(crate) fn tensor(ctx: &Context, shape: &[usize], values: &[f32], dtype: DType) -> Tensor {
     match dtype {
         DType::BF16 => {
@@ -53,12 +53,13 @@ pub(crate) fn tensor(ctx: &Context, shape: &[usize], values: &[f32], dtype: DTyp
     }
 }
 
-/// The value that a product in `compute` takes for `x`.
+/// Returns the value that a product in `compute` takes for `x`.
 pub(crate) fn rounded(x: f32, compute: DType) -> f64 {
     f64::from(if compute == DType::BF16 { bf16::from_f32(x).to_f32() } else { x })
 }
 
-/// Whether `y`, stored as `out`, is close to the exact sum of `depth` terms with magnitudes that add up to `size`.
+/// Returns whether `y`, stored as `out`, is close to the exact sum of `depth` terms whose magnitudes add up to
+/// `size`.
 pub(crate) fn is_close(y: f32, exact: f64, size: f64, depth: usize, out: DType) -> bool {
     if exact.is_nan() || exact.is_infinite() {
         return if exact.is_nan() { y.is_nan() } else { f64::from(y) == exact };

@@ -1,8 +1,8 @@
-//! A pool of threads with a fork-join of about a microsecond.
+//! A thread pool with a fork-join of about a microsecond.
 //!
-//! Workers look for the next job for a short while, then park: an idle program costs nothing. A job is a number of tasks
-//! taken in order from a shared counter; the caller works too. Which thread runs a task is not fixed, so a task's result
-//! must depend on its number alone: that is what makes results the same on any number of threads.
+//! Workers spin for the next job for a short while, then park, so that an idle program costs nothing. A job is a
+//! number of tasks, taken in order from a shared counter; the caller works too. Any thread may run any task, so a
+//! task's result must depend on its number alone: that makes results the same on any number of threads.
 
 use std::cell::{Cell, UnsafeCell};
 use std::hint;
@@ -12,10 +12,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// How long a worker looks for work before it parks. Longer than the gap between two operations of a training step.
+/// The time that a worker spins before it parks: longer than the gap between two operations of a training step.
 const SPIN: Duration = Duration::from_micros(100);
 
-/// The state word: the job's number in the high half, whether it takes helpers, and how many are at it.
+/// The state word: the job's number in the high half, whether the job takes helpers, and the number of threads
+/// working on it.
 const OPEN: u64 = 1 << 31;
 const ACTIVE: u64 = OPEN - 1;
 
@@ -35,9 +36,9 @@ struct Shared {
     parked: Vec<AtomicBool>,
 }
 
-// SAFETY: `job` is written only by the thread that holds `Pool::caller`, while the state word says that no job is open
-// and nobody is at work; workers read it only between joining an open job and leaving it. The task behind the pointer is
-// `Sync`.
+// SAFETY: `job` is written only by the thread that holds `Pool::caller`, while the state word says that no job is
+// open and nobody is at work; workers read it only between joining an open job and leaving it. The task behind the
+// pointer is `Sync`.
 unsafe impl Sync for Shared {}
 // SAFETY: the only field that is not `Send` by itself is the pointer in `job`, used as said above.
 unsafe impl Send for Shared {}
@@ -61,7 +62,7 @@ thread_local! {
 }
 
 impl Threads {
-    /// A pool of `num_threads` threads, of which the caller is one. 0 counts as 1.
+    /// Starts a pool of `num_threads` threads, of which the caller is one. 0 counts as 1.
     #[must_use]
     pub fn new(num_threads: usize) -> Self {
         let num_workers = num_threads.saturating_sub(1);
@@ -86,14 +87,15 @@ impl Threads {
         Self { pool: Arc::new(Pool { shared, workers, handles: Mutex::new(handles), caller: Mutex::new(()) }) }
     }
 
-    /// How many threads work on a job, the caller included.
+    /// Returns the number of threads that work on a job, the caller included.
     #[must_use]
     pub fn count(&self) -> usize {
         self.pool.workers.len() + 1
     }
 
-    /// Runs `task(0)` to `task(num_tasks - 1)`, each once, and returns when all are done. Called from inside a task, or
-    /// while another thread uses the pool, it runs them on the calling thread alone. A panic in a task is passed on.
+    /// Runs `task(0)` to `task(num_tasks - 1)`, each once, and returns when all are done. Called from inside a task,
+    /// or while another thread uses the pool, it runs them on the calling thread alone. A panic in a task is passed
+    /// on.
     pub fn run(&self, num_tasks: usize, task: impl Fn(usize) + Sync) {
         if num_tasks == 0 {
             return;
@@ -114,7 +116,8 @@ impl Threads {
         }
     }
 
-    /// Cuts `data` into pieces of `piece_len` elements (the last may be shorter) and runs `task(index, piece)` on each.
+    /// Cuts `data` into pieces of `piece_len` elements (the last may be shorter) and runs `task(index, piece)` on
+    /// each.
     pub fn run_pieces<T: Send>(&self, data: &mut [T], piece_len: usize, task: impl Fn(usize, &mut [T]) + Sync) {
         assert!(piece_len > 0, "pieces of no element");
         let len = data.len();
@@ -122,15 +125,15 @@ impl Threads {
         self.run(len.div_ceil(piece_len), |index| {
             let start = index * piece_len;
             let end = (start + piece_len).min(len);
-            // SAFETY: the pieces of different tasks do not overlap, each task runs once, and `data` is borrowed mutably
-            // until all have ended.
+            // SAFETY: the pieces of different tasks do not overlap, each task runs once, and `data` is borrowed
+            // mutably until all have ended.
             let piece = unsafe { std::slice::from_raw_parts_mut(base.get().add(start), end - start) };
             task(index, piece);
         });
     }
 }
 
-/// A pointer that tasks on several threads may hold. Whoever dereferences it states why that is sound.
+/// A pointer that tasks on several threads may hold. Code that dereferences it states why that is sound.
 pub(crate) struct SendPointer<T>(pub(crate) *mut T);
 
 impl<T> Clone for SendPointer<T> {
@@ -155,8 +158,8 @@ unsafe impl<T> Sync for SendPointer<T> {}
 impl Pool {
     fn run(&self, num_tasks: usize, task: &Task<'_>) {
         let shared = &*self.shared;
-        // SAFETY: only the lifetime is erased. The pointer is used by workers that joined the job, and this function does
-        // not return, nor unwind, before the job is closed and all of them have left.
+        // SAFETY: only the lifetime is erased. The pointer is used by workers that joined the job, and this function
+        // does not return, nor unwind, before the job is closed and all of them have left.
         let task: *const Task<'static> = unsafe { std::mem::transmute(std::ptr::from_ref(task)) };
         // SAFETY: `caller` is held, no job is open and nobody is at work (the last call waited for it).
         unsafe { *shared.job.get() = Some(Job { task, num_tasks }) };
@@ -230,7 +233,7 @@ fn work(shared: &Shared, index: usize) {
     }
 }
 
-/// The state word of an open job other than `last_job`; `None` when the pool ends.
+/// Returns the state word of an open job other than `last_job`; `None` when the pool ends.
 fn wait_for_job(shared: &Shared, index: usize, last_job: u64) -> Option<u64> {
     let ready = || {
         let state = shared.state.load(Ordering::SeqCst);

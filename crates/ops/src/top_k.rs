@@ -1,10 +1,11 @@
-//! A router's scores: softmax over each row of logits, the k largest of each row and their weights, and what statistics
-//! and losses need of the row, in one pass.
+//! A router's scores: the softmax of each row of logits, the k largest logits of each row and their weights, and the
+//! row's statistics for losses, in one pass.
 //!
-//! Rows are short (one number for each expert) and many, so a task takes a block of rows and keeps one row in a padded
-//! scratch of whole vectors. The choice is made on the logits, whose order is that of the probabilities without their
-//! ties: a logit becomes a whole number of the same order, with the expert's number below it, so that the largest key is
-//! the choice, the lowest index wins a tie, and NaN, which gets the least key, is chosen last and breaks nothing.
+//! Rows are short (one number for each expert) and many, so a task takes a block of rows and keeps one row in a
+//! padded scratch of whole vectors. The choice is made on the logits, which are ordered like the probabilities but
+//! without their ties. A logit becomes an integer key of the same order with the complement of the expert's number in
+//! its low half, so that the largest key is the choice and the lowest index wins a tie. NaN gets the least key and is
+//! chosen last.
 //!
 //! Backward, with p the softmax, w the weights, g their gradient, b the gradient of p and c that of the log-sum-exp:
 //! `dl = p (b - <p, b> + c)`, plus for the chosen `w (g - <w, g>)` where weights are normalised (they are then the
@@ -20,59 +21,56 @@ use crate::parallel::{Lent, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::vmath::exp;
 
-/// Rows of one task. Sums over rows are cut here, so results do not depend on the threads.
+/// Rows of a task. Sums over rows are cut here, so results do not depend on the number of threads.
 const ROWS: usize = 128;
 
-/// From this k on a row is sorted instead of searched k times.
+/// The least k for which a row is sorted instead of searched k times.
 const SORT_MIN_K: usize = 24;
 
-/// What [`softmax_top_k`] finds.
+/// The result of [`softmax_top_k`].
 pub struct TopK {
     /// `[T, E]` f32: the softmax of the logits, in their memory.
     pub probs: Tensor,
-    /// `[T, K]` u32: the largest logits of each row, largest first.
+    /// `[T, K]` u32: the indices of the largest logits of each row, largest first.
     pub ids: Tensor,
     /// `[T, K]` f32: the weight of each choice.
     pub weights: Tensor,
-    /// `[T]` f32: logarithm of the sum of exponentials of each row.
+    /// `[T]` f32: the log of the sum of exponentials of each row.
     pub lse: Tensor,
     /// Sums over the rows.
     pub sums: Late<ScoreSums>,
-    /// The choices sorted by expert, where a GPU did that by the way.
+    /// The choices sorted by expert, where a GPU sorted them in the same pass.
     pub sorted: Option<SortedChoices>,
 }
 
 /// Sums over all rows of a router's scores.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScoreSums {
-    /// `[E]`: of the probabilities.
+    /// `[E]`: the sums of the probabilities.
     pub probs: Vec<f64>,
-    /// Of the entropy of each row's probabilities, in nats.
+    /// The sum of the entropies of the rows' probabilities, in nats.
     pub entropy: f64,
-    /// Of the square of the log-sum-exp.
+    /// The sum of the squared log-sum-exps.
     pub lse_squared: f64,
-    /// Of the squared logits, where a GPU saw them by the way.
+    /// The sum of the squared logits, where a GPU computed it in the same pass.
     pub logits_squared: Option<f64>,
 }
 
-/// Softmax over the rows of `logits` `[T, E]` (f32, not shared: its memory becomes the probabilities) and the `k` largest
-/// of each. The weights are the probabilities of the chosen, divided by their sum if `normalize`.
+/// Computes the softmax over the rows of `logits` `[T, E]` and the `k` largest of each row. `logits` is f32 and not
+/// shared: its memory becomes the probabilities. The weights are the probabilities of the chosen, divided by their
+/// sum if `normalize`.
 ///
-/// A tie goes to the lowest index. NaN counts as lower than everything when the choice is made; the row's probabilities
-/// are then NaN, as they are if a logit is positive infinity or all are negative infinity.
+/// A tie goes to the lowest index. NaN counts as lower than everything when the choice is made; the row's
+/// probabilities are then NaN, as they are if a logit is positive infinity or all are negative infinity.
 #[must_use]
 pub fn softmax_top_k(ctx: &Context, logits: Tensor, k: usize, normalize: bool) -> TopK {
-    softmax_top_k_with(ctx, logits, (k, normalize), true)
+    softmax_top_k_with(ctx, logits, k, normalize, true)
 }
 
-/// As [`softmax_top_k`]; sums over the rows that are not wanted soon a GPU takes when they are looked at, if ever.
+/// Computes [`softmax_top_k`]. Without `are_sums_wanted` a GPU computes the sums over the rows when they are first
+/// read.
 #[must_use]
-pub fn softmax_top_k_with(
-    ctx: &Context,
-    mut logits: Tensor,
-    (k, normalize): (usize, bool),
-    are_sums_wanted: bool,
-) -> TopK {
+pub fn softmax_top_k_with(ctx: &Context, mut logits: Tensor, k: usize, normalize: bool, are_sums_wanted: bool) -> TopK {
     let (rows, width) = (logits.rows(), logits.cols());
     assert!((1..=width).contains(&k), "top {k} of {width}");
     if let Some(on) = On::of(ctx) {
@@ -117,7 +115,7 @@ fn add_up(partial: &[f32], width: usize) -> ScoreSums {
     sums
 }
 
-/// The rows of a task: `probs` holds the logits on entry.
+/// The rows of a task. `probs` holds the logits on entry.
 struct Block<'a> {
     probs: &'a mut [f32],
     ids: &'a mut [u32],
@@ -185,8 +183,8 @@ kernel! {
     }
 }
 
-/// The largest of `row`, as many as `ids` takes. `keys` is scratch as long as the row, rounded up to whole vectors; what
-/// is beyond the row must be 0 and stays so.
+/// Writes the indices of the largest elements of `row`, as many as `ids` has places. `keys` is scratch as long as the
+/// row, rounded up to whole vectors; elements beyond the row must be 0 and stay 0.
 #[inline(always)]
 fn choose(row: &[f32], keys: &mut [u64], ids: &mut [u32]) {
     for (index, (key, &x)) in keys.iter_mut().zip(row).enumerate() {
@@ -211,17 +209,17 @@ fn choose(row: &[f32], keys: &mut [u64], ids: &mut [u32]) {
     }
 }
 
-/// What choices say of each expert.
+/// Sums over the choices of each expert.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChoiceSums {
-    /// `[E]`: the tokens whose first choice it is.
+    /// `[E]`: the number of tokens whose first choice it is.
     pub firsts: Vec<u32>,
     /// `[E]`: the sum of the weights of its choices.
     pub weights: Vec<f64>,
 }
 
-/// The sums of the choices `ids [T, K]` (u32) of `num_experts` experts with their `weights [T, K]` (f32). An id that is no expert's is
-/// no choice.
+/// Returns the sums of the choices `ids [T, K]` (u32) of `num_experts` experts with their `weights [T, K]` (f32). Ids
+/// that are out of range are skipped.
 #[must_use]
 pub fn choice_sums(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
     assert_eq!(weights.shape(), ids.shape(), "choice_sums: weights {:?}, ids {:?}", weights.shape(), ids.shape());
@@ -231,7 +229,7 @@ pub fn choice_sums(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: u
     }
 }
 
-/// As [`choice_sums`], added up by the host when they are looked at, if ever.
+/// Returns [`choice_sums`], computed by the host when they are first read.
 #[must_use]
 pub fn choice_sums_in_host(ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
     let (ids, weights) = (ids.clone(), weights.clone());
@@ -247,7 +245,7 @@ pub fn choice_sums_in_host(ids: &Tensor, weights: &Tensor, num_experts: usize) -
     })
 }
 
-/// A whole number in the order of the float, the same for both zeros; NaN gets 0, the least.
+/// Returns an integer in the order of the float, the same for both zeros; NaN gets 0, the least.
 #[inline(always)]
 fn ordered(x: f32) -> u32 {
     let bits = (x + 0.0).to_bits();
@@ -256,18 +254,18 @@ fn ordered(x: f32) -> u32 {
     if x.is_nan() { 0 } else { key }
 }
 
-/// What the loss says of a router's scores, for [`softmax_top_k_backward`].
+/// The gradients of the loss with respect to a router's scores, for [`softmax_top_k_backward`].
 #[derive(Clone, Copy)]
 pub struct ScoreGrads<'a> {
-    /// `[T, K]`: gradient of the weights.
+    /// `[T, K]`: the gradient of the weights.
     pub weights: List<'a, f32>,
-    /// `[E]`: gradient of the probabilities, the same in each row; empty for none.
+    /// `[E]`: the gradient of the probabilities, the same in each row; empty for none.
     pub probs: &'a [f32],
-    /// Gradient of the sum of the squared log-sum-exps.
+    /// The gradient of the sum of the squared log-sum-exps.
     pub lse_squared: f32,
 }
 
-/// The gradient of the logits `[T, E]`, f32. `normalize` as in [`softmax_top_k`].
+/// Returns the gradient of the logits `[T, E]`, f32. `normalize` as in [`softmax_top_k`].
 #[must_use]
 pub fn softmax_top_k_backward(ctx: &Context, scores: &TopK, normalize: bool, grads: ScoreGrads<'_>) -> Tensor {
     let (rows, width, k) = (scores.probs.rows(), scores.probs.cols(), scores.ids.cols());
@@ -319,8 +317,8 @@ kernel! {
                     dlogits[id as usize] += g;
                 }
             }
-            // The softmax's backward sees differences alone; those from the likeliest expert lose no digit where its
-            // probability is nearly 1.
+            // The softmax's backward depends on differences alone. Differences from the likeliest expert lose no
+            // digits where its probability is nearly 1.
             let base = dlogits[ids[0] as usize];
             let shift = 2.0 * lse * grads.lse_squared - mean_difference::<S>(probs, dlogits, base);
             for (d, p) in dlogits.iter_mut().zip(probs) {
@@ -335,14 +333,14 @@ kernel! {
     }
 }
 
-/// `g_i - <w, g>` for weights that add up to 1, as `sum_j w_j (g_i - g_j)`: where one weight is nearly 1, the difference
-/// of the two would be all rounding.
+/// Returns `g_i - <w, g>` for weights that add up to 1, as `sum_j w_j (g_i - g_j)`: where one weight is nearly 1, the
+/// difference of the two would be all rounding error.
 #[inline(always)]
 fn centered(i: usize, weights: &[f32], grads: &[f32]) -> f32 {
     weights.iter().zip(grads).map(|(w, g)| w * (grads[i] - g)).sum()
 }
 
-/// `sum_e p_e (d_e - base)`.
+/// Returns `sum_e p_e (d_e - base)`.
 #[inline(always)]
 fn mean_difference<S: Level>(p: &[f32], d: &[f32], base: f32) -> f32 {
     let mut lanes = [0.0; LANES];

@@ -37,7 +37,7 @@ fn ties_go_to_the_lowest_index_and_nan_comes_last() {
     }
 }
 
-/// What tiles of at most eight rows of these groups there are.
+/// Returns the tiles of at most eight rows of groups.
 fn tiles_of(offsets: &[u32]) -> Vec<[u32; 3]> {
     let of_group = |(group, ends): (usize, &[u32])| {
         let (first, end) = (ends[0], ends[1]);
@@ -55,7 +55,7 @@ fn a_gpu_sorts_the_choices_of_few_rows_by_the_way() {
         let mut logits: Vec<f32> = (0..(rows * width) as u64).map(|i| random.normal(i)).collect();
         logits[0] = f32::NAN;
         let logits = |ctx: &Context| Tensor::from_slice(ctx.pool(), &[rows, width], &logits);
-        let found = softmax_top_k_with(&ctx, logits(&ctx), (k, true), false);
+        let found = softmax_top_k_with(&ctx, logits(&ctx), k, true, false);
         let host = Context::cpu(1);
         let expected = softmax_top_k(&host, logits(&host), k, true);
         assert_eq!(found.ids.u32s(), expected.ids.u32s(), "{what}");
@@ -179,7 +179,7 @@ fn gradients_match_finite_differences() {
     }
 }
 
-/// What is no expert's id is no choice; sums are those of doubles wherever they are taken.
+/// Ids out of range are no choices; sums are in f64 on every device.
 #[test]
 fn sums_of_choices_count_first_ones_and_add_all_weights_up() {
     let (num_tokens, k, num_experts) = (700, 3, 5);

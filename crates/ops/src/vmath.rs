@@ -2,19 +2,19 @@
 
 use crate::simd::Level;
 
-/// `e^x` within 2 units in the last place. Results below the smallest normal number are 0, above the largest infinite;
-/// NaN stays NaN.
+/// Returns `e^x` within 2 units in the last place. Results below the smallest normal number are 0, above the largest
+/// infinite; NaN stays NaN.
 ///
 /// Range reduction to `x = n ln 2 + r` with `|r| <= ln 2 / 2` and the polynomial of Cephes' `expf`.
 #[inline(always)]
 pub(crate) fn exp<S: Level>(x: f32) -> f32 {
-    /// Logarithms of the largest and of the smallest normal number.
+    /// The logs of the largest and of the smallest normal number.
     const MAX: f32 = 88.722_84;
     const MIN: f32 = -87.336_54;
-    /// ln 2 in two parts; products of the first with small whole numbers are exact.
+    /// ln 2 in two parts; products of the first with small integers are exact.
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
-    /// 1.5 * 2^23: adding it leaves a whole number in the low bits of the sum.
+    /// 1.5 * 2^23: adding it leaves an integer in the low bits of the sum.
     const ROUND: f32 = 12_582_912.0;
     // Comparisons rather than `clamp`, `min` and `max`: these must let NaN through.
     let mut c = if x > MAX { MAX } else { x };
@@ -37,11 +37,12 @@ pub(crate) fn exp<S: Level>(x: f32) -> f32 {
     if x > MAX { f32::INFINITY } else { y }
 }
 
-/// Below this [`exp2_falling`] is zero: no subnormal numbers, which take some processors a hundred times as long.
+/// The least exponent of [`exp2_falling`] whose result is not zero. There are no subnormal results, which some CPUs
+/// take a hundred times as long for.
 pub(crate) const LEAST_POWER: f32 = -125.0;
 
-/// `2^x` for `x <= 0` within 2 units in the last place: about half the work of [`exp`]. 0 from `x < -125` down, exactly 1
-/// at 0; NaN stays NaN. For `x` of 1 and more the result has no meaning.
+/// Returns `2^x` for `x <= 0` within 2 units in the last place, with about half the work of [`exp`]. 0 from `x <
+/// -125` down, exactly 1 at 0; NaN stays NaN. The result for `x` of 1 and more is unspecified.
 #[inline(always)]
 pub(crate) fn exp2_falling<S: Level>(x: f32) -> f32 {
     const MIN: f32 = LEAST_POWER;
@@ -61,13 +62,13 @@ pub(crate) fn exp2_falling<S: Level>(x: f32) -> f32 {
     if x < MIN { 0.0 } else { y }
 }
 
-/// `1 / (1 + e^-x)`.
+/// Returns `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(crate) fn sigmoid<S: Level>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<S>(-x))
 }
 
-/// `2 artanh(s)` for `|s|` of at most 1/3.
+/// Returns `2 artanh(s)` for `|s|` of at most 1/3.
 #[inline(always)]
 fn twice_artanh<S: Level>(s: f32) -> f32 {
     let z = s * s;
@@ -80,7 +81,8 @@ fn twice_artanh<S: Level>(s: f32) -> f32 {
     2.0 * s * S::mul_add(p, z, 1.0)
 }
 
-/// `ln(x)` within a few units in the last place; of 0 minus infinity, of less and of NaN NaN. Subnormal numbers count as 0.
+/// Returns `ln(x)` within a few units in the last place; minus infinity for 0, NaN for negative numbers and NaN.
+/// Subnormal numbers count as 0.
 #[inline(always)]
 pub(crate) fn ln<S: Level>(x: f32) -> f32 {
     /// ln 2 in two parts; products of the first with exponents are exact.
@@ -97,7 +99,7 @@ pub(crate) fn ln<S: Level>(x: f32) -> f32 {
     if x < 0.0 { f32::NAN } else { y }
 }
 
-/// `ln(1 + e^x)` within a few units in the last place.
+/// Returns `ln(1 + e^x)` within a few units in the last place.
 #[inline(always)]
 pub(crate) fn softplus<S: Level>(x: f32) -> f32 {
     // ln(1 + y) = 2 artanh(y / (2 + y)) with y at most 1.
@@ -107,8 +109,8 @@ pub(crate) fn softplus<S: Level>(x: f32) -> f32 {
     if x < 0.0 { log } else { x + log }
 }
 
-/// The cumulative distribution function and the density of the standard normal distribution at `x`, each within 3e-7:
-/// `x` times the first is GELU in its exact form.
+/// Returns the cumulative distribution function and the density of the standard normal distribution at `x`, each
+/// within 3e-7. `x` times the first is the exact GELU.
 #[inline(always)]
 pub(crate) fn normal<S: Level>(x: f32) -> (f32, f32) {
     const INV_SQRT_2_PI: f32 = 0.398_942_3;

@@ -114,7 +114,7 @@ kernel! {
 }
 
 kernel! {
-    /// As the instruction set does it: for f32, or as precise as bf16 needs.
+    /// Computes powers of two with the instruction set's own function, for f32 or as precise as bf16 needs.
     fn exp2_by_sixteen<S: Level>(x: &mut [f32], is_for_bf16: bool) {
         for x in x.as_chunks_mut().0 {
             *x = if is_for_bf16 { S::exp2_falling_for_bf16(*x) } else { S::exp2_falling(*x) };

@@ -8,6 +8,7 @@ use moeworks_comm::CommError;
 use moeworks_comm::mpi::{RawMpi, is_launched};
 
 use crate::args::CommArgs;
+use crate::environment;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::page::{Target, write_whole};
@@ -25,9 +26,10 @@ pub(super) fn run(args: &CommArgs) -> Result<ExitCode, Failure> {
         return Err(Failure::input(format!("--max-bytes {}: must be at least {}", args.max_bytes, SIZES[0])));
     }
     check_ranks(args.ranks)?;
+    let machine = environment::machine();
     let measured = ranks::on_ranks(args.ranks, |comm| {
         let raw = is_launched().then(RawMpi::from_run).transpose().map_err(CommError::from)?;
-        cluster::measure(comm, raw.as_ref(), args.max_bytes)
+        cluster::measure(comm, raw.as_ref(), args.max_bytes, &machine)
     })?;
     let Some(measured) = measured else { return Ok(ExitCode::SUCCESS) };
     write_whole(&args.topology, &topology_file(&measured))?;

@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::comm::check_ranks;
 use crate::args::OverlapArgs;
+use crate::environment;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::tables;
@@ -19,7 +20,8 @@ const LITTLE: f64 = 0.02;
 pub(super) fn run(args: &OverlapArgs) -> Result<ExitCode, Failure> {
     let link = args.link.as_deref().map(parse_link).transpose()?;
     check_ranks(args.ranks)?;
-    if let Some(measured) = on_ranks(args.ranks, |comm| overlap::measure(comm, link))? {
+    let machine = environment::machine();
+    if let Some(measured) = on_ranks(args.ranks, |comm| overlap::measure(comm, link, &machine))? {
         print(&measured, args.json);
     }
     Ok(ExitCode::SUCCESS)

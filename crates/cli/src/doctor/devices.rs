@@ -4,7 +4,7 @@
 use std::process::{Command, Stdio};
 
 use moeworks_comm::mpi::{RawMpi, is_launched};
-use moeworks_gpu::{Gpu, GpuError, Nvrtc};
+use moeworks_gpu::{Gpu, GpuError, GpuOptions, Nvrtc};
 use serde_json::json;
 
 use super::{Finding, State};
@@ -34,14 +34,15 @@ fn gpus() -> Vec<Finding> {
         let advice = "in a container: start it with its GPUs, as by --gpus all";
         return vec![Finding::new(State::Note, "gpu", "there is an NVIDIA driver, and no GPU").advise(advice)];
     }
-    let mut findings = vec![compiler()];
+    let options = environment::machine().gpu;
+    let mut findings = vec![compiler(&options)];
     findings.extend(driver());
-    findings.extend((0..count).map(gpu));
+    findings.extend((0..count).map(|index| gpu(index, &options)));
     findings
 }
 
-fn compiler() -> Finding {
-    match Nvrtc::find() {
+fn compiler(options: &GpuOptions) -> Finding {
+    match Nvrtc::find(options) {
         Ok(nvrtc) => {
             let (major, minor) = nvrtc.version();
             Finding::new(State::Ok, "nvrtc", format!("{major}.{minor}, which compiles the kernels"))
@@ -65,8 +66,8 @@ fn driver() -> Option<Finding> {
     Some(Finding::new(State::Ok, "driver", text).with_facts(json!({ "version": version, "compute": capabilities })))
 }
 
-fn gpu(index: usize) -> Finding {
-    match Gpu::open(index) {
+fn gpu(index: usize, options: &GpuOptions) -> Finding {
+    match Gpu::open(index, options) {
         Ok(gpu) => {
             let memory = gpu.memory_bytes();
             let shown = memory.map_or_else(String::new, |memory| format!(", {} of memory", bytes(memory)));

@@ -50,10 +50,11 @@ fn processors(system: &System) -> Finding {
 fn kernels(system: &System) -> Finding {
     let found = system.processors().instructions;
     let listed = if found.is_empty() { String::new() } else { format!("; the processor has {}", found.join(" ")) };
-    let facts = json!({ "kernels": format!("{:?}", Isa::detect()), "instructions": found });
+    let isa = environment::machine().isa();
+    let facts = json!({ "kernels": format!("{isa:?}"), "instructions": found });
     let text = format!("kernels: {}{listed}", version::kernels());
     let finding = Finding::new(State::Ok, "instructions", text).with_facts(facts);
-    if Isa::detect() > Isa::Portable {
+    if isa > Isa::Portable {
         return finding;
     }
     let advice =

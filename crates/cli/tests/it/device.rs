@@ -1,6 +1,6 @@
 //! `--device`: the same results on every device, and a one-line error if there is no GPU.
 
-use moeworks_gpu::{Emulation, Gpu};
+use moeworks_gpu::{Emulation, Gpu, GpuOptions};
 
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, losses, stderr, stdout};
@@ -23,7 +23,7 @@ fn a_device_that_is_not_there_is_named_and_auto_goes_on_without() {
     refused(&work, &["generate", "run", "--device", "cuda:999"], &["GPU"]);
     let generated = work.run(&["generate", "run", "--max-tokens", "2", "--device", "auto"]);
     assert_success(&generated);
-    if Gpu::open(0).is_err() {
+    if Gpu::open(0, &GpuOptions::for_tests()).is_err() {
         for said in [stderr(&trained), stderr(&generated)] {
             assert!(said.contains("auto computes on the processor: "), "{said}");
         }
@@ -32,7 +32,7 @@ fn a_device_that_is_not_there_is_named_and_auto_goes_on_without() {
 
 #[test]
 fn an_optimizer_in_the_hosts_memory_makes_the_steps_of_one_on_the_gpu() {
-    if let Err(missing) = Gpu::emulated(Emulation::default()) {
+    if let Err(missing) = Gpu::emulated(Emulation::default(), &GpuOptions::for_tests()) {
         println!("SKIPPED: training with an offloaded optimizer: {missing}");
         return;
     }
@@ -56,9 +56,10 @@ fn an_optimizer_in_the_hosts_memory_makes_the_steps_of_one_on_the_gpu() {
 
 #[test]
 fn a_gpu_trains_evaluates_and_generates_what_the_processor_does() {
-    let emulated = Gpu::emulated(Emulation::default());
+    let options = &GpuOptions::for_tests();
+    let emulated = Gpu::emulated(Emulation::default(), options);
     let [plain, hopper] = ["emulated", "emulated-hopper"].map(|name| emulated.as_ref().map(|_| name));
-    let gpu = Gpu::open(0);
+    let gpu = Gpu::open(0, options);
     let devices = [plain, hopper, gpu.as_ref().map(|_| "cuda")];
     let work = Workplace::new();
     for precision in ["f32", "bf16"] {

@@ -1,7 +1,9 @@
-// Grouped-query causal attention, block by block (FlashAttention, 2205.14135 and 2307.08691): see attention.rs for the shapes.
+// Grouped-query causal attention, block by block (FlashAttention, 2205.14135 and 2307.08691): see attention.rs for
+// the shapes.
 //
-// All queries that share a key head, by position and then by head, are the rows of one matrix; a block takes 32 of them, or 32
-// keys. Four lanes have a row (or a key): each every fourth score and every fourth element of a head. Arithmetic is f32.
+// All queries that share a key head, by position and then by head, are the rows of one matrix; a block takes 32 of
+// them, or 32 keys. Four lanes have a row (or a key): each every fourth score and every fourth element of a head.
+// Arithmetic is f32.
 
 const u32 ROWS = 32, KEYS = 32, THREADS = 128, SCORES = KEYS + 1;
 
@@ -11,7 +13,8 @@ struct Values {
     DEVICE_MEMBER f32 at(u64 i) const { return load_any(data, is_bf16, i); }
 };
 
-// Rows of queries (or of what has their shape) into shared memory, zeros behind the last one. A row of the tile has dim + 1 places.
+// Rows of queries (or of what has their shape) into shared memory, zeros behind the last one. A row of the tile has
+// dim + 1 places.
 DEVICE void load_rows(f32* to, Values from, const Sizes& s, u32 batch, u32 g, u32 first, u32 dim) {
     for (u32 i = threadIdx.x; i < ROWS * dim; i += THREADS) {
         u32 r = first + i / dim;
@@ -130,8 +133,8 @@ KERNEL(128) attention_delta(const void* d_o, u32 d_o_bf16, const void* o, u32 o_
     if (lane == 0) delta[((u64)batch * heads + head) * seq_len + query] = sum;
 }
 
-// d_sinks [H] = the sinks' gradients, or added to what is there: minus the sum over queries of the sink's share of the softmax times
-// `delta`. A block has a head.
+// d_sinks [H] = the sinks' gradients, or added to what is there: minus the sum over queries of the sink's share of
+// the softmax times `delta`. A block has a head.
 KERNEL(256) attention_sinks_back(const f32* lse, const f32* delta, const f32* sinks, f32* d_sinks, u32 adds, u32 batches, u32 seq_len, u32 heads) {
     u32 head = blockIdx.x;
     f32 sum = 0.0f, sink = sinks[head];
@@ -190,7 +193,8 @@ DEVICE void backward_queries(Values d_o, Values q, Values k, Values v, const f32
     }
 }
 
-// A block has KEYS keys of a key head, also those behind the last one, which get zeros; it goes through all rows that see any.
+// A block has KEYS keys of a key head, also those behind the last one, which get zeros; it goes through all rows that
+// see any.
 template <u32 DIM>
 DEVICE void backward_keys(Values d_o, Values q, Values k, Values v, const f32* lse, const f32* delta, f32* dk, f32* dv, const Sizes& s) {
     SHARED(shared);

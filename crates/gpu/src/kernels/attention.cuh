@@ -3,11 +3,13 @@
 struct Sizes {
     u32 seq_len, kv_len, kv_capacity, heads, kv_heads, head_dim, value_dim, window;  // window 0: none
     f32 scale;
-    // Query heads that share a key head, and what stands for dividing by that: a division takes as long as twenty other instructions.
+    // Query heads that share a key head, and what stands for dividing by that: a division takes as long as twenty
+    // other instructions.
     u32 of_key_head, inverse;
     DEVICE_MEMBER u32 group() const { return of_key_head; }
     DEVICE_MEMBER u32 rows() const { return seq_len * group(); }
-    // The query of row r of a key head, and which of the heads that share it. 2^32 / group rounded up gives one too many at most.
+    // The query of row r of a key head, and which of the heads that share it. 2^32 / group rounded up gives one too
+    // many at most.
     DEVICE_MEMBER u32 query(u32 r) const {
         if (!inverse) return r;
         u32 query = (u32)((u64)r * inverse >> 32);

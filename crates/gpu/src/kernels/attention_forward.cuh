@@ -1,8 +1,9 @@
-// Attention of bf16 tensors on tensor cores (FlashAttention-2, 2307.08691): as in attention.cu, all queries that share a key head are
-// the rows of one matrix. A block of four warps takes 64 rows (or, for the gradients of keys and values, 64 keys) and goes through keys
-// (or rows) in tiles that are copied while the tile before is computed with. Each warp has 16 of the 64; scores never leave its registers:
-// the sums of one product are, rounded to bf16, the left operand of the next. Up to 16 rows, as in decoding, all warps have, and each a
-// quarter of a tile's keys: one warp alone would take as long as what it computes with needs to come.
+// Attention of bf16 tensors on tensor cores (FlashAttention-2, 2307.08691): as in attention.cu, all queries that
+// share a key head are the rows of one matrix. A block of four warps takes 64 rows (or, for the gradients of keys and
+// values, 64 keys) and goes through keys (or rows) in tiles that are copied while the tile before is computed with.
+// Each warp has 16 of the 64; scores never leave its registers: the sums of one product are, rounded to bf16, the
+// left operand of the next. Up to 16 rows, as in decoding, all warps have, and each a quarter of a tile's keys: one
+// warp alone would take as long as what it computes with needs to come.
 
 const u32 OWN = 64, THREADS = 128, KEYS = 64, KEYS_BACK = 32, ROWS_BACK = 32;
 
@@ -42,7 +43,8 @@ DEVICE void copy_rows_of_both(unsigned char* to, const bf16* q, const bf16* d_o,
     }
 }
 
-// Starts copying the N keys from `key` on and their values, if there are any before `high`, into one of two places that take turns.
+// Starts copying the N keys from `key` on and their values, if there are any before `high`, into one of two places
+// that take turns.
 template <u32 N, u32 DIM>
 DEVICE void copy_next(unsigned char* tiles, const bf16* k, const bf16* v, const Sizes& s, u32 key, u32 high) {
     const u32 BYTES = N * DIM * 2;
@@ -98,8 +100,8 @@ DEVICE bool sees_all(const Sizes& s, u32 first, u32 end, u32 key, u32 count) {
 
 // ---- forward ----
 
-// Replaces scores, which `scale` (above 0) makes powers of two, by their exponentials relative to the largest so far; `fade` is what sums before
-// shrink by.
+// Replaces scores, which `scale` (above 0) makes powers of two, by their exponentials relative to the largest so far;
+// `fade` is what sums before shrink by.
 template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 scale, f32 (&top)[2], f32 (&total)[2], f32 (&fade)[2]) {
     const f32 NOTHING = bits_float(0xff800000u);
 #pragma unroll
@@ -124,7 +126,8 @@ template <u32 N> DEVICE void take_exponentials(f32 (&scores)[N][4], f32 scale, f
     }
 }
 
-// The keys that a thread's two rows see: from `first` on, and so many more. (Rows behind the last one may see others; nobody asks.)
+// The keys that a thread's two rows see: from `first` on, and so many more. (Rows behind the last one may see others;
+// nobody asks.)
 struct Seen {
     u32 first[2], more[2];
     DEVICE_MEMBER void begin(const Sizes& s, u32 first_row) {
@@ -168,7 +171,8 @@ struct Output {
     const Parts& parts;
     u32 part, end;
     const Sizes& s;
-    // Sums of two of a thread's rows, of 8 N columns from `column` on; `is_first` also writes what belongs to a row and not to its columns.
+    // Sums of two of a thread's rows, of 8 N columns from `column` on; `is_first` also writes what belongs to a row
+    // and not to its columns.
     template <u32 N> DEVICE_MEMBER void write(const f32 (&sums)[N][4], f32 (&top)[2], f32 (&total)[2], u32 first, u32 column, bool is_first) const {
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
@@ -201,7 +205,8 @@ struct Output {
     }
 };
 
-// Joins what all warps have of the same rows, each of its keys, in `shared`, and writes a quarter of the columns each.
+// Joins what all warps have of the same rows, each of its keys, in `shared`, and writes a quarter of the columns
+// each.
 template <u32 DIM> DEVICE void write_joined(f32 (&sums)[DIM / 8][4], f32 (&top)[2], f32 (&total)[2], f32* shared, const Output& output) {
     const u32 WARPS = THREADS / 32, STRIDE = DIM + 8, EACH = DIM / 8 / WARPS;
     u32 warp = threadIdx.x / 32, rows = output.end;

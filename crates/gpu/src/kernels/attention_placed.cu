@@ -1,5 +1,6 @@
-// Attention of one new token of each sequence, with what becomes of its projections before (qkv_norm_rope_append.cu): a kernel less for a step of decoding
-// to wait for. A block makes the queries that share its key head, and the new key and value, which only the block that sees them writes.
+// Attention of one new token of each sequence, with what becomes of its projections before (qkv_norm_rope_append.cu):
+// a kernel less for a step of decoding to wait for. A block makes the queries that share its key head, and the new
+// key and value, which only the block that sees them writes.
 
 // What qkv_norm_rope_append.cu has, of bf16.
 struct PlacedQueries {
@@ -11,7 +12,8 @@ struct PlacedQueries {
     Angles angles;
     static const bool HAS_NEWEST = true;
 
-    // In shared memory behind the tiles: the new value, the queries and the key of the key head in f32, and what norms make of each of them.
+    // In shared memory behind the tiles: the new value, the queries and the key of the key head in f32, and what
+    // norms make of each of them.
     template <u32 DIM> static DEVICE_MEMBER bf16* own_value() {
         SHARED(shared);
         return (bf16*)(shared + (FEW_OWN + 4 * KEYS) * DIM * 2);
@@ -31,8 +33,8 @@ struct PlacedQueries {
         return sum;
     }
 
-    // What norms of whole rows multiply with, of a row of queries and one of keys (none has no width): each thread has what two of 256 would
-    // have, and loads of both rows are under way together.
+    // What norms of whole rows multiply with, of a row of queries and one of keys (none has no width): each thread
+    // has what two of 256 would have, and loads of both rows are under way together.
     DEVICE_MEMBER float2 scales_of_rows(u32 q_width, u32 k_width) const {
         __shared__ f32 of_warps[2][8];
         const bf16* rows[2] = {q + (u64)blockIdx.z * q_width, k + (u64)blockIdx.z * k_width};
@@ -84,7 +86,8 @@ struct PlacedQueries {
 
     template <u32 DIM, u32 ROWS> DEVICE_MEMBER void copy(unsigned char*, const Sizes&, u32) const {}
 
-    // Fills the tile of queries, and writes them if this is the first part of the keys; the new key and value are written if it sees them.
+    // Fills the tile of queries, and writes them if this is the first part of the keys; the new key and value are
+    // written if it sees them.
     template <u32 DIM> DEVICE_MEMBER void make(unsigned char* tile, u32 part, bool sees_newest, const Sizes& s) const {
         u32 group = s.group(), heads = group + 1, dim = s.head_dim, q_width = s.heads * dim, k_width = s.kv_heads * dim;
         f32 *rows = own_rows<DIM>(s), *scales = rows + heads * dim;

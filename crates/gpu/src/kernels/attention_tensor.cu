@@ -70,8 +70,8 @@ DEVICE void backward_queries(const bf16* d_o, const bf16* q, const bf16* k, cons
     });
 }
 
-// A block has 64 keys, also those behind the last one, which get zeros; it goes through all rows that see any. Scores lie transposed: a
-// warp's 16 keys by rows.
+// A block has 64 keys, also those behind the last one, which get zeros; it goes through all rows that see any. Scores
+// lie transposed: a warp's 16 keys by rows.
 template <u32 DIM>
 DEVICE void backward_keys(const bf16* d_o, const bf16* q, const bf16* k, const bf16* v, const f32* lse, const f32* delta, f32* dk,
                           f32* dv, const Sizes& s) {

@@ -2,13 +2,14 @@
 
 const f32 LOG2_E = 1.44269504f, LN_2 = 0.693147181f;
 
-// ---- tiles in shared memory: rows of DIM elements, in vectors of 8 whose order differs by row, so that those of 8 rows that a matrix
-// load reads lie in different banks ----
+// ---- tiles in shared memory: rows of DIM elements, in vectors of 8 whose order differs by row, so that those of 8
+// rows that a matrix load reads lie in different banks ----
 
 template <u32 DIM> DEVICE u32 spot(u32 row, u32 chunk) { return row * DIM * 2 + (chunk ^ (row & 7)) * 16; }
 
-// From where a lane's row and vector lie, the first or second of a row, so many rows (a multiple of 8) and elements (of 16) further: the order of
-// vectors is that of the lane's row, and what differs between loads is known when this is compiled.
+// From where a lane's row and vector lie, the first or second of a row, so many rows (a multiple of 8) and elements
+// (of 16) further: the order of vectors is that of the lane's row, and what differs between loads is known when this
+// is compiled.
 template <u32 DIM> DEVICE u32 further(u32 spot, u32 rows, u32 elements) {
     u32 chunk = elements / 8;
     return (spot ^ (chunk & 7) * 16) + (chunk & ~7u) * 16 + rows * DIM * 2;
@@ -19,7 +20,8 @@ template <u32 DIM> DEVICE void load_left(u32 (&r)[4], const unsigned char* tile,
     u32 lane = threadIdx.x % 32;
     load_matrices(r, tile + further<DIM>(spot<DIM>(lane % 16, lane / 16), row, k));
 }
-// The right one of A B^T: 16 rows of B from `row`, which become columns, 16 elements from `k`. Two pairs of registers.
+// The right one of A B^T: 16 rows of B from `row`, which become columns, 16 elements from `k`. Two pairs of
+// registers.
 template <u32 DIM> DEVICE void load_right(u32 (&r)[4], const unsigned char* tile, u32 row, u32 k) {
     u32 lane = threadIdx.x % 32;
     load_matrices(r, tile + further<DIM>(spot<DIM>(lane % 8 + lane / 16 * 8, lane / 8 & 1), row, k));
@@ -44,8 +46,8 @@ DEVICE f32 add_sink(f32 sink, f32& top, f32& total) {
     return factor;
 }
 
-// What a block has of its rows: their place among all rows, and of which keys these are the sums. With several parts a row's are joined
-// by another kernel: each [value_dim] sums, the largest score and the sum of exponentials.
+// What a block has of its rows: their place among all rows, and of which keys these are the sums. With several parts
+// a row's are joined by another kernel: each [value_dim] sums, the largest score and the sum of exponentials.
 struct Parts {
     f32* data;
     u32 count, keys;
@@ -55,8 +57,9 @@ struct Parts {
     }
 };
 
-// Joins the parts of row blockIdx.x of a key head, in an order that is always the same; a block of one warp a row. A lane has every 32nd
-// part's largest score and sum, and every 32nd column of the sums, of which there are 32 MOST_COLUMNS at most.
+// Joins the parts of row blockIdx.x of a key head, in an order that is always the same; a block of one warp a row. A
+// lane has every 32nd part's largest score and sum, and every 32nd column of the sums, of which there are 32
+// MOST_COLUMNS at most.
 template <u32 MOST_COLUMNS> DEVICE void join_parts(f32* data, u32 count, const f32* sinks, bf16* o, f32* lse, const Sizes& s) {
     Parts parts = {data, count, 0};
     u32 r = blockIdx.x, g = blockIdx.y, lane = threadIdx.x, dim = s.value_dim;

@@ -1,8 +1,9 @@
-// Attention of bf16 heads that are wider than attention_tensor.cu's registers hold, and whose keys are their values: what latent attention
-// keeps of a sequence, 576 numbers a token of DeepSeek's (2405.04434, section 2.1.2), for the rows that a step of decoding has. A block of
-// eight warps takes 64 rows and goes through tiles of 32 keys that are copied while the tile before is computed with. For scores a
-// warp has 16 rows and 16 keys; for sums it has all rows and an eighth of the columns, so scores and weights go by way of shared memory,
-// where four lanes have a row's softmax.
+// Attention of bf16 heads that are wider than attention_tensor.cu's registers hold, and whose keys are their values:
+// what latent attention keeps of a sequence, 576 numbers a token of DeepSeek's (2405.04434, section 2.1.2), for the
+// rows that a step of decoding has. A block of eight warps takes 64 rows and goes through tiles of 32 keys that are
+// copied while the tile before is computed with. For scores a warp has 16 rows and 16 keys; for sums it has all rows
+// and an eighth of the columns, so scores and weights go by way of shared memory, where four lanes have a row's
+// softmax.
 
 const u32 OWN = 64, THREADS = 256, WARPS = 8, KEYS = 32, ROW_TILES = OWN / 16;
 // Numbers from a row of scores, and of weights, to the next: lanes that read together are in different banks.
@@ -15,7 +16,8 @@ template <u32 DIM> struct Room {
     static const u32 GROUPS = (DIM / 16 + WARPS - 1) / WARPS;
 };
 
-// Starts copying N rows of which `at(i)` is row i's address, or null where there is none; zeros there, and from element `dim` on.
+// Starts copying N rows of which `at(i)` is row i's address, or null where there is none; zeros there, and from
+// element `dim` on.
 template <u32 N, u32 DIM, typename At> DEVICE void copy_wide(unsigned char* to, const bf16* any, u32 dim, At at) {
     static_assert(N * (DIM / 8) % THREADS == 0, "each thread copies as much");
 #pragma unroll 3
@@ -52,7 +54,8 @@ struct RowState {
     f32 top, total;
 };
 
-// The weights of a row's scores in place of those, rounded; returns what sums before shrink by. Row `r` sees keys `from` to `to`.
+// The weights of a row's scores in place of those, rounded; returns what sums before shrink by. Row `r` sees keys
+// `from` to `to`.
 DEVICE f32 weigh(RowState& state, const f32* scores, bf16* weights, f32 scale, u32 key, u32 from, u32 to) {
     const f32 NOTHING = bits_float(0xff800000u);
     u32 lane = threadIdx.x % 4;

@@ -1,8 +1,8 @@
 // Weights in blocks as floats; block_products.cu multiplies with them as they lie.
 
-// to [groups, rows, width] = the nearest bf16 numbers to blocks; groups that no row is multiplied with are left alone. A block of threads
-// has a row of a group; `offsets` may be null. With `listed`, which names groups, `to` has these alone, and `blocks` are the addresses of
-// all groups'.
+// to [groups, rows, width] = the nearest bf16 numbers to blocks; groups that no row is multiplied with are left
+// alone. A block of threads has a row of a group; `offsets` may be null. With `listed`, which names groups, `to` has
+// these alone, and `blocks` are the addresses of all groups'.
 KERNEL(256) blocks_to_bf16(const u8* blocks, bf16* to, const u32* offsets, u32 type, u32 rows, u32 width, u32 row_bytes,
                            const u32* listed) {
     u32 group = listed ? listed[blockIdx.y] : blockIdx.y;

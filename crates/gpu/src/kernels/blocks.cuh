@@ -1,5 +1,5 @@
-// Weights in blocks of few bits with scales. What the bytes mean: quantized/layouts.rs. Blocks begin at any byte that their size allows,
-// so many are read in pieces of 2 or 4 bytes.
+// Weights in blocks of few bits with scales. What the bytes mean: quantized/layouts.rs. Blocks begin at any byte that
+// their size allows, so many are read in pieces of 2 or 4 bytes.
 
 enum BlockType { Q8, Q4, Q4_1, Q5_0, Q5_1, Q2K, Q3K, Q4K, Q5K, Q6K, IQ4_NL, MXFP4, F8, NUM_TYPES };
 
@@ -41,7 +41,8 @@ DEVICE f32 half_at(const u8* at) { return half_value((u16)(at[0] | at[1] << 8));
 // Byte n of 16.
 DEVICE f32 level(u64 low, u64 high, u32 n) { return (f32)(signed char)((n < 8 ? low : high) >> (n % 8 * 8)); }
 DEVICE f32 iq4_level(u32 n) { return level(0xf6eaddcfbfad9881ull, 0x7159453526190d01ull, n); }
-// Twice an E2M1 float: its bits are those of a float that is 2^127 times smaller, zero and the one below the normal ones as well.
+// Twice an E2M1 float: its bits are those of a float that is 2^127 times smaller, zero and the one below the normal
+// ones as well.
 DEVICE f32 fp4_level(u32 n) { return bits_float((n & 7) << 22 | (n & 8) << 28) * bits_float(0x7f000000u); }
 
 // Half of two to the power of `exponent` less 127; all ones stand for NaN.
@@ -79,8 +80,8 @@ struct Levels {
     f32 x[8], scale, least;
 };
 
-// The four bits from bit `shift` on of each of four bytes, less `zero`: they stay where they are in the word, as a part of the mantissa of
-// a float that is large enough for them to count ones.
+// The four bits from bit `shift` on of each of four bytes, less `zero`: they stay where they are in the word, as a
+// part of the mantissa of a float that is large enough for them to count ones.
 DEVICE void nibbles_less(f32* x, u32 word, u32 shift, f32 zero) {
     word >>= shift;
     x[0] = bits_float((word & 0xf) | 0x4b000000u) - (8388608.0f + zero);

@@ -1,5 +1,6 @@
-// What every kernel source begins with: types, conversions, and the few instructions that CUDA C++ has no name for. Nothing is
-// included, so that NVRTC needs no header files. The emulator (emulator.h) has a twin of each function in the first half.
+// What every kernel source begins with: types, conversions, and the few instructions that CUDA C++ has no name for.
+// Nothing is included, so that NVRTC needs no header files. The emulator (emulator.h) has a twin of each function in
+// the first half.
 #ifndef EMULATED
 
 #define DEVICE static __device__ __forceinline__
@@ -62,7 +63,8 @@ DEVICE float half_value(u16 bits) {
     return x;
 }
 
-// To the nearest, ties to even; NaN stays NaN. One instruction for two of them, of which plain arithmetic takes fifteen.
+// To the nearest, ties to even; NaN stays NaN. One instruction for two of them, of which plain arithmetic takes
+// fifteen.
 DEVICE u16 round_bf16(float x) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -91,7 +93,8 @@ template <u32 MASK> DEVICE u32 masked_with(u32 x, u32 bits) {
 // Of the bytes of `low` and `high`, numbered 0 to 7, those that the selector's four lowest digits name.
 DEVICE u32 bytes_named(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
-// One over x, to two units in the last place: a division asks for the few numbers with which that is harder, and waits for the answer.
+// One over x, to two units in the last place: a division asks for the few numbers with which that is harder, and
+// waits for the answer.
 DEVICE float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -112,7 +115,8 @@ DEVICE float power_of_two(float x) {
     return y;
 }
 
-// An address that comes from memory is one of global memory, which the compiler cannot know: it would load in a way that takes any.
+// An address that comes from memory is one of global memory, which the compiler cannot know: it would load in a way
+// that takes any.
 DEVICE void is_global(const void* at) { __builtin_assume(__isGlobal(at)); }
 
 // The same, only where it is asked for: the compiler does not work it out ahead of a choice.
@@ -140,9 +144,9 @@ DEVICE u32 read_now(const u32* at) {
 }
 DEVICE void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
-// What every kernel begins with (sources.rs puts it there): the blocks of a kernel that follows may come as soon as there is room for
-// them, and this one's wait until all that is written before them is there (PTX, "griddepcontrol"). It does nothing where the driver
-// was not told that kernels may overlap so.
+// What every kernel begins with (sources.rs puts it there): the blocks of a kernel that follows may come as soon as
+// there is room for them, and this one's wait until all that is written before them is there (PTX, "griddepcontrol").
+// It does nothing where the driver was not told that kernels may overlap so.
 DEVICE void after_earlier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -164,14 +168,16 @@ DEVICE void copy_async(void* to, const void* from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :: "r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
-// How copies are cached of what nobody reads again soon: it leaves the second-level cache before what every step needs, such as instructions.
+// How copies are cached of what nobody reads again soon: it leaves the second-level cache before what every step
+// needs, such as instructions.
 DEVICE u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-// Copies 16 bytes that are there to an address of shared memory. The second-level cache gets the whole line from memory at once. (An H100, weights
-// of OLMoE's experts: 2.87 to 2.97 TB/s; blocks of four bits, which lines of weights share 128 bytes of, 3% as well.)
+// Copies 16 bytes that are there to an address of shared memory. The second-level cache gets the whole line from
+// memory at once. (An H100, weights of OLMoE's experts: 2.87 to 2.97 TB/s; blocks of four bits, which lines of
+// weights share 128 bytes of, 3% as well.)
 DEVICE void copy_async_cached(u32 to, const void* from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "l"(policy) : "memory");
 }
@@ -204,8 +210,9 @@ DEVICE void store_any(void* p, u32 is_bf16, u64 i, f32 x) {
     else ((f32*)p)[i] = x;
 }
 
-// What kernels are told of numbers that are bf16 in the order of blocks' levels (small_m_gemm.cuh), and where of each 32 the element of a column is:
-// a lane's four of the first 16 and four of the others are neighbours, of four in pairs (0, 2), (1, 3).
+// What kernels are told of numbers that are bf16 in the order of blocks' levels (small_m_gemm.cuh), and where of each
+// 32 the element of a column is: a lane's four of the first 16 and four of the others are neighbours, of four in
+// pairs (0, 2), (1, 3).
 const u32 IN_LEVELS = 2;
 DEVICE u32 place_in_levels(u32 column) {
     return (column & ~31u) | (column & 12) << 1 | (column & 16) >> 2 | (column & 1) << 1 | (column & 2) >> 1;

@@ -1,9 +1,11 @@
-// What products in eight-bit floats take (../../e4m3.rs): numbers rounded to E4M3 times a power of two that a block shares. They are
-// written as bf16 numbers, or as bytes with the blocks' scales beside them, where pointers are given.
+// What products in eight-bit floats take (../../e4m3.rs): numbers rounded to E4M3 times a power of two that a block
+// shares. They are written as bf16 numbers, or as bytes with the blocks' scales beside them, where pointers are
+// given.
 
 const u32 BLOCK = 128;
 
-// The power of two by which numbers of at most `largest` are divided, so that they are at most 448 and this is more than 224.
+// The power of two by which numbers of at most `largest` are divided, so that they are at most 448 and this is more
+// than 224.
 DEVICE f32 scale_for(f32 largest) {
     u32 bits = float_bits(largest);
     int exponent = (int)(bits >> 23) - 127 - 8 + ((bits & 0x7fffffu) > 0x600000u ? 1 : 0);
@@ -90,14 +92,15 @@ KERNEL(256) e4m3_rows(const void* x, u32 x_bf16, bf16* rounded, u8* bytes, f32* 
     if (scales && lane == 0) scales[index] = scale;
 }
 
-// A block has 128 x 128 of matrix blockIdx.z, of `columns` columns and `rows` rows, of which each group has `of_group`; groups without
-// rows of their own (`offsets`) are left out. Turned bytes are those of a group's matrices side by side, each transposed; their rows are
-// whole vectors of 16 then, and whole blocks where there are several.
+// A block has 128 x 128 of matrix blockIdx.z, of `columns` columns and `rows` rows, of which each group has
+// `of_group`; groups without rows of their own (`offsets`) are left out. Turned bytes are those of a group's matrices
+// side by side, each transposed; their rows are whole vectors of 16 then, and whole blocks where there are several.
 KERNEL(256) e4m3_matrices(const void* x, u32 x_bf16, const u32* offsets, bf16* rounded, u8* bytes, u8* turned, f32* scales, u32 rows,
                           u32 columns, u32 of_group) {
     const u32 STRIDE = BLOCK + 16;
     __shared__ u32 sizes[8];
-    // Pieces of 16 bytes, whose order differs from eight rows to the next: those that a warp writes at a time lie in different banks.
+    // Pieces of 16 bytes, whose order differs from eight rows to the next: those that a warp writes at a time lie in
+    // different banks.
     __shared__ __align__(16) u8 tile[BLOCK * STRIDE];
     u32 matrix = blockIdx.z, group = matrix / of_group;
     if (offsets && offsets[group] == offsets[group + 1]) return;

@@ -2,8 +2,8 @@
 
 #define FOR_EACH(i, len) for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < (len); i += (u64)gridDim.x * blockDim.x)
 
-// Eight elements at a time, which `eight` gets by the first of them, and those that are left over one by one: a multiprocessor has to have
-// some 16 KB under way for all that memory gives.
+// Eight elements at a time, which `eight` gets by the first of them, and those that are left over one by one: a
+// multiprocessor has to have some 16 KB under way for all that memory gives.
 template <typename Eight, typename One> DEVICE void for_all(u64 len, Eight eight, One one) {
     FOR_EACH(i, len / 8) eight(8 * i);
     FOR_EACH(i, len % 8) one(len / 8 * 8 + i);
@@ -115,8 +115,8 @@ KERNEL(256) add_bias(void* y, u32 y_bf16, const f32* bias, u64 len, u32 columns)
     FOR_EACH(i, len) store_any(y, y_bf16, i, load_any(y, y_bf16, i) + bias[i % columns]);
 }
 
-// Row blockIdx.y of `sums` (+)= the sum of rows [rows_each blockIdx.y, ..) of x, 32 columns a block: its eight warps take rows in turns,
-// and what they have is added up in their order.
+// Row blockIdx.y of `sums` (+)= the sum of rows [rows_each blockIdx.y, ..) of x, 32 columns a block: its eight warps
+// take rows in turns, and what they have is added up in their order.
 KERNEL(256) sum_columns(const void* x, u32 x_bf16, f32* sums, u32 rows, u32 columns, u32 rows_each, u32 add) {
     __shared__ f32 of_warps[8][32];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * 32 + lane;
@@ -134,8 +134,8 @@ KERNEL(256) sum_columns(const void* x, u32 x_bf16, f32* sums, u32 rows, u32 colu
     *to = add ? *to + sum : sum;
 }
 
-// Rows of `width` numbers, `num` of them in all, from rows of `num_parts` lists of as many: each number is (or gets) the sum of its parts,
-// the last first.
+// Rows of `width` numbers, `num` of them in all, from rows of `num_parts` lists of as many: each number is (or gets)
+// the sum of its parts, the last first.
 KERNEL(256) add_parts(const f32* parts, f32* to, u32 num, u32 width, u32 num_parts, u32 add) {
     FOR_EACH(i, num) {
         const f32* own = parts + (u64)((u32)i / width) * width * num_parts + (u32)i % width;
@@ -146,8 +146,8 @@ KERNEL(256) add_parts(const f32* parts, f32* to, u32 num, u32 width, u32 num_par
     }
 }
 
-// One sum of squares for each block, from place `first` on, of the elements that are its own, added up in f64 in an order that the
-// length fixes.
+// One sum of squares for each block, from place `first` on, of the elements that are its own, added up in f64 in an
+// order that the length fixes.
 KERNEL(256) sums_of_squares(const void* x, u32 x_bf16, double* sums, u32 first, u64 len) {
     __shared__ double all[256];
     double sum = 0.0;
@@ -199,8 +199,8 @@ KERNEL(256) gather_rows(const u32* ids, const void* table, u32 table_bf16, void*
     }
 }
 
-// Row `ids[b]` of `table` += the rows of dy that `rows[starts[b]..starts[b + 1]]` name, in this order; without ids row b is set to that
-// sum, without rows row r is row r of dy.
+// Row `ids[b]` of `table` += the rows of dy that `rows[starts[b]..starts[b + 1]]` name, in this order; without ids
+// row b is set to that sum, without rows row r is row r of dy.
 KERNEL(256) add_rows_of_ids(const u32* ids, const u32* starts, const u32* rows, const void* dy, u32 dy_bf16, f32* table, u32 width) {
     u32 first = starts[blockIdx.x], end = starts[blockIdx.x + 1];
     f32* to = table + (u64)(ids ? ids[blockIdx.x] : blockIdx.x) * width;
@@ -234,8 +234,8 @@ DEVICE void rotate_vectors(void* x, u32 x_bf16, const f32* cosines, u32 columns,
     }
 }
 
-// Rotates the pairs of every head of row blockIdx.x of x by the angle of its position. `angles` [positions, 2, half] are
-// cosines, then sines.
+// Rotates the pairs of every head of row blockIdx.x of x by the angle of its position. `angles` [positions, 2, half]
+// are cosines, then sines.
 KERNEL(256) rotate(void* x, u32 x_bf16, const f32* angles, const u32* positions, u32 columns, u32 head_dim, u32 start, u32 half,
                    u32 is_interleaved, f32 sign) {
     const f32* cosines = angles + (u64)positions[blockIdx.x] * 2 * half;

@@ -1,23 +1,26 @@
 // Products of groups of rows with matrices of their own (experts), and plain products as one group.
 //
-// Three forms, named as on the CPU: nt is A [rows, depth] B [columns, depth]^T, nn is A [rows, depth] B [depth, columns], tn is
-// A [depth, rows]^T B [depth, columns]. Rows of A (nt, nn) or of either operand along the depth (tn) may be gathered.
+// Three forms, named as on the CPU: nt is A [rows, depth] B [columns, depth]^T, nn is A [rows, depth] B [depth,
+// columns], tn is A [depth, rows]^T B [depth, columns]. Rows of A (nt, nn) or of either operand along the depth (tn)
+// may be gathered.
 //
-// Each form has a kernel for tensor cores (bf16, sizes in whole vectors of 8) and a plain one (any type and size); nt also one for
-// few rows. What becomes of a sum is an epilogue, the same for all.
+// Each form has a kernel for tensor cores (bf16, sizes in whole vectors of 8) and a plain one (any type and size); nt
+// also one for few rows. What becomes of a sum is an epilogue, the same for all.
 
-// ---- tensor cores: tiles of 128 x 128, steps of 32 in depth, 8 warps of 64 x 32, four stages of asynchronous copies ----
+// ---- tensor cores: tiles of 128 x 128, steps of 32 in depth, 8 warps of 64 x 32, four stages of asynchronous copies
+// ----
 
 const u32 TILE = 128, DEPTH = 32, STAGES = 4, OPERAND_BYTES = TILE * DEPTH * 2;
 
-// Where 8 elements lie in a tile of 128 rows of 32 elements along the depth (is_major) or of 32 rows of 128: so that the
-// addresses of one matrix load fall into different banks.
+// Where 8 elements lie in a tile of 128 rows of 32 elements along the depth (is_major) or of 32 rows of 128: so that
+// the addresses of one matrix load fall into different banks.
 DEVICE u32 place(bool is_major, u32 row, u32 chunk) {
     return is_major ? (row * 4 + (chunk ^ (row >> 1 & 3))) * 16 : (row * 16 + (chunk ^ (row & 7))) * 16;
 }
 
-// What a thread copies of an operand's tiles, of which `edge` rows (IS_MAJOR) or columns are there from `first` on: two times 8 elements
-// of each. Where rows run along the depth, they are the same two rows for all stages, which are looked up once.
+// What a thread copies of an operand's tiles, of which `edge` rows (IS_MAJOR) or columns are there from `first` on:
+// two times 8 elements of each. Where rows run along the depth, they are the same two rows for all stages, which are
+// looked up once.
 template <bool IS_MAJOR, bool IS_PAIRED> struct Copies {
     const Operand& o;
     u32 first, edge;
@@ -101,8 +104,8 @@ DEVICE void multiply(const Problem& p, unsigned char* shared, f32 (&sums)[4][4][
     __syncthreads();
 }
 
-// Hands each sum to the epilogue, 16 rows of a warp at a time; where that has parts, adds them up over the tile's columns in a fixed
-// order and writes them.
+// Hands each sum to the epilogue, 16 rows of a warp at a time; where that has parts, adds them up over the tile's
+// columns in a fixed order and writes them.
 template <bool IS_PAIRED, typename Epilogue>
 DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[4][4][4], f32* parts, u32 num_parts,
                    unsigned char* shared) {
@@ -311,8 +314,8 @@ KERNEL(256) add_bias_dots(const void* dy, u32 is_bf16, const f32* bias, const u3
     if (lane == 0) d_row_weights[row] += sum;
 }
 
-// sums [E, W] (+)= the sums over each group's rows of x, those of their tokens times the rows' weights if there are tokens: 32 columns
-// and a group a block, whose eight warps take rows in turns.
+// sums [E, W] (+)= the sums over each group's rows of x, those of their tokens times the rows' weights if there are
+// tokens: 32 columns and a group a block, whose eight warps take rows in turns.
 KERNEL(256) sum_group_rows(const void* x, u32 is_bf16, const u32* tokens, const f32* row_weights, const u32* offsets, f32* sums, u32 width,
                            u32 add) {
     __shared__ f32 of_warps[8][32];
@@ -333,8 +336,8 @@ KERNEL(256) sum_group_rows(const void* x, u32 is_bf16, const u32* tokens, const 
     *to = add ? *to + sum : sum;
 }
 
-// Adds to the sums of eight columns from `column` on those of a token's rows, times their weights if there are any. Where all of them are
-// there, which is almost always, eight are read at a time, or four.
+// Adds to the sums of eight columns from `column` on those of a token's rows, times their weights if there are any.
+// Where all of them are there, which is almost always, eight are read at a time, or four.
 template <bool IS_BF16>
 DEVICE void add_rows(f32 (&sum)[8], const void* outputs, const u32* rows, const f32* row_weights, u32 choices, u32 width, u32 column) {
     bool are_there = true;
@@ -381,8 +384,8 @@ DEVICE void combine_vectors(const void* outputs, u32 is_bf16, const u32* rows, c
 
 #define COMBINED const void *outputs, u32 is_bf16, const u32 *token_rows, const f32 *row_weights, const f32 *base, f32 *y, u32 choices, u32 width
 
-// y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if there are any, and what
-// `base` has (if it is there). A token is blockIdx.x, and blocks go on by y.
+// y [T, D] = the sum over a token's rows, in the order of its choices, of the row of outputs, times its weight if
+// there are any, and what `base` has (if it is there). A token is blockIdx.x, and blocks go on by y.
 KERNEL(256) combine_rows(COMBINED) {
     const u32* rows = token_rows + (u64)blockIdx.x * choices;
     f32* to = y + (u64)blockIdx.x * width;
@@ -398,8 +401,8 @@ KERNEL(256) combine_rows(COMBINED) {
     }
 }
 
-// The same of whole vectors by one block a token, which norms what it has made (rms_norm.cu, whose order of sums this is): its row is in
-// shared memory still.
+// The same of whole vectors by one block a token, which norms what it has made (rms_norm.cu, whose order of sums this
+// is): its row is in shared memory still.
 KERNEL(256) combine_rows_normed(COMBINED, const f32* weight, f32 eps, void* normed, u32 normed_bf16, f32* inv_rms) {
     SHARED(shared);
     f32* row = (f32*)shared;

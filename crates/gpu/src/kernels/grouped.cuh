@@ -4,8 +4,8 @@
 
 enum Activation { SWIGLU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };
 
-// To a few units in the last place (|x| / 30 more of them): `expf` has eight instructions for two. As one that costs so little NVRTC would work
-// out all activations and choose then, and take 45 s in place of 9 to find out how.
+// To a few units in the last place (|x| / 30 more of them): `expf` has eight instructions for two. As one that costs
+// so little NVRTC would work out all activations and choose then, and take 45 s in place of 9 to find out how.
 DEVICE f32 sigmoid(f32 x) { return reciprocal(1.0f + power_of_two_if_asked(-1.44269504f * x)); }
 // Not fminf, which would lose a NaN.
 DEVICE f32 cut_above(f32 x, f32 limit) { return x > limit ? limit : x; }
@@ -19,7 +19,8 @@ struct Shape {
 
 template <u32 KIND> struct Kind { static const u32 VALUE = KIND; };
 
-// Runs what there is for an activation, once for all elements that a thread has: asked for each of them, they would wait for one another.
+// Runs what there is for an activation, once for all elements that a thread has: asked for each of them, they would
+// wait for one another.
 template <typename Run> DEVICE void for_kind(const Shape& s, Run run) {
     switch (s.kind) {
         case SWIGLU: return run(Kind<SWIGLU>{});
@@ -77,8 +78,8 @@ template <u32 KIND> DEVICE f32 pull_back_as(const Shape& s, f32 da, f32& gate, f
     }
 }
 
-// From u, the gradients of N activations before their row's weight: those of gates and ups in their place, the activations times the weight
-// in that of u; the sum of u times the activations is returned.
+// From u, the gradients of N activations before their row's weight: those of gates and ups in their place, the
+// activations times the weight in that of u; the sum of u times the activations is returned.
 template <u32 KIND, u32 N> DEVICE f32 pull_all_back_as(const Shape& s, f32 weight, f32 (&u)[N], f32 (&gate)[N], f32 (&up)[N]) {
     f32 part = 0.0f;
 #pragma unroll
@@ -97,15 +98,17 @@ template <u32 N> DEVICE f32 pull_back(const Shape& s, f32 weight, f32 (&u)[N], f
 
 DEVICE bool is_gated(Shape s) { return s.kind == SWIGLU || s.kind == CLAMPED_SWIGLU; }
 
-// ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the row; `take_eight`
-// gets those of eight columns, of which the first is a multiple of 8, where rows are whole vectors ----
+// ---- epilogues: `take` gets the sum (or two) of a row and a column, and returns what is to be added up over the
+// row; `take_eight` gets those of eight columns, of which the first is a multiple of 8, where rows are whole vectors
+// ----
 
-// What epilogues read they may ask for while sums are computed: `ask` gets a row and the first of 64 columns that are there. Of eight
-// columns they read it ahead (`ahead`), while what comes before is at work.
+// What epilogues read they may ask for while sums are computed: `ask` gets a row and the first of 64 columns that are
+// there. Of eight columns they read it ahead (`ahead`), while what comes before is at work.
 struct NothingAhead {};
 
-// What is stored is the sum, and what `base` (if it is there, in f32 unless it says bf16; the same memory or another) has in its place besides.
-// All members are always given: NVRTC 13.0 leaves one that is not as it may be where this lies in another structure, as in StoreBoth.
+// What is stored is the sum, and what `base` (if it is there, in f32 unless it says bf16; the same memory or another)
+// has in its place besides. All members are always given: NVRTC 13.0 leaves one that is not as it may be where this
+// lies in another structure, as in StoreBoth.
 struct Store {
     void* to;
     const void* base;
@@ -199,8 +202,8 @@ struct Activate {
     }
 };
 
-// From u, the gradient of the activation before the row's weight: dh [R, A F], and the activations times the row's weight [R, F], which
-// the second matrices' gradients are taken of; the sums over rows of u a are parts.
+// From u, the gradient of the activation before the row's weight: dh [R, A F], and the activations times the row's
+// weight [R, F], which the second matrices' gradients are taken of; the sums over rows of u a are parts.
 struct PullBack {
     const void* h;
     void *dh, *weighed;
@@ -255,8 +258,8 @@ struct PullBack {
 
 // ---- what a block computes ----
 
-// Rows of the list of tiles: which group, its first row, and how many rows there are from it on, at most a tile's; a tile without rows
-// is there because the host that launches does not know how many there are.
+// Rows of the list of tiles: which group, its first row, and how many rows there are from it on, at most a tile's; a
+// tile without rows is there because the host that launches does not know how many there are.
 struct Tile {
     u32 group, first, rows;
 };
@@ -278,7 +281,8 @@ struct Problem {
     u64 pair;                  // rows of B from a column's to its second
 };
 
-// A warp asks for what the epilogue reads of `rows` rows from `first_row` of the tile on and of `columns` columns from its first.
+// A warp asks for what the epilogue reads of `rows` rows from `first_row` of the tile on and of `columns` columns
+// from its first.
 template <typename Epilogue> DEVICE void ask_ahead(const Problem& p, const Epilogue& epilogue, u32 first_row, u32 rows, u32 columns) {
     u32 pieces = columns / 64;
     for (u32 i = threadIdx.x % 32; i < rows * pieces; i += 32) {
@@ -287,8 +291,8 @@ template <typename Epilogue> DEVICE void ask_ahead(const Problem& p, const Epilo
     }
 }
 
-// ---- from tensor cores to epilogues: sums lie over a warp's registers in pairs of columns, and go by way of its own shared memory, so
-// that a lane has eight neighbouring columns, and the code of an epilogue is there once ----
+// ---- from tensor cores to epilogues: sums lie over a warp's registers in pairs of columns, and go by way of its own
+// shared memory, so that a lane has eight neighbouring columns, and the code of an epilogue is there once ----
 
 // 16 rows of 32 columns, or of 16 pairs, with a gap, so that neighbouring rows are in different banks.
 const u32 OWN_STRIDE = 40, OWN_BYTES = 16 * OWN_STRIDE * 4;
@@ -296,15 +300,15 @@ const u32 OWN_COLUMNS = 32, OWN_PAIRS = 16;
 // Rows that each lane has of them: a row's columns are those of four neighbouring lanes, or of two.
 template <bool IS_PAIRED> struct Own { static const u32 HELD = IS_PAIRED ? 1 : 2, LANES = IS_PAIRED ? 2 : 4; };
 
-// A lane's two sums of block `block` of eight columns (of pairs: two blocks of first ones, then two of second ones) and of the upper or
-// lower eight rows, as instructions leave them: row lane / 4, columns 2 (lane % 4) on.
+// A lane's two sums of block `block` of eight columns (of pairs: two blocks of first ones, then two of second ones)
+// and of the upper or lower eight rows, as instructions leave them: row lane / 4, columns 2 (lane % 4) on.
 DEVICE void lay_down(f32* own, u32 block, u32 half, f32 x, f32 y) {
     u32 lane = threadIdx.x % 32;
     *(float2*)(own + (lane / 4 + 8 * half) * OWN_STRIDE + block * 8 + lane % 4 * 2) = make_float2(x, y);
 }
 
-// What the epilogue reads for each of the lane's rows from `first_row` of the tile on, and for its eight columns of those from
-// `first_column` on.
+// What the epilogue reads for each of the lane's rows from `first_row` of the tile on, and for its eight columns of
+// those from `first_column` on.
 template <bool IS_PAIRED, typename Epilogue>
 DEVICE void look_ahead(const Problem& p, const Epilogue& epilogue, u32 first_row, u32 first_column,
                        typename Epilogue::Ahead (&ahead)[Own<IS_PAIRED>::HELD]) {
@@ -317,9 +321,9 @@ DEVICE void look_ahead(const Problem& p, const Epilogue& epilogue, u32 first_row
     }
 }
 
-// Hands to the epilogue what the warp has laid down: rows from `first_row` of the tile on, and columns from `first_column`. `parts` gets
-// what the epilogue returned for each of the lane's rows. `ahead` is what it reads there and, if it goes on, becomes what it
-// reads as many columns on.
+// Hands to the epilogue what the warp has laid down: rows from `first_row` of the tile on, and columns from
+// `first_column`. `parts` gets what the epilogue returned for each of the lane's rows. `ahead` is what it reads there
+// and, if it goes on, becomes what it reads as many columns on.
 template <bool IS_PAIRED, typename Epilogue>
 DEVICE void hand_over(const Problem& p, const Epilogue& epilogue, const f32* own, u32 first_row, u32 first_column,
                       f32 (&parts)[Own<IS_PAIRED>::HELD], typename Epilogue::Ahead (&ahead)[Own<IS_PAIRED>::HELD], bool goes_on) {
@@ -368,8 +372,8 @@ DEVICE void take_row_parts(const f32 (&parts)[Own<IS_PAIRED>::HELD], u32 first_r
     }
 }
 
-// Products of rows. `tiles` are triples (group, first row, rows); group g's matrix begins at row g * group_rows of B, or where entry g of B
-// says if B is a list of addresses.
+// Products of rows. `tiles` are triples (group, first row, rows); group g's matrix begins at row g * group_rows of B,
+// or where entry g of B says if B is a list of addresses.
 struct Rows {
     const void* a;
     const u32* gather;
@@ -397,8 +401,8 @@ DEVICE Problem rows_problem(const Rows& r, u32 index, u32 column) {
     return p;
 }
 
-// Tile `index` of all, where eight rows of tiles are gone through column by column, so that blocks at work share rows of A as well as
-// columns of B.
+// Tile `index` of all, where eight rows of tiles are gone through column by column, so that blocks at work share rows
+// of A as well as columns of B.
 DEVICE void tile_at(u32 index, u32 column_tiles, u32 row_tiles, u32& row, u32& column) {
     const u32 PANEL = 8;
     u32 panel = index / (PANEL * column_tiles), inside = index % (PANEL * column_tiles);

@@ -1,19 +1,21 @@
-// Products of rows in eight-bit floats on Hopper (hopper_tiles.cuh): A B_g^T of bytes (E4M3) along the depth, with a scale for each 128 of
-// them, of a row of A and of 128 rows of B (DeepSeek-V3, 2412.19437, section 3.3). Tensor cores add up 128 in depth, of which their sums
-// keep few bits; with the scales what they give is added up outside of them (section 3.3.2). Tiles are of 128 x 128 for that: a thread
-// has as many sums twice.
+// Products of rows in eight-bit floats on Hopper (hopper_tiles.cuh): A B_g^T of bytes (E4M3) along the depth, with a
+// scale for each 128 of them, of a row of A and of 128 rows of B (DeepSeek-V3, 2412.19437, section 3.3). Tensor cores
+// add up 128 in depth, of which their sums keep few bits; with the scales what they give is added up outside of them
+// (section 3.3.2). Tiles are of 128 x 128 for that: a thread has as many sums twice.
 //
 // Operands are copied as numbers of 16 bits: strides and depths that the host gives are of pairs of bytes.
 
 typedef Tiling<128, 6> Narrow;
 
-// Of row `i` of A and the 128 from 128 k on: a[i * depths + k]; of rows of group g's matrix from 128 j on: b[(g * blocks + j) * depths + k].
+// Of row `i` of A and the 128 from 128 k on: a[i * depths + k]; of rows of group g's matrix from 128 j on: b[(g *
+// blocks + j) * depths + k].
 struct Scales {
     const f32 *a, *b;
     u32 blocks, depths;
 };
 
-// The scales of one step: of this thread's two rows, and of first columns of pairs and second ones (or of all columns).
+// The scales of one step: of this thread's two rows, and of first columns of pairs and second ones (or of all
+// columns).
 template <bool IS_PAIRED> struct StepScales {
     f32 rows[2], columns[IS_PAIRED ? 2 : 1];
     DEVICE_MEMBER f32 of(u32 sum) const {

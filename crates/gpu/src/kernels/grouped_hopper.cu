@@ -1,4 +1,5 @@
-// The products of grouped.cu that go to tensor cores, for Hopper (hopper_tiles.cuh): tiles of 128 x 256, four stages of 64 in depth.
+// The products of grouped.cu that go to tensor cores, for Hopper (hopper_tiles.cuh): tiles of 128 x 256, four stages
+// of 64 in depth.
 
 typedef Tiling<256, 4> Wide;
 

@@ -33,9 +33,10 @@ struct Seen {
     }
 };
 
-// A block a row. `results` [rows, 3] f32: the sum of exponentials relative to the largest logit, the target's logit less the
-// largest, and 1 if the target is the first of the largest. With `has_grad` the row becomes grad_scale (softmax - target), or that is
-// written to `rounded` if there is one. A row whose target is 0xffffffff has no loss and no gradient.
+// A block a row. `results` [rows, 3] f32: the sum of exponentials relative to the largest logit, the target's logit
+// less the largest, and 1 if the target is the first of the largest. With `has_grad` the row becomes grad_scale
+// (softmax - target), or that is written to `rounded` if there is one. A row whose target is 0xffffffff has no loss
+// and no gradient.
 KERNEL(256) cross_entropy(f32* logits, bf16* rounded, const u32* targets, f32* results, u32 columns, u32 has_grad, f32 grad_scale) {
     __shared__ Seen warps[8];
     u32 target = targets[blockIdx.x], lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -1,5 +1,6 @@
-// Products by head (heads.rs): each head multiplies columns of its own of x with rows of its own of w, for the few rows that a step of
-// decoding has; with bf16 weights x is rounded. Blocks have four rows each; more rows read w again from the second-level cache.
+// Products by head (heads.rs): each head multiplies columns of its own of x with rows of its own of w, for the few
+// rows that a step of decoding has; with bf16 weights x is rounded. Blocks have four rows each; more rows read w
+// again from the second-level cache.
 
 const u32 AT_ONCE = 4, BLOCK_COLUMNS = 256;
 

@@ -1,10 +1,12 @@
-// What becomes of a tile's sums on Hopper: tensor cores wait meanwhile, for which a warp has few instructions to spare. (Counters of an H100:
-// an eighth to a quarter of a product's time, most of it instructions that wait for the one before; here they are a seventh to three quarters
-// as many.) So a warp whose rows and columns are all there goes to an epilogue of which all is known when this is compiled that need not be
-// asked for each part of a tile; any other one to hand_over (grouped.cuh).
+// What becomes of a tile's sums on Hopper: tensor cores wait meanwhile, for which a warp has few instructions to
+// spare. (Counters of an H100: an eighth to a quarter of a product's time, most of it instructions that wait for the
+// one before; here they are a seventh to three quarters as many.) So a warp whose rows and columns are all there goes
+// to an epilogue of which all is known when this is compiled that need not be asked for each part of a tile; any
+// other one to hand_over (grouped.cuh).
 
-// ---- epilogues of which more is known: `row` is where a row's first column goes, and `take` gets eight columns from `at` columns further
-// on; they give what those of grouped.cuh do. Those that are SHORT are there once for each part of a tile ----
+// ---- epilogues of which more is known: `row` is where a row's first column goes, and `take` gets eight columns from
+// `at` columns further on; they give what those of grouped.cuh do. Those that are SHORT are there once for each part
+// of a tile ----
 
 template <bool IS_BF16, bool HAS_BASE> struct StoreKnown {
     const Store& store;
@@ -102,12 +104,14 @@ template <typename Take> DEVICE bool with_known(const PullBack& pulled, Take tak
     return true;
 }
 
-// ---- sums on their way: 16 rows of 32 columns, or of 16 pairs, without gaps, the chunks of four columns of a row swapped so that both those who
-// lay sums down and those who take eight columns find what they ask for at once in different banks ----
+// ---- sums on their way: 16 rows of 32 columns, or of 16 pairs, without gaps, the chunks of four columns of a row
+// swapped so that both those who lay sums down and those who take eight columns find what they ask for at once in
+// different banks ----
 
 DEVICE u32 swap_of(u32 row) { return (row & 3) << 1 | (row & 1); }
 
-// Where a lane lays down its two sums of each block of eight columns, in the upper eight rows of a buffer; those below are 256 numbers on.
+// Where a lane lays down its two sums of each block of eight columns, in the upper eight rows of a buffer; those
+// below are 256 numbers on.
 DEVICE void where_laid_down(u32 (&of_block)[4]) {
     u32 lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
 #pragma unroll
@@ -126,7 +130,8 @@ DEVICE void take_up(f32 (&x)[8], const f32* buffer, u32 row, u32 chunk) {
     }
 }
 
-// The sums of a lane for a block of eight columns of a part, or of a part's pairs: all first columns of pairs come before all second ones.
+// The sums of a lane for a block of eight columns of a part, or of a part's pairs: all first columns of pairs come
+// before all second ones.
 template <bool IS_PAIRED> DEVICE u32 sums_at(u32 part, u32 block, u32 parts) {
     return 4 * (IS_PAIRED ? block / 2 * (parts * 2) + part * 2 + block % 2 : part * 4 + block);
 }
@@ -142,8 +147,8 @@ DEVICE void finish_whole(const Problem& p, const Known& known, const f32 (&sums)
     typename Known::Row rows[HELD];
 #pragma unroll
     for (u32 i = 0; i < HELD; i++) rows[i] = known.row(p.row + first_row + row + 8 * i, p.column + chunk * 4);
-    // What a part's epilogue reads is on its way while two parts before it are at work: behind one it is waited for. (Counters of an H100: a
-    // quarter of the time of gradients of activations.)
+    // What a part's epilogue reads is on its way while two parts before it are at work: behind one it is waited for.
+    // (Counters of an H100: a quarter of the time of gradients of activations.)
     Ahead next[HELD];
 #pragma unroll
     for (u32 i = 0; i < HELD; i++) next[i] = known.ahead(rows[i], WIDTH);
@@ -214,8 +219,8 @@ DEVICE void finish_cut(const Problem& p, const Epilogue& epilogue, const f32 (&s
     }
 }
 
-// Hands a warp's sums to the epilogue: 16 rows in parts of 32 columns, or of 16 pairs. `ahead` is what the epilogue reads for the first
-// part.
+// Hands a warp's sums to the epilogue: 16 rows in parts of 32 columns, or of 16 pairs. `ahead` is what the epilogue
+// reads for the first part.
 template <bool IS_PAIRED, u32 SUMS, typename Epilogue>
 DEVICE void finish(const Problem& p, const Epilogue& epilogue, const f32 (&sums)[SUMS], f32* parts, u32 num_parts, f32* own,
                    typename Epilogue::Ahead (&ahead)[Own<IS_PAIRED>::HELD]) {

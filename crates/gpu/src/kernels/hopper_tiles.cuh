@@ -1,8 +1,9 @@
-// How products go through a multiprocessor of Hopper (sm_90a): a block stays for many tiles of 128 rows. Its first four warps copy what
-// is multiplied into a ring of stages, lines of 128 bytes deep, and run ahead into the next tile; the other two groups of four multiply
-// 64 rows each straight from there (`wgmma`), and hand the sums to the epilogue by way of shared memory, so that it has eight
-// neighbouring columns at a time. Rows of A are gathered, which tensor copies (TMA) cannot: they come by asynchronous copies of 16 bytes.
-// What is not gathered comes by tensor copies where the host gave a map of it: one thread asks for what would be many copies.
+// How products go through a multiprocessor of Hopper (sm_90a): a block stays for many tiles of 128 rows. Its first
+// four warps copy what is multiplied into a ring of stages, lines of 128 bytes deep, and run ahead into the next
+// tile; the other two groups of four multiply 64 rows each straight from there (`wgmma`), and hand the sums to the
+// epilogue by way of shared memory, so that it has eight neighbouring columns at a time. Rows of A are gathered,
+// which tensor copies (TMA) cannot: they come by asynchronous copies of 16 bytes. What is not gathered comes by
+// tensor copies where the host gave a map of it: one thread asks for what would be many copies.
 //
 // Operands along the depth are copied as numbers of 16 bits, whatever they are.
 
@@ -13,8 +14,8 @@ const u32 OWN_BUFFERS_BYTES = 4096;
 // Columns of a tile, and stages of the ring.
 template <u32 TILE_COLUMNS, u32 RING_STAGES> struct Tiling {
     static const u32 COLUMNS = TILE_COLUMNS, STAGES = RING_STAGES, STAGE_BYTES = A_BYTES + COLUMNS * DEPTH * 2;
-    // Stages whose copies may be under way, and which are thus not said to be full yet: the oldest of them is when this many are, before
-    // there is room for the next. The products of a stage end one stage later at most.
+    // Stages whose copies may be under way, and which are thus not said to be full yet: the oldest of them is when
+    // this many are, before there is room for the next. The products of a stage end one stage later at most.
     static const u32 LAG = STAGES - 2;
     static const u32 OWN_AT = STAGES * STAGE_BYTES, BARRIERS_AT = OWN_AT + MULTIPLYING_WARPS * OWN_BUFFERS_BYTES;
 };
@@ -31,22 +32,24 @@ template <typename T> struct Ring {
     }
 };
 
-// What comes by tensor copies in a stage: the maps of both operands, or null. Boxes of an operand across the depth begin at its row
-// `a_row` or `b_row`, in matrix `group`.
+// What comes by tensor copies in a stage: the maps of both operands, or null. Boxes of an operand across the depth
+// begin at its row `a_row` or `b_row`, in matrix `group`.
 struct Boxes {
     const void *a, *b;
     u32 a_row, b_row, group;
 };
 
-// How far ahead of the others a block may be. Blocks at work at the same time read the same rows and columns, at about the same depth:
-// one that is ahead by more than the second-level cache holds reads from memory alone, and so do those behind it, each for itself. Nothing
-// brings them together again, as all then go on at the rate of memory. (Counters of an H100: a product 28,672 deep read 42 GB of memory, of
-// 9 that blocks in step with each other need; kept together, 14.) So a tile's depth has some epochs: a block that begins one adds it to
-// those that all have begun, and waits while it is ahead of their average. It does not wait for long, nor often in vain: blocks that other work
-// keeps from their multiprocessors begin nothing.
+// How far ahead of the others a block may be. Blocks at work at the same time read the same rows and columns, at
+// about the same depth: one that is ahead by more than the second-level cache holds reads from memory alone, and so
+// do those behind it, each for itself. Nothing brings them together again, as all then go on at the rate of memory.
+// (Counters of an H100: a product 28,672 deep read 42 GB of memory, of 9 that blocks in step with each other need;
+// kept together, 14.) So a tile's depth has some epochs: a block that begins one adds it to those that all have
+// begun, and waits while it is ahead of their average. It does not wait for long, nor often in vain: blocks that
+// other work keeps from their multiprocessors begin nothing.
 //
-// A warp of those who multiply sees to it, whose products of the stage before are at work meanwhile. In the loop of those who copy the same
-// costs registers and the compiler's knowledge of what all lanes have in common: half as many instructions again, 12% of a layer's time.
+// A warp of those who multiply sees to it, whose products of the stage before are at work meanwhile. In the loop of
+// those who copy the same costs registers and the compiler's knowledge of what all lanes have in common: half as many
+// instructions again, 12% of a layer's time.
 struct Pace {
     u32* begun;  // epochs of all blocks, and blocks that are done; 0 before and after. Or null
     u32 in_epoch, epochs;  // bits of a depth within its epoch; epochs of a tile
@@ -121,7 +124,8 @@ struct RowTiles {
 // Where chunk `c` of a line of 128 bytes lies.
 DEVICE u32 in_line(u32 line, u32 c) { return line * 128 + (c ^ (line & 7)) * 16; }
 
-// A stage of an operand whose rows lie along the depth: each 16th of 16 N from this thread's on. `row_at` says where in the operand.
+// A stage of an operand whose rows lie along the depth: each 16th of 16 N from this thread's on. `row_at` says where
+// in the operand.
 template <u32 N, typename RowAt>
 DEVICE void copy_rows(unsigned char* to, const Operand& o, RowAt row_at, u32 edge, u32 k, u32 depth) {
     u32 chunk = threadIdx.x % 8, first = threadIdx.x / 8;
@@ -143,8 +147,8 @@ DEVICE void name_depths(u32 (&rows)[2], const Operand& o, u32 k, u32 depth) {
     }
 }
 
-// A stage of an operand whose rows lie across the depth: WIDTH columns from `first` on, in blocks of 64. The copiers have little more time
-// than it takes to name what they copy, so where all of it is there nothing is asked.
+// A stage of an operand whose rows lie across the depth: WIDTH columns from `first` on, in blocks of 64. The copiers
+// have little more time than it takes to name what they copy, so where all of it is there nothing is asked.
 template <u32 WIDTH>
 DEVICE void copy_depths(unsigned char* to, const Operand& o, const u32 (&rows)[2], u32 first, u32 edge, u32 k, u32 depth) {
     const u32 CHUNKS = WIDTH / 8, AT_ONCE = COPIERS / CHUNKS;
@@ -225,8 +229,8 @@ DEVICE void copy_stage(unsigned char* to, const Problem& p, const Named<A_MAJOR,
     else copy_depths<T::COLUMNS>(b, p.b, named.b, p.column, edge, k, p.depth);
 }
 
-// Says that the stage is full whose copies the warp's threads have waited for: once for all of them, as arrivals at one barrier wait for
-// each other.
+// Says that the stage is full whose copies the warp's threads have waited for: once for all of them, as arrivals at
+// one barrier wait for each other.
 template <typename T> DEVICE void say_full(const Ring<T>& ring, u32 count) {
     products_may_read();
     __syncwarp();
@@ -266,7 +270,8 @@ DEVICE void copy_tiles(const Tiles& tiles, const Ring<T>& ring, unsigned char* s
 
 // ---- who does what ----
 
-// Registers of a thread that copies, and of one that multiplies: 128 of these and 256 of those have what 384 x 168 are.
+// Registers of a thread that copies, and of one that multiplies: 128 of these and 256 of those have what 384 x 168
+// are.
 template <u32 OF_COPIERS> struct Registers {
     static const u32 COPIERS = OF_COPIERS, OTHERS = (3 * 168 - OF_COPIERS) / 16 * 8;
 };

@@ -1,4 +1,5 @@
-// y = (x - mean) / std * weight + bias. See layer_norm.rs for the formulas. Elements go by fours where rows are whole vectors.
+// y = (x - mean) / std * weight + bias. See layer_norm.rs for the formulas. Elements go by fours where rows are whole
+// vectors.
 
 // A warp a row. `statistics` [rows, 2] are the mean and one over the deviation.
 template <u32 N, typename X, typename Y>
@@ -38,8 +39,9 @@ DEVICE void forward(const X* __restrict__ x, const f32* __restrict__ weight, con
 
 const u32 ROWS_EACH = 16, WARPS = 8;
 
-// A block has 16 rows: first its warps take two each and find what the rows' gradients are shifted by, then each thread goes down its
-// columns, which adds the gradients of weight and bias up in registers, for its rows of `weights` and `biases`.
+// A block has 16 rows: first its warps take two each and find what the rows' gradients are shifted by, then each
+// thread goes down its columns, which adds the gradients of weight and bias up in registers, for its rows of
+// `weights` and `biases`.
 template <u32 N, typename X, typename Y>
 DEVICE void backward(const Y* __restrict__ dy, const X* __restrict__ x, const f32* __restrict__ weight,
                      const f32* __restrict__ statistics, f32* __restrict__ dx, f32* __restrict__ weights, f32* __restrict__ biases,

@@ -15,7 +15,8 @@ DEVICE f32 part_of(f32 x, u32 part) {
     return part == 1 ? second : as_bf16(x - first - second);
 }
 
-// Rows of `width` numbers, `num` of them in all, become rows of `num_parts` lists of as many; `names` has two bits for each list.
+// Rows of `width` numbers, `num` of them in all, become rows of `num_parts` lists of as many; `names` has two bits
+// for each list.
 KERNEL(256) cut_numbers(const f32* x, bf16* to, u32 num, u32 width, u32 names, u32 num_parts) {
     for (u64 i = blockIdx.x * 256 + threadIdx.x; i < num; i += gridDim.x * 256) {
         f32 number = x[i];

@@ -1,5 +1,5 @@
-// Elements times random factors, by the generator of the processor's side: Philox4x32-10 (Salmon et al., "Parallel random numbers: as
-// easy as 1, 2, 3", SC 2011).
+// Elements times random factors, by the generator of the processor's side: Philox4x32-10 (Salmon et al., "Parallel
+// random numbers: as easy as 1, 2, 3", SC 2011).
 
 struct Words { u32 w[4]; };
 
@@ -18,8 +18,9 @@ DEVICE Words philox(u64 position, u32 key0, u32 key1, u32 stream0, u32 stream1) 
     return Words{{c0, c1, c2, c3}};
 }
 
-// A thread has the elements whose positions are one modulo 16 in a group of 256: those of one call for bytes, and of two for halves of
-// words (random.rs in `tensor`). `first` is the position of the first element's factor, `first_dropout` of its being left out.
+// A thread has the elements whose positions are one modulo 16 in a group of 256: those of one call for bytes, and of
+// two for halves of words (random.rs in `tensor`). `first` is the position of the first element's factor,
+// `first_dropout` of its being left out.
 KERNEL(256) times_factors(const void* x, u32 is_bf16, f32* to, u64 count, u64 first, u64 first_dropout, u32 key0, u32 key1, u32 stream0,
                           u32 stream1, f32 eps, f32 dropout) {
     u64 thread = (u64)blockIdx.x * 256 + threadIdx.x, group = first / 256 + thread / 16, lane = thread % 16;

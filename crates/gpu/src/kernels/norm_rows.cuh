@@ -1,4 +1,5 @@
-// The norm of few rows as the beginning of a kernel that multiplies with them: a launch of its own takes longer than all blocks doing it.
+// The norm of few rows as the beginning of a kernel that multiplies with them: a launch of its own takes longer than
+// all blocks doing it.
 
 // As in rms_norm.cu. With no `x` there is nothing to norm.
 struct Norm {
@@ -18,7 +19,8 @@ DEVICE void put_four(void* to, u32 is_bf16, u64 at, const Few<4>& four) {
     else put((f32*)to + at, four);
 }
 
-// Normed rows in shared memory as they lie elsewhere, in f32. Whoever takes them has `put_at`, for four neighbours of a row.
+// Normed rows in shared memory as they lie elsewhere, in f32. Whoever takes them has `put_at`, for four neighbours of
+// a row.
 struct RowsInOrder {
     f32* to;
     u32 width;
@@ -44,7 +46,8 @@ DEVICE void ask_for_weight(const Norm& norm, u32 width) {
     if (norm.x && blockIdx.x == 0 && threadIdx.x * 32 < width) ask_for(norm.weight + threadIdx.x * 32);
 }
 
-// A row of up to 4,096 elements, and what it is multiplied with, in the registers of a block: asked for before they are needed.
+// A row of up to 4,096 elements, and what it is multiplied with, in the registers of a block: asked for before they
+// are needed.
 struct HeldRow {
     static const u32 FOURS = 4;
     Few<4> x[FOURS], weights[FOURS];
@@ -90,8 +93,8 @@ template <typename To, typename T> DEVICE void norm_one(const NormedRows<To>& n,
     for (u32 i = threadIdx.x * 4; i < n.width; i += 1024) n.put_normed(0, i, few<4>(x + i), few<4>(n.norm.weight + i), scale);
 }
 
-// Up to eight rows, one a warp: what the eight warps of one row have there, its lanes have one after the other. All of 1,024 elements are
-// on their way before the first is needed.
+// Up to eight rows, one a warp: what the eight warps of one row have there, its lanes have one after the other. All
+// of 1,024 elements are on their way before the first is needed.
 template <typename To, typename T> DEVICE void norm_by_warps(const NormedRows<To>& n, const T* x, u32 rows) {
     u32 row = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
@@ -118,8 +121,9 @@ template <typename To, typename T> DEVICE void norm_as(const NormedRows<To>& n, 
     else norm_by_warps(n, x, rows);
 }
 
-// Hands the `rows` normed rows of whole fours to `to`, and those that are this block's to y: the numbers are
-// those of y, and sums are taken in the order of rms_norm.cu. A whole block of 256 threads, which then all see them. One row was loaded before.
+// Hands the `rows` normed rows of whole fours to `to`, and those that are this block's to y: the numbers are those of
+// y, and sums are taken in the order of rms_norm.cu. A whole block of 256 threads, which then all see them. One row
+// was loaded before.
 template <typename To> DEVICE void norm_rows(const Norm& n, const To& to, u32 rows, u32 width, const HeldRow& held) {
     NormedRows<To> normed = {n, to, width};
     if (n.x_bf16) norm_as(normed, (const bf16*)n.x, rows, held);

@@ -17,8 +17,8 @@ KERNEL(256) multiply_adds(f32* results, u32 steps, f32 factor, f32 term) {
     results[(u64)blockIdx.x * blockDim.x + threadIdx.x] = total;
 }
 
-// Each warp: `steps` rounds of 8 independent products of 16 x 8 x 16 by mma.sync, of random numbers of size 0.5 to 1 and either sign: zeros
-// would need less power.
+// Each warp: `steps` rounds of 8 independent products of 16 x 8 x 16 by mma.sync, of random numbers of size 0.5 to 1
+// and either sign: zeros would need less power.
 KERNEL(256) matrix_products(f32* results, u32 steps) {
     f32 sums[SUMS][4] = {};
     u32 a[4], b[2];

@@ -1,8 +1,8 @@
 // What Hopper's tensor cores can do at best: products straight from shared memory.
 
-// Each group of four warps (two a block): `steps` rounds of four products of 64 rows by columns of which a thread has half as many sums,
-// of lines of 128 bytes, random ones: with zeros a GPU needs less power, and is faster than with anything that is worth computing.
-// `multiply` adds a product to the sums.
+// Each group of four warps (two a block): `steps` rounds of four products of 64 rows by columns of which a thread has
+// half as many sums, of lines of 128 bytes, random ones: with zeros a GPU needs less power, and is faster than with
+// anything that is worth computing. `multiply` adds a product to the sums.
 template <u32 SUMS, typename Multiply> DEVICE void products(f32* results, u32 steps, u32 any, u32 always, Multiply multiply) {
     SHARED(shared);
     const u32 LINE = 128, BYTES = (128 + 2 * SUMS) * LINE;

@@ -1,5 +1,5 @@
-// What becomes of a layer's projections before attention: see qkv_norm_rope_append.rs. A block has the queries, the keys or the values of a token
-// (blockIdx.y), and keeps their row in shared memory from the norm to the rotation.
+// What becomes of a layer's projections before attention: see qkv_norm_rope_append.rs. A block has the queries, the
+// keys or the values of a token (blockIdx.y), and keeps their row in shared memory from the norm to the rotation.
 
 // x / rms(x) * weight of each `norm_width` elements of the row, rounded to T.
 template <u32 N, typename T>
@@ -48,8 +48,8 @@ DEVICE void place_row(f32* row, const T* from, T* to, const f32* norm, u32 width
     }
 }
 
-// Rows of queries stay where they are among others; of each sequence `each` rows of keys and values go to rows from `held` on of the
-// `capacity` that it has there.
+// Rows of queries stay where they are among others; of each sequence `each` rows of keys and values go to rows from
+// `held` on of the `capacity` that it has there.
 #define DEFINE(T)                                                                                                                     \
     KERNEL(256) qkv_norm_rope_append_##T(const T* q, const T* k, const T* v, T* queries, T* keys, T* values, const f32* q_norm,                \
                                 const f32* k_norm, u32 q_norm_width, u32 k_norm_width, f32 eps, const f32* angles,                    \

@@ -3,7 +3,8 @@
 // Pieces of a row that a thread keeps between its two passes over it.
 const u32 HELD = 4;
 
-// `by` threads have a row, thread `own` of them; where HOLDS they keep it, and what it is multiplied with comes meanwhile.
+// `by` threads have a row, thread `own` of them; where HOLDS they keep it, and what it is multiplied with comes
+// meanwhile.
 template <bool HOLDS, u32 N, typename X, typename Y, typename Sum>
 DEVICE void norm_row(const X* __restrict__ x, const f32* __restrict__ weight, f32 eps, Y* __restrict__ y, f32* __restrict__ inv_rms, u32 width,
                      u32 own, u32 by, Sum sum_of) {
@@ -63,8 +64,8 @@ DEVICE void forward(const X* __restrict__ x, const f32* __restrict__ weight, f32
 
 const u32 ROWS_EACH = 16, WARPS = 8;
 
-// A block has 16 rows: first its warps take two each and find what their gradients are shifted by, then each thread goes down its
-// columns, which adds the weight's gradient up in registers, for its row of `partials`.
+// A block has 16 rows: first its warps take two each and find what their gradients are shifted by, then each thread
+// goes down its columns, which adds the weight's gradient up in registers, for its row of `partials`.
 template <u32 N, typename X, typename Y>
 DEVICE void backward(const Y* __restrict__ dy, const X* __restrict__ x, const f32* __restrict__ weight,
                      const f32* __restrict__ inv_rms, const f32* __restrict__ base, f32* __restrict__ dx, f32* __restrict__ partials, u32 rows, u32 width) {

@@ -1,12 +1,12 @@
-// A router for few tokens as one kernel: logits, by as many blocks as there are columns and eights of rows for; of each eight the last of them to
-// be done chooses, and the last of those sorts.
-// Instructions are fetched once, from memory: what is done once has few of them rather than loops that are taken apart.
+// A router for few tokens as one kernel: logits, by as many blocks as there are columns and eights of rows for; of
+// each eight the last of them to be done chooses, and the last of those sorts. Instructions are fetched once, from
+// memory: what is done once has few of them rather than loops that are taken apart.
 
 // Columns of a block: fewer are over sooner.
 const u32 ROUTE_COLUMNS = 4;
 
-// The products of vec_rows_nt (grouped.cu), of rows that are normed first if there is something to norm, and decide_for_few (router.cu).
-// `arrived` counts blocks in its first number and those of each eight rows in the others.
+// The products of vec_rows_nt (grouped.cu), of rows that are normed first if there is something to norm, and
+// decide_for_few (router.cu). `arrived` counts blocks in its first number and those of each eight rows in the others.
 KERNEL_OF_TWO(256) route_few(NORM, ROWS, STORE, u32 is_rounded, TOP_K, FEW_CHOICES, u32* arrived) {
     SHARED(shared);
     ask_for_weight(THE_NORM, depth);

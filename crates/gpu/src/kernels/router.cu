@@ -5,8 +5,8 @@ KERNEL(256) softmax_top_k(TOP_K) {
     if (row < rows) THE_TOP_K.row(row);
 }
 
-// Sums over blocks of `rows_each` rows: of the probabilities, the entropy, the squared lse and the squared logits, if these are there,
-// [blocks, width + 3].
+// Sums over blocks of `rows_each` rows: of the probabilities, the entropy, the squared lse and the squared logits, if
+// these are there, [blocks, width + 3].
 KERNEL(256) sum_scores(const f32* probs, const f32* lse, const f32* entropy, const f32* squares, f32* sums, u32 rows, u32 width,
                        u32 rows_each) {
     __shared__ f32 of_groups[256];
@@ -46,7 +46,8 @@ struct ChoicesOf {
 
 const u32 SUMMED_CHOICES = 512;
 
-// Of 512 choices and every expert, [blocks, E]: threads have experts, and each goes through all of the choices in order.
+// Of 512 choices and every expert, [blocks, E]: threads have experts, and each goes through all of the choices in
+// order.
 KERNEL(256) sum_choices(const u32* ids, const f32* weights, ChoicesOf* parts, u32 choices, u32 k, u32 experts) {
     __shared__ u32 keys[SUMMED_CHOICES];
     __shared__ f32 own[SUMMED_CHOICES];
@@ -90,7 +91,8 @@ KERNEL(256) add_choices(const ChoicesOf* parts, ChoicesOf* sums, u32 num_parts, 
     if (threadIdx.x == 0) sums[blockIdx.x] = ChoicesOf{firsts[0], 0, all[0]};
 }
 
-// The gradient of the logits, a warp a row: see top_k.rs. `d_probs` [width] may be null; `centered` lists no row twice.
+// The gradient of the logits, a warp a row: see top_k.rs. `d_probs` [width] may be null; `centered` lists no row
+// twice.
 KERNEL(256) softmax_top_k_backward(const f32* probs, const u32* ids, const f32* weights, const f32* lse, const f32* d_weights,
                                    const f32* d_probs, f32* d_logits, f32 d_lse_squared, u32 rows, u32 width, u32 k, u32 normalize) {
     u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
@@ -123,9 +125,9 @@ KERNEL(256) softmax_top_k_backward(const f32* probs, const u32* ids, const f32* 
 
 // ---- counting sort: choices by expert, then by rank, then by token ----
 //
-// An id above `last` is taken for it: that is the last expert where every choice has to have a row, and above all experts where some
-// are none. A block has the choices of one rank (blockIdx.y) of 1,024 tokens, a warp those of 128. Cells [E, K, blocks of tokens] hold the
-// choices of each (expert, rank, block), then their first position.
+// An id above `last` is taken for it: that is the last expert where every choice has to have a row, and above all
+// experts where some are none. A block has the choices of one rank (blockIdx.y) of 1,024 tokens, a warp those of 128.
+// Cells [E, K, blocks of tokens] hold the choices of each (expert, rank, block), then their first position.
 
 const u32 OF_THREAD = 4, SORT_TOKENS = 256 * OF_THREAD;
 
@@ -160,8 +162,8 @@ KERNEL(256) count_choices(const u32* ids, u32* cells, u32 tokens, u32 k, u32 exp
     for (u32 e = threadIdx.x; e < experts; e += 256) cells[cell_of(e, k)] = counts[e];
 }
 
-// Cells of an expert become the sums of those before them; `counts` [E] is the total. A block an expert; the last to be done writes offsets
-// [E + 1], if they are wanted: the sums of the experts' counts before each.
+// Cells of an expert become the sums of those before them; `counts` [E] is the total. A block an expert; the last to
+// be done writes offsets [E + 1], if they are wanted: the sums of the experts' counts before each.
 KERNEL(256) scan_cells(u32* cells, u32* counts, u32 num_cells, u32* offsets, u32* arrived) {
     cells += (u64)blockIdx.x * num_cells;
     u32 count = scan(cells, cells, num_cells);
@@ -185,7 +187,8 @@ KERNEL(256) decide_for_few(TOP_K, FEW_CHOICES) {
     THE_FEW_CHOICES.sort(ids, weights);
 }
 
-// Gives each choice its row: the expert's first one, and its position among the expert's choices, if that is below the limit.
+// Gives each choice its row: the expert's first one, and its position among the expert's choices, if that is below
+// the limit.
 KERNEL(256) place_choices(const u32* ids, const f32* weights, const u32* cells, const u32* offsets, u32* row_tokens,
                           f32* row_weights, u32* token_rows, u32 tokens, u32 k, u32 experts, u32 last, u32 limit) {
     SHARED(shared);

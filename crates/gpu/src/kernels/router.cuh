@@ -1,7 +1,7 @@
 // What a router's kernels share: the scores of a row, and the sort of few choices.
 
-// Softmax of each row, its k largest and their weights, a warp a row: see top_k.rs. `probs` holds the logits on entry; entropy, lse and
-// squares are [rows].
+// Softmax of each row, its k largest and their weights, a warp a row: see top_k.rs. `probs` holds the logits on
+// entry; entropy, lse and squares are [rows].
 struct TopK {
     f32* probs;
     u32* ids;
@@ -88,7 +88,8 @@ struct TopK {
 #define TOP_K f32 *probs, u32 *ids, f32 *weights, f32 *lse, f32 *entropy, f32 *squares, u32 rows, u32 width, u32 k, u32 normalize
 #define THE_TOP_K TopK{probs, ids, weights, lse, entropy, squares, width, k, normalize}
 
-// Writes the sums of the numbers before each of `len` numbers, which may be in their place; returns that of all. A whole block.
+// Writes the sums of the numbers before each of `len` numbers, which may be in their place; returns that of all. A
+// whole block.
 DEVICE u32 scan(const u32* from, u32* to, u32 len) {
     u32 before = 0;
 #pragma unroll 1
@@ -101,7 +102,8 @@ DEVICE u32 scan(const u32* from, u32* to, u32 len) {
     return before;
 }
 
-// The tiles of a group's rows from `first` to `end`, triples (group, first row, rows) of at most `height` rows each, from tile `to` on.
+// The tiles of a group's rows from `first` to `end`, triples (group, first row, rows) of at most `height` rows each,
+// from tile `to` on.
 DEVICE void write_tiles_of(u32* tiles, u32 to, u32 group, u32 first, u32 end, u32 height) {
 #pragma unroll 1
     for (; first < end; first += height, to++) {
@@ -116,7 +118,8 @@ DEVICE void write_no_tiles(u32* tiles, u32 from, u32 num_tiles) {
     for (u32 i = 3 * from + threadIdx.x; i < 3 * num_tiles; i += 256) tiles[i] = 0;
 }
 
-// The tiles of the rows that groups are cut into, groups in their order, and tiles without rows up to `num_tiles`. One block.
+// The tiles of the rows that groups are cut into, groups in their order, and tiles without rows up to `num_tiles`.
+// One block.
 DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, u32 num_tiles) {
     u32 before = 0;
 #pragma unroll 1
@@ -132,8 +135,8 @@ DEVICE void write_tiles(const u32* offsets, u32* tiles, u32 groups, u32 height, 
     write_no_tiles(tiles, before, num_tiles);
 }
 
-// Of a warp's lanes, which have a choice of expert `key` each if it `is_there`: how many choices before a lane's are of its expert, those that
-// `counts` has and those of lower lanes. Then `counts` has them all.
+// Of a warp's lanes, which have a choice of expert `key` each if it `is_there`: how many choices before a lane's are
+// of its expert, those that `counts` has and those of lower lanes. Then `counts` has them all.
 template <typename Count> DEVICE u32 counted_before(Count* counts, u32 key, bool is_there) {
     u32 alike = lanes_like(key), below = __popc(alike & ((1u << threadIdx.x % 32) - 1)), before = is_there ? counts[key] + below : 0;
     __syncwarp();
@@ -144,15 +147,17 @@ template <typename Count> DEVICE u32 counted_before(Count* counts, u32 key, bool
 
 const u32 MAX_FEW_CHOICES = 512, MAX_EXPERTS = 1024;
 
-// All of this at once for few choices, each of which has a row, by one block, with the tiles that the rows are cut into.
+// All of this at once for few choices, each of which has a row, by one block, with the tiles that the rows are cut
+// into.
 struct FewChoices {
     u32 *counts, *offsets, *row_tokens;
     f32* row_weights;
     u32 *token_rows, *tiles;
     u32 tokens, k, experts, height, num_tiles;
 
-    // Choices by rank, then by token: the order that an expert serves them in. A warp counts as many of them, one after the other, as there
-    // are for each of eight warps, and each expert's count is then known from those of the warps before.
+    // Choices by rank, then by token: the order that an expert serves them in. A warp counts as many of them, one
+    // after the other, as there are for each of eight warps, and each expert's count is then known from those of the
+    // warps before.
     DEVICE_MEMBER void sort(const u32* ids, const f32* weights) const {
         const u32 MOST = MAX_FEW_CHOICES / 256;
         __shared__ u16 of_warps[8][MAX_EXPERTS];
@@ -187,8 +192,8 @@ struct FewChoices {
         }
     }
 
-    // Replaces the warps' counts of each expert by how many of its choices the warps before have, and writes what is known of experts. Rows
-    // and tiles are counted at once, in halves of a word.
+    // Replaces the warps' counts of each expert by how many of its choices the warps before have, and writes what is
+    // known of experts. Rows and tiles are counted at once, in halves of a word.
     DEVICE_MEMBER void list_experts(u16 (&of_warps)[8][MAX_EXPERTS], u32 warps, u32 (&first)[MAX_EXPERTS]) const {
         u32 before = 0;
 #pragma unroll 1

@@ -1,4 +1,5 @@
-// Drawing tokens from logits (../../sampling.rs): a block has a row of them, and keeps the order of ids wherever it counts.
+// Drawing tokens from logits (../../sampling.rs): a block has a row of them, and keeps the order of ids wherever it
+// counts.
 
 const u32 DRAWING_THREADS = 512, DRAWING_WARPS = DRAWING_THREADS / 32;
 
@@ -37,7 +38,8 @@ struct Cut {
     u64 ties;
 };
 
-// The cut above which tokens, the likeliest first, just have `wanted` of what `measure` says of each. All together have as much.
+// The cut above which tokens, the likeliest first, just have `wanted` of what `measure` says of each. All together
+// have as much.
 template <typename Measure> DEVICE Cut cut_at(const Logits& logits, u64 wanted, Measure measure) {
     __shared__ u64 bins[256], left;
     __shared__ u32 chosen;
@@ -97,7 +99,8 @@ struct Kept {
     }
 };
 
-// A warp's tokens, which follow those of the warp before: lanes have every 32nd, so that what a warp reads lies together.
+// A warp's tokens, which follow those of the warp before: lanes have every 32nd, so that what a warp reads lies
+// together.
 struct WarpTokens {
     u32 first, end;
     DEVICE_MEMBER u32 own_ties(const Kept& kept) const {
@@ -105,8 +108,8 @@ struct WarpTokens {
         for (u32 id = first + threadIdx.x % 32; id < end; id += 32) ties += kept.is_tied(id);
         return ties;
     }
-    // Calls `take(id, weight)` with every lane's of 32 at a time, id >= end beyond the last, until it says that it has enough. `ties` are
-    // those before the warp's first token.
+    // Calls `take(id, weight)` with every lane's of 32 at a time, id >= end beyond the last, until it says that it
+    // has enough. `ties` are those before the warp's first token.
     template <typename Take> DEVICE_MEMBER void weigh(const Kept& kept, u64 ties, Take take) const {
         for (u32 at = first; at < end; at += 32) {
             u32 id = at + threadIdx.x % 32, tied = lanes_where(id < end && kept.is_tied(id));
@@ -117,9 +120,10 @@ struct WarpTokens {
     }
 };
 
-// A row's id is the token at the share `drawn` of the weights that the filters leave (the first of the likeliest ones at temperature
-// 0, or where nothing is possible); its share is in `draws` if there are such. The host's answer has the highest bit as well if any logit is
-// not a number. Filters: the `top_k` likeliest (0: all), of these the fewest that have `top_p` of their weights (1: all), and none less than `min_p` times as likely as the likeliest.
+// A row's id is the token at the share `drawn` of the weights that the filters leave (the first of the likeliest ones
+// at temperature 0, or where nothing is possible); its share is in `draws` if there are such. The host's answer has
+// the highest bit as well if any logit is not a number. Filters: the `top_k` likeliest (0: all), of these the fewest
+// that have `top_p` of their weights (1: all), and none less than `min_p` times as likely as the likeliest.
 KERNEL(512) draw_tokens(const f32* values, u32 count, f32 temperature, u32 top_k, f32 top_p, f32 min_p, f32 drawn, const f32* draws,
                         u32* ids, u32* answers) {
     values += (u64)blockIdx.x * count;

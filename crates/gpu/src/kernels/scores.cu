@@ -129,7 +129,8 @@ KERNEL(256) score_top_k_backward(const f32* probs, const f32* gates, const f32* 
     if (gates) gates += (u64)row * width;
     if (d_probs) d_probs += (u64)((before + row) / part_len) * width;
     const f32* scores = gates ? gates : probs;
-    // The gradient of the scores that weights are taken of, and without gates that of the distribution, which is these.
+    // The gradient of the scores that weights are taken of, and without gates that of the distribution, which is
+    // these.
     for (u32 i = lane; i < width; i += 32) d_logits[i] = d_probs && !gates ? d_probs[i] : 0.0f;
     f32 share = is_normalized ? 1.0f / weighing.sum(scores, ids, k) : scale;
     __syncwarp();

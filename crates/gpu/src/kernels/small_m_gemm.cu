@@ -1,5 +1,5 @@
-// Products of some rows with weights of TYPE_OF_WEIGHTS (small_m_gemm.cuh): a module for bf16 and for each type of blocks, as few runs need more
-// than two. OF_TYPE makes a kernel's name the type's.
+// Products of some rows with weights of TYPE_OF_WEIGHTS (small_m_gemm.cuh): a module for bf16 and for each type of
+// blocks, as few runs need more than two. OF_TYPE makes a kernel's name the type's.
 
 KERNEL_OF_TWO(256) OF_TYPE(small_m_rows_nt)(ROWS, STORE, u32 line_tiles, u32 stages, COMBINE) {
     multiply_some<false, TYPE_OF_WEIGHTS>(rows_problem(THE_ROWS, line_tiles * LINES), line_tiles, stages, THE_STORE);

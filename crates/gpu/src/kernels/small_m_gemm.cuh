@@ -1,16 +1,18 @@
-// Products of up to 32 rows with weights as they lie, bf16 or blocks, on tensor cores: tiles of 128 rows would keep a few multiprocessors
-// busy. What a block's numbers are before its scale (levels) are whole numbers of at most eight bits, or floats of eight or
-// four, all of them exact in bf16; so levels are multiplied with activations in bf16, and the sum of 32 of them (or 16) by
-// the scale in f32. Columns of weights take the place of an instruction's 16 rows, rows of activations that of its 8 columns.
-// Which elements of the depth an instruction takes for which of its own does not matter as long as both operands have the same.
+// Products of up to 32 rows with weights as they lie, bf16 or blocks, on tensor cores: tiles of 128 rows would keep a
+// few multiprocessors busy. What a block's numbers are before its scale (levels) are whole numbers of at most eight
+// bits, or floats of eight or four, all of them exact in bf16; so levels are multiplied with activations in bf16, and
+// the sum of 32 of them (or 16) by the scale in f32. Columns of weights take the place of an instruction's 16 rows,
+// rows of activations that of its 8 columns. Which elements of the depth an instruction takes for which of its own
+// does not matter as long as both operands have the same.
 //
-// A block of threads has one, two, four or eight tiles of 16 lines of weights, and each of its eight warps an equal share of a tile's chunks of
-// the depth: one tile where there are few columns, eight where there are so many blocks that all multiprocessors have some. A block
-// that is over after a chunk or two waits longer for its first chunk and for its warps' sums than it has to read. A warp has two chunks
-// under way where a multiprocessor has two blocks, and four where it has one. A warp copies chunks to
-// its own shared memory whole, and takes the levels from there: in place most loads would be of two bytes, with the memory's latency for
-// each. Activations lie in the block's shared memory as instructions take them: all warps read the same ones, and to find, load and round
-// them in each warp takes more instructions than the weights do.
+// A block of threads has one, two, four or eight tiles of 16 lines of weights, and each of its eight warps an equal
+// share of a tile's chunks of the depth: one tile where there are few columns, eight where there are so many blocks
+// that all multiprocessors have some. A block that is over after a chunk or two waits longer for its first chunk and
+// for its warps' sums than it has to read. A warp has two chunks under way where a multiprocessor has two blocks, and
+// four where it has one. A warp copies chunks to its own shared memory whole, and takes the levels from there: in
+// place most loads would be of two bytes, with the memory's latency for each. Activations lie in the block's shared
+// memory as instructions take them: all warps read the same ones, and to find, load and round them in each warp takes
+// more instructions than the weights do.
 
 // As blocks of 32 numbers without scales.
 const u32 BF16 = NUM_TYPES;
@@ -21,8 +23,9 @@ const u32 LINES = 16;
 // The most rows of a tile, and floats from a line's sums to the next one's.
 const u32 SOME = 32, SUMS_STRIDE = SOME + 8;
 
-// A chunk of the depth in shared memory: of each line the pieces of 16 bytes that its weights lie in. Lines that are read together are in
-// different banks: blocks have gaps, and of bf16 every second line has each two neighbouring 64 bytes the other way round.
+// A chunk of the depth in shared memory: of each line the pieces of 16 bytes that its weights lie in. Lines that are
+// read together are in different banks: blocks have gaps, and of bf16 every second line has each two neighbouring 64
+// bytes the other way round.
 template <u32 TYPE> struct Chunk {
     typedef Layout<TYPE> L;
     static const u32 DEPTH = TYPE == BF16 ? 128 : 256;
@@ -69,14 +72,15 @@ template <u32 TYPE> DEVICE void copy_chunk(u8* to, const LaneLines& lines, u32 f
     }
 }
 
-// ---- levels: of 32 elements a lane has those from 4 (lane % 4) on and from 16 further on, four each, in pairs (0, 2), (1, 3), as bytes and
-// halves of bytes come apart; of bf16 it has eight neighbours in order ----
+// ---- levels: of 32 elements a lane has those from 4 (lane % 4) on and from 16 further on, four each, in pairs (0,
+// 2), (1, 3), as bytes and halves of bytes come apart; of bf16 it has eight neighbours in order ----
 
 // Four bytes of a chunk, whose address is a multiple of ALIGN.
 template <u32 ALIGN> DEVICE u32 word_at(const u8* at) {
     if (ALIGN >= 4) return *(const u32*)at;
     if (ALIGN == 2) return ((const u16*)at)[0] | (u32)((const u16*)at)[1] << 16;
-    // From the two words that they may lie in: behind a line's last piece there is another line, or room for one piece.
+    // From the two words that they may lie in: behind a line's last piece there is another line, or room for one
+    // piece.
     u32 misplaced = (u32)(u64)at & 3;
     const u32* words = (const u32*)(at - misplaced);
     return (u32)(((u64)words[1] << 32 | words[0]) >> misplaced * 8);
@@ -112,7 +116,8 @@ template <u32 TYPE> DEVICE u32 pair_of_levels(u32 bits) {
     else return pair_of_counts<TYPE == Q5K || TYPE == Q5_1 ? 0x1f : 0xf, TYPE == Q4 ? 8 : 0>(bits);
 }
 
-// A line's levels of 32 elements; the scales of the first and of the last 16, and what is to be taken from each number of theirs.
+// A line's levels of 32 elements; the scales of the first and of the last 16, and what is to be taken from each
+// number of theirs.
 struct LevelPairs {
     u32 pairs[4];
     f32 scales[2], least[2];
@@ -137,8 +142,8 @@ DEVICE u32 iq4_bytes(u32 word) {
     return (bytes_named(0xbfad9881, 0xf6eaddcf, selector) & ~are_upper) | (bytes_named(0x26190d01, 0x71594535, selector) & are_upper);
 }
 
-// The first and the second four of a lane's numbers in the low bits of bytes, above which there may be more; and the block's scales.
-// `part` is that of a block of several times 32.
+// The first and the second four of a lane's numbers in the low bits of bytes, above which there may be more; and the
+// block's scales. `part` is that of a block of several times 32.
 template <u32 TYPE> DEVICE void words_of_short_block(u32 (&words)[2], LevelPairs& y, const u8* block, u32 part) {
     typedef Layout<TYPE> L;
     u32 at = threadIdx.x % 4 * 4;
@@ -233,7 +238,8 @@ template <u32 TYPE> DEVICE LevelPairs level_pairs(const u8* blocks, u32 index) {
     return y;
 }
 
-// ---- activations in shared memory: of each 32 elements of the depth and of each eight rows 512 bytes, 16 for every lane ----
+// ---- activations in shared memory: of each 32 elements of the depth and of each eight rows 512 bytes, 16 for every
+// lane ----
 
 // As many rows as eight GROUPS, in the order of levels of a TYPE.
 template <u32 TYPE, u32 GROUPS> struct StagedRows {
@@ -245,8 +251,8 @@ template <u32 TYPE, u32 GROUPS> struct StagedRows {
         const u32 SECOND = TYPE == BF16 ? 1 : 2;
         *(uint2*)own = make_uint2(pack_bf16(v.x[0], v.x[SECOND]), pack_bf16(v.x[3 - SECOND], v.x[3]));
     }
-    // `rows` rows of A, at most 32 and of `len` elements from `start` on, by a whole block. A thread has eight of them on their way at a time.
-    // Each lane's `own` is where its row is.
+    // `rows` rows of A, at most 32 and of `len` elements from `start` on, by a whole block. A thread has eight of
+    // them on their way at a time. Each lane's `own` is where its row is.
     template <typename T> DEVICE_MEMBER void put_all(const Operand& a, u32 own, u32 rows, u32 start, u32 len) const {
         const T* data = (const T*)a.data + start;
         u32 fours = len / 4, all = (rows + 7) / 8 * fours;
@@ -264,7 +270,8 @@ template <u32 TYPE, u32 GROUPS> struct StagedRows {
                 if (first + r < rows) put_at(first + r, k, v[r]);
         }
     }
-    // The same of rows in bf16 that are in order already, at whole pieces of 16 bytes: all of them are on their way at once.
+    // The same of rows in bf16 that are in order already, at whole pieces of 16 bytes: all of them are on their way
+    // at once.
     DEVICE_MEMBER void copy_all(const Operand& a, u32 own, u32 rows, u32 start, u32 len) const {
         u32 lane = threadIdx.x % 32;
         const bf16* from[GROUPS];
@@ -277,8 +284,8 @@ template <u32 TYPE, u32 GROUPS> struct StagedRows {
     }
 };
 
-// Activations of up to eight GROUPS rows: `begin` asks for what says where they are, and `put` brings a piece of the depth, which is there
-// then, or on its way as copies.
+// Activations of up to eight GROUPS rows: `begin` asks for what says where they are, and `put` brings a piece of the
+// depth, which is there then, or on its way as copies.
 template <u32 TYPE, u32 GROUPS> struct Activations {
     static const bool COME_AMID = GROUPS == 1, ARE_COPIED = true;
     StagedRows<TYPE, GROUPS> to;
@@ -297,7 +304,8 @@ template <u32 TYPE, u32 GROUPS> struct Activations {
     }
 };
 
-// Those that are normed first, the whole depth at once: one row is asked for before weights, and normed behind what asks for these.
+// Those that are normed first, the whole depth at once: one row is asked for before weights, and normed behind what
+// asks for these.
 template <u32 TYPE, u32 GROUPS> struct NormedActivations {
     static const bool COME_AMID = false, ARE_COPIED = false;
     StagedRows<TYPE, GROUPS> to;
@@ -310,8 +318,8 @@ template <u32 TYPE, u32 GROUPS> struct NormedActivations {
     DEVICE_MEMBER void put(u32, u32) const { norm_rows(norm, to, rows, width, held); }
 };
 
-// Adds the products of elements from 32 `index` of a chunk on: to a lane's sums of its two lines with rows 2 (lane % 4) on of each eight.
-// `x` is where the first eight rows' activations of these elements are.
+// Adds the products of elements from 32 `index` of a chunk on: to a lane's sums of its two lines with rows 2 (lane %
+// 4) on of each eight. `x` is where the first eight rows' activations of these elements are.
 template <u32 TYPE, u32 GROUPS> DEVICE void add_levels(f32 (&sums)[GROUPS][4], const u8* const (&lines)[2], u32 index, const u8* x) {
     const bool HAS_LEAST = Scaling<TYPE>::HAS_LEAST, HAS_TWO_SCALES = Scaling<TYPE>::HAS_TWO_SCALES;
     LevelPairs w[2] = {level_pairs<TYPE>(lines[0], index), level_pairs<TYPE>(lines[1], index)};
@@ -343,8 +351,9 @@ template <u32 TYPE, u32 GROUPS> DEVICE void add_levels(f32 (&sums)[GROUPS][4], c
     }
 }
 
-// Adds the products of a chunk that is in shared memory from `from` on: its lines begin at a byte of `lines`, and `left` elements of the depth
-// are left. `x` is where the activations of its first elements are, `step` bytes before the next 32 elements'.
+// Adds the products of a chunk that is in shared memory from `from` on: its lines begin at a byte of `lines`, and
+// `left` elements of the depth are left. `x` is where the activations of its first elements are, `step` bytes before
+// the next 32 elements'.
 template <u32 TYPE, u32 GROUPS>
 DEVICE void add_chunk(f32 (&sums)[GROUPS][4], const u8* from, const LaneLines& lines, u32 first_byte, const u8* x, u32 step, u32 left) {
     typedef Chunk<TYPE> C;
@@ -363,8 +372,8 @@ DEVICE void add_chunk(f32 (&sums)[GROUPS][4], const u8* from, const LaneLines& l
     for (u32 i = 0; i < left / 32; i++) add_levels<TYPE, GROUPS>(sums, blocks, i, x + i * step);
 }
 
-// A block's shared memory: the chunks that each warp has under way, two or four, in the place of which its sums lie for the others later, and
-// behind them activations.
+// A block's shared memory: the chunks that each warp has under way, two or four, in the place of which its sums lie
+// for the others later, and behind them activations.
 template <u32 TYPE> struct Room {
     typedef Chunk<TYPE> C;
     u8* shared;
@@ -386,10 +395,11 @@ template <u32 TYPE> struct Room {
     template <u32 GROUPS> DEVICE_MEMBER u32 depth() const { return (shared_bytes() - 8 * stages * C::SIZE) / (16 * GROUPS) / C::DEPTH * C::DEPTH; }
 };
 
-// Goes through a warp's chunks in turn, each of which `chunk_of` gives its place in the depth: `copy` asks for one, and `add` adds it, when it
-// is there. The depth comes in pieces, the same for all warps, of which `activations` are in shared memory. Few of them are asked for amid the
-// first weights: behind all that a multiprocessor may have under way they would come when all of that has, and before it memory would have
-// little to do. Many, which take longer than weights, come behind those. (An H200: a text of OLMoE's 1% less, 64 texts amid weights 3% more.)
+// Goes through a warp's chunks in turn, each of which `chunk_of` gives its place in the depth: `copy` asks for one,
+// and `add` adds it, when it is there. The depth comes in pieces, the same for all warps, of which `activations` are
+// in shared memory. Few of them are asked for amid the first weights: behind all that a multiprocessor may have under
+// way they would come when all of that has, and before it memory would have little to do. Many, which take longer
+// than weights, come behind those. (An H200: a text of OLMoE's 1% less, 64 texts amid weights 3% more.)
 template <u32 TYPE, typename Activations, typename ChunkOf, typename Copy, typename Add>
 DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& room, Activations& activations, ChunkOf chunk_of, Copy copy, Add add) {
     typedef Chunk<TYPE> C;
@@ -433,7 +443,8 @@ DEVICE void for_chunks(u32 count, u32 depth, u32 of_piece, const Room<TYPE>& roo
 // How many of `all` chunks a warp has that is `part` of `parts`.
 DEVICE u32 chunks_of(u32 all, u32 part, u32 parts) { return all > part ? (all - part + parts - 1) / parts : 0; }
 
-// The warp's part of the sums of up to 8 GROUPS rows, where it is `part` of `parts` that share a tile. Pieces of the depth are `of_piece`.
+// The warp's part of the sums of up to 8 GROUPS rows, where it is `part` of `parts` that share a tile. Pieces of the
+// depth are `of_piece`.
 template <u32 TYPE, u32 GROUPS, typename Activations>
 DEVICE void add_chunks(f32 (&sums)[GROUPS][4], const Problem& p, const LaneLines& lines, u32 part, u32 parts, const Room<TYPE>& room, u32 of_piece,
                        Activations& activations) {
@@ -507,9 +518,10 @@ DEVICE void multiply_normed(const Problem& p, u32 tiles, u32 stages, const Norm&
     multiply_groups<false, TYPE, 1>(p, tiles, epilogue, room, p.depth, activations);
 }
 
-// The sum of `count` rows, at most eight GROUPS and each a tile of its own, each times its group's matrix and its weight: what becomes of a
-// token whose experts have one row each. A block has 16 columns, and its warps every eighth chunk of all rows, those of the same elements one
-// after the other. Activations lie together as rows of a tile do: a chunk is multiplied with those of eight rows, and its own row's sums count.
+// The sum of `count` rows, at most eight GROUPS and each a tile of its own, each times its group's matrix and its
+// weight: what becomes of a token whose experts have one row each. A block has 16 columns, and its warps every eighth
+// chunk of all rows, those of the same elements one after the other. Activations lie together as rows of a tile do: a
+// chunk is multiplied with those of eight rows, and its own row's sums count.
 template <u32 TYPE, u32 GROUPS> DEVICE void combine_groups(const Rows& r, const f32* row_weights, u32 count, const Store& store, const Room<TYPE>& room) {
     typedef Chunk<TYPE> C;
     const u32 STEP = GROUPS * 512;
@@ -559,7 +571,8 @@ template <u32 TYPE> DEVICE void combine_some(const Rows& r, const f32* row_weigh
     else combine_groups<TYPE, 4>(r, row_weights, count, store, room);
 }
 
-// What becomes of a few tokens' rows, as in combine_rows (grouped.cu), which the last block of some columns adds up. With no `y` nothing does.
+// What becomes of a few tokens' rows, as in combine_rows (grouped.cu), which the last block of some columns adds up.
+// With no `y` nothing does.
 struct Combine {
     const u32* token_rows;
     const f32 *row_weights, *base;

@@ -55,7 +55,8 @@ DEVICE void softmax_row(const f32* logits, f32* probs, u32 width, f32& lse, f32&
     entropy = logf(total) - moment * scale;
 }
 
-// The k highest of a row, best first, the lower index at a tie; NaN comes last. Negative infinity is nobody's choice unless all are open.
+// The k highest of a row, best first, the lower index at a tie; NaN comes last. Negative infinity is nobody's choice
+// unless all are open.
 template <bool ALL_ARE_OPEN> DEVICE void choose(const f32* row, u32* ids, u32 width, u32 k) {
     u32 lane = threadIdx.x % 32;
     u64 last = ~0ull;

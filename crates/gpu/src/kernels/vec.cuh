@@ -24,7 +24,8 @@ template <u32 N> DEVICE void put(bf16* to, const Few<N>& few) {
     else store(to[0], few.x[0]);
 }
 
-// Of RMS norms: squares of four elements on top of others, and what a row of so many with that sum is multiplied with.
+// Of RMS norms: squares of four elements on top of others, and what a row of so many with that sum is multiplied
+// with.
 DEVICE f32 add_squares(f32 sum, const Few<4>& v) {
 #pragma unroll
     for (u32 j = 0; j < 4; j++) sum = fmaf(v.x[j], v.x[j], sum);

@@ -8,8 +8,9 @@ template <bool IS_BF16> struct Floats {
     DEVICE_MEMBER void load(f32 (&w)[8], u32 row, u32 k) const { load_vector(w, b.data, IS_BF16, b.row(row) + k); }
 };
 
-// The products of up to COUNT rows of A from `first_row` on, bf16 or f32, with a warp's column. Rows that are not there are the first
-// once more, without branches, so that what several steps read is asked for before any of it is needed.
+// The products of up to COUNT rows of A from `first_row` on, bf16 or f32, with a warp's column. Rows that are not
+// there are the first once more, without branches, so that what several steps read is asked for before any of it is
+// needed.
 template <bool IS_PAIRED, bool IS_BF16, u32 COUNT, typename Matrix, typename Epilogue>
 DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
     u32 lane = threadIdx.x % 32, there = min(p.rows - first_row, COUNT);
@@ -57,8 +58,9 @@ DEVICE void column_of_rows(const Problem& p, u32 first_row, u32 column, const Ma
 // Rows that a warp has at a time if there are several.
 const u32 FEW_AT_ONCE = 4;
 
-// `matrix` gives 8 elements of a row of B, of which there are whole multiples of that. Neighbouring lanes have neighbouring ones. A block
-// has COLUMNS columns; where these are fewer than warps, several warps share a column's rows.
+// `matrix` gives 8 elements of a row of B, of which there are whole multiples of that. Neighbouring lanes have
+// neighbouring ones. A block has COLUMNS columns; where these are fewer than warps, several warps share a column's
+// rows.
 template <bool IS_PAIRED, u32 COLUMNS, typename Matrix, typename Epilogue>
 DEVICE void by_columns(const Problem& p, const Matrix& matrix, const Epilogue& epilogue, u32 is_rounded) {
     u32 warp = threadIdx.x / 32, column = p.column + warp % COLUMNS, own = warp / COLUMNS * FEW_AT_ONCE;
@@ -79,7 +81,8 @@ template <bool IS_PAIRED, typename Epilogue> DEVICE void by_float_columns(const 
     else by_columns<IS_PAIRED, FEW_COLUMNS>(p, Floats<false>{p.b}, epilogue, is_rounded);
 }
 
-// Products of the same rows with up to three matrices of one type: blocks go through the columns of the first, then of the next.
+// Products of the same rows with up to three matrices of one type: blocks go through the columns of the first, then
+// of the next.
 struct Each {
     const void *a, *b0, *b1, *b2;
     void *to0, *to1, *to2;
@@ -107,8 +110,8 @@ DEVICE Problem problem_of_each(const Each& e, u32 height, u32 width, Store& stor
     return p;
 }
 
-// Asks for the rows of B of a block's columns while earlier kernels are still at work, and waits for them: eight warps have `each` columns
-// from `first` on. Matrices are not written meanwhile.
+// Asks for the rows of B of a block's columns while earlier kernels are still at work, and waits for them: eight
+// warps have `each` columns from `first` on. Matrices are not written meanwhile.
 DEVICE void after_earlier_with(const void* b, u32 first, u32 each, u32 columns, u32 row_bytes) {
     u32 column = first + threadIdx.x / 32 * each, count = column < columns ? min(columns - column, each) : 0;
     after_earlier_asking((const char*)b + (u64)column * row_bytes, count * row_bytes);

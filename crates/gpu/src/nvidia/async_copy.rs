@@ -1,7 +1,8 @@
-//! Asynchronous copies of small results to the host: each is queued behind the kernel that makes the result and waited for by itself.
+//! Asynchronous copies of small results to the host. Each is queued behind the kernel that makes the result and
+//! waited for on its own.
 //!
-//! A result that is copied only when it is read comes after everything that was queued meanwhile. Drawn tokens cannot wait for that: the
-//! next step is queued before the host knows them.
+//! A result that is copied only when it is read comes after everything that was queued meanwhile. Drawn tokens cannot
+//! wait for that: the next step is queued before the host knows them.
 
 use std::panic::panic_any;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -31,7 +32,7 @@ unsafe impl Send for Start {}
 unsafe impl Sync for Start {}
 
 impl DownloadSlots {
-    /// Takes a free slot: its number and address. The context must be this thread's.
+    /// Takes a free slot and returns its number and address. The context must be this thread's.
     fn take(&self) -> Option<(usize, *mut u8)> {
         let make = || {
             self.free().extend(0..SLOTS);
@@ -51,7 +52,8 @@ impl DownloadSlots {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives the memory back. No copy is in flight, as each keeps the owner of the slots. The context must be this thread's.
+    /// Gives the memory back. No copy is in flight, as each keeps the owner of the slots. The context must be this
+    /// thread's.
     pub(super) fn give_back(&mut self) {
         if let Some(Start(start)) = self.start.take().flatten() {
             // SAFETY: the driver gave the memory. A device that failed has nothing to give back.
@@ -90,7 +92,7 @@ impl Download {
 
 impl Drop for Download {
     fn drop(&mut self) {
-        // A slot is used again when nothing writes to it; of a device that failed nothing does.
+        // The slot may be reused only when nothing writes to it; a device that failed writes nothing.
         _ = self.wait_for_event();
         self.shared.download_slots.free().push(self.slot);
     }
@@ -101,7 +103,7 @@ impl Nvidia {
     ///
     /// # Safety
     ///
-    /// They are there, and stay until work that is queued later.
+    /// The bytes are there, and stay until work that is queued later.
     pub(crate) unsafe fn download_async(&self, address: u64, len: usize) -> Result<Option<Download>, GpuError> {
         if len > SLOT_BYTES {
             return Ok(None);

@@ -34,7 +34,7 @@ pub(super) struct Shared {
 struct LazyPinned(OnceLock<Option<PinnedRing<Event>>>);
 
 impl LazyPinned {
-    /// The context must be this thread's.
+    /// Returns the memory. The context must be this thread's.
     fn get(&self) -> Option<&PinnedRing<Event>> {
         let make = || {
             // SAFETY: no flags; the memory is given back once.
@@ -54,7 +54,8 @@ impl LazyPinned {
         for event in ring.take_in_flight() {
             _ = stream.wait_for(event);
         }
-        // SAFETY: the driver gave the memory, and no copy is in flight. A device that failed has nothing to give back.
+        // SAFETY: the driver gave the memory, and no copy is in flight. A device that failed has nothing to give
+        // back.
         _ = unsafe { result::free_host(ring.start().cast()) };
     }
 }
@@ -84,8 +85,8 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: the event is this value's own; the driver keeps it for as long as something waits for it ("cuEventDestroy"). A device
-        // that failed has nothing to give back.
+        // SAFETY: the event is this value's own; the driver keeps it for as long as something waits for it
+        // ("cuEventDestroy"). A device that failed has nothing to give back.
         _ = unsafe { result::event::destroy(self.0) };
     }
 }
@@ -111,20 +112,21 @@ impl CopyEngine for CudaStream {
     }
 }
 
-/// Free blocks by size: queued work may still use them, but work that is queued later may have them at once. A call of the driver for each
-/// tensor would take longer than many kernels do, and addresses that recur spare graphs changes.
+/// Free blocks by size. Queued work may still use them, but work that is queued later may have them at once. A call
+/// of the driver for each tensor would take longer than many kernels do, and recurring addresses spare changes of
+/// graphs.
 #[derive(Default)]
 struct FreeBlocks {
     by_size: HashMap<usize, Vec<sys::CUdeviceptr>>,
 }
 
-/// The size of the largest blocks that are reused. Larger ones go back to the driver, which splits and merges them: they are few, and two
-/// of one size are rare.
+/// The size of the largest blocks that are reused. Larger ones go back to the driver, which splits and merges them:
+/// they are few, and two of one size are rare.
 const MOST_BYTES: usize = 64 << 20;
 /// The size of the smallest blocks.
 const LEAST_BYTES: usize = 512;
 
-/// The size of a reusable block for so many bytes: a multiple of an eighth of the power of two below it.
+/// Returns the size of a reusable block for `bytes` bytes: a multiple of an eighth of the power of two below it.
 fn size_of_block(bytes: usize) -> Option<usize> {
     let bytes = bytes.max(LEAST_BYTES);
     (bytes <= MOST_BYTES).then(|| bytes.next_multiple_of(1 << bytes.ilog2() >> 3))
@@ -144,8 +146,8 @@ impl Shared {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sorts the free blocks, so that their order does not depend on which were freed first: a step that allocates as the one before did
-    /// gets the same addresses.
+    /// Sorts the free blocks, so that their order does not depend on which were freed first. A step that allocates
+    /// like the one before then gets the same addresses.
     pub(super) fn sort_free_blocks(&self) {
         self.free().by_size.values_mut().for_each(|blocks| blocks.sort_unstable());
     }
@@ -157,8 +159,8 @@ impl Shared {
             return;
         }
         for address in blocks {
-            // SAFETY: the block came from the driver, was in the list once and is not used by later work of the stream. A device
-            // that failed has nothing to give back.
+            // SAFETY: the block came from the driver, was in the list once and is not used by later work of the
+            // stream. A device that failed has nothing to give back.
             _ = unsafe { result::free_async(address, self.stream.cu_stream()) };
         }
     }
@@ -186,7 +188,8 @@ fn keep_freed_memory(context: &CudaContext) -> Result<(), DriverError> {
     }
 }
 
-/// A copy to the GPU in flight beside everything else. When this is dropped, work that is queued afterwards waits for the copy.
+/// A copy to the GPU in flight beside everything else. When this is dropped, work that is queued afterwards waits for
+/// the copy.
 pub(crate) struct PendingCopy {
     shared: Arc<Shared>,
     event: Event,
@@ -221,8 +224,8 @@ impl Nvidia {
         Ok(block)
     }
 
-    /// A new block. If there is no memory for it, the free blocks are given back, and the stream is waited for, after which the driver has
-    /// their memory.
+    /// A new block. If there is no memory for it, the free blocks are given back, and the stream is waited for, after
+    /// which the driver has their memory.
     fn allocate_or_give_back(&self, bytes: usize, stream: &CudaStream) -> Result<Block, GpuError> {
         self.allocate(bytes, stream).or_else(|_| {
             self.shared.give_back();
@@ -249,7 +252,8 @@ impl Nvidia {
         Ok(Box::new(block))
     }
 
-    /// Uploads bytes to a block that stays long: it goes back to the driver afterwards and is not reused for its size.
+    /// Uploads bytes to a block that stays long: it goes back to the driver afterwards and is not reused for its
+    /// size.
     pub(crate) fn upload_persistent(&self, bytes: &[u8]) -> Result<DeviceBlock, GpuError> {
         let block = self.allocate_or_give_back(bytes.len(), &self.shared.stream)?;
         self.copy(bytes, &block, &self.shared.stream, &self.shared.pinned)?;
@@ -275,7 +279,8 @@ impl Nvidia {
         Ok(())
     }
 
-    /// Begins to copy the bytes to a block beside everything else. Work that is queued after the [`PendingCopy`] is dropped waits for it.
+    /// Begins to copy the bytes to a block beside everything else. Work that is queued after the [`PendingCopy`] is
+    /// dropped waits for it.
     pub(crate) fn upload_async(&self, bytes: &[u8]) -> Result<(DeviceBlock, PendingCopy), GpuError> {
         let copies = &self.shared.copies;
         let block = self.allocate_or_give_back(bytes.len(), copies)?;
@@ -327,7 +332,8 @@ impl Drop for Block {
             return;
         }
         let Shared { context, stream, .. } = &*self.shared;
-        // SAFETY: the block came from this stream's pool and is freed once. A device that failed has nothing to give back.
+        // SAFETY: the block came from this stream's pool and is freed once. A device that failed has nothing to give
+        // back.
         let freed =
             context.bind_to_thread().and_then(|()| unsafe { result::free_async(self.address, stream.cu_stream()) });
         _ = freed;

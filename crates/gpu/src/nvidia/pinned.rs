@@ -1,8 +1,8 @@
-//! Copies between the host and a device by way of a ring of page-locked memory, piece by piece.
+//! Copies between the host and a device through a ring of page-locked memory, piece by piece.
 //!
-//! From pageable memory the driver copies at a fraction of the bus's rate, and the caller has to wait; page-locked memory the device reads
-//! by itself while the host fills the next piece (CUDA programming guide, "Page-locked host memory"). The source is read before a call
-//! returns, so it may be written to at once.
+//! From pageable memory the driver copies at a fraction of the bus's rate, and the caller waits. The device reads
+//! page-locked memory by itself while the host fills the next piece (CUDA programming guide, "Page-locked host
+//! memory"). The source is read before a call returns, so it may be written to at once.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -24,7 +24,7 @@ const THREADS: usize = 4;
 
 /// Copies between page-locked memory and a device, in the order of the calls.
 pub(super) trait CopyEngine {
-    /// The end of a copy.
+    /// The event at the end of a copy.
     type Event;
     type Error;
 
@@ -42,15 +42,18 @@ pub(super) struct PinnedRing<E> {
     start: *mut u8,
     ring: Mutex<Ring<E>>,
 }
-// SAFETY: the memory is this value's own, and whoever uses a part of it holds the lock; events are handles of any thread.
+// SAFETY: the memory is this value's own, and whoever uses a part of it holds the lock; events are handles of any
+// thread.
 unsafe impl<E: Send> Send for PinnedRing<E> {}
 // SAFETY: as above.
 unsafe impl<E: Send> Sync for PinnedRing<E> {}
 
 impl<E> PinnedRing<E> {
+    /// Makes a ring of this memory.
+    ///
     /// # Safety
     ///
-    /// [`PINNED_BYTES`] bytes from `start` on are nobody else's for as long as this value is there, and were written once.
+    /// [`PINNED_BYTES`] bytes from `start` on are nobody else's while this value lives, and have been written once.
     pub(super) unsafe fn new(start: *mut u8) -> Self {
         Self { start, ring: Mutex::new(Ring { len: PINNED_BYTES, next: 0, in_flight: VecDeque::new() }) }
     }
@@ -124,6 +127,8 @@ impl<E> PinnedRing<E> {
         Ok(place)
     }
 
+    /// Lends a piece of the memory.
+    ///
     /// # Safety
     ///
     /// Nobody else uses this part of the memory while the result lives.
@@ -144,8 +149,9 @@ struct Ring<E> {
 }
 
 impl<E> Ring<E> {
-    /// The next place of so many bytes, and the events that must have happened before it is used. Places that were given before and are not
-    /// in flight do not overlap it as long as all of them and the unused end fit the ring.
+    /// Returns the next place of `bytes` bytes, and the events that must have happened before it is used. Places that
+    /// were given before and are not in flight do not overlap it as long as all of them and the unused end fit the
+    /// ring.
     fn next(&mut self, bytes: usize) -> (Range<usize>, Vec<E>) {
         let start = if self.next + bytes > self.len { 0 } else { self.next };
         let place = start..start + bytes;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moeworks_gpu::{Gpu, GpuError, NVRTC_VARIABLE, Nvrtc, SOURCES, Target};
+use moeworks_gpu::{Gpu, GpuError, GpuOptions, Nvrtc, SOURCES, Target};
 
 /// Ampere, Hopper, Blackwell.
 const CAPABILITIES: [u32; 3] = [80, 90, 100];
@@ -17,9 +17,10 @@ fn compiler() -> Option<Nvrtc> {
     let wheels = folders
         .flat_map(|lib| entries(&lib))
         .filter(|file| file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnvrtc.so")));
-    let named = std::env::var_os(NVRTC_VARIABLE).map(PathBuf::from);
+    let options = &GpuOptions::for_tests();
+    let named = options.nvrtc_library.clone();
     let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"].map(PathBuf::from);
-    let found = named.into_iter().chain(wheels).chain(names).find_map(|path| Nvrtc::open(&path).ok());
+    let found = named.into_iter().chain(wheels).chain(names).find_map(|path| Nvrtc::open(&path, options).ok());
     if found.is_none() {
         eprintln!("SKIPPED: compiling the kernels for GPUs (no NVRTC; `./test` installs it)");
     }
@@ -94,14 +95,15 @@ fn a_device_newer_than_the_compiler_gets_ptx_of_the_newest_that_it_knows() {
 
 #[test]
 fn what_is_missing_is_said_in_one_line() {
-    if let Err(error) = Gpu::open(0) {
+    let options = &GpuOptions::for_tests();
+    if let Err(error) = Gpu::open(0, options) {
         let line = error.to_string();
         assert!(!line.contains('\n') && line.len() < 400, "{line}");
     }
     assert!(matches!(
-        Gpu::open(4096),
+        Gpu::open(4096, options),
         Err(GpuError::NoDriver | GpuError::NoDevice { index: 4096, .. } | GpuError::Driver { .. })
     ));
-    let error = Nvrtc::open(Path::new("no/such/libnvrtc.so")).err().expect("there is no such library");
+    let error = Nvrtc::open(Path::new("no/such/libnvrtc.so"), options).err().expect("there is no such library");
     assert!(error.to_string().contains("no/such/libnvrtc.so"), "{error}");
 }

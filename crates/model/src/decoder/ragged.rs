@@ -66,7 +66,7 @@ impl Decoder {
             }
             let mut row = 0;
             for (part, &index) in group.iter().zip(&indices) {
-                copy_rows(ctx, (&found, row), (&mut logits, first_rows[index]), part.num_logits());
+                copy_rows(ctx, &found, row, &mut logits, first_rows[index], part.num_logits());
                 row += part.num_logits();
             }
         }
@@ -100,7 +100,7 @@ impl Decoder {
         for part in parts {
             end += part.ids.len();
             let count = part.num_logits();
-            copy_rows(ctx, (&x, end - count), (&mut wanted, row), count);
+            copy_rows(ctx, &x, end - count, &mut wanted, row, count);
             row += count;
         }
         self.stage.head_logits(ctx, weights, &wanted)

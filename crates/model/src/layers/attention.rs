@@ -297,7 +297,7 @@ pub(super) fn attend(pass: &Pass<'_>, inputs: RaggedInputs<'_>, shape: &Attentio
     let (o, lse) = match &pass.relative {
         None => attention_with_sinks(pass.ctx, (q, k, v), sinks, shape),
         Some(relative) => {
-            (attention_biased(pass.ctx, (q, k, v), &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32))
+            (attention_biased(pass.ctx, q, k, v, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32))
         }
     };
     AttentionOutput { o, lse }
@@ -315,7 +315,8 @@ fn attend_backward(
     match &pass.relative {
         None => (attention_backward(pass.ctx, d_o, qkv, (o, lse), shape).into(), None),
         Some(relative) => {
-            let grads = attention_biased_backward(pass.ctx, d_o, qkv, &relative.rule(), shape);
+            let (q, k, v) = qkv;
+            let grads = attention_biased_backward(pass.ctx, d_o, q, k, v, &relative.rule(), shape);
             (grads.qkv, grads.bias)
         }
     }

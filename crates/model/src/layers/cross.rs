@@ -124,7 +124,7 @@ impl CrossBlock {
             // The last query of causal attention sees all keys, and a single query has a faster kernel.
             attention(ctx, &q, k, v, &shape).0
         } else {
-            attention_biased(ctx, (&q, k, v), &RULE, &shape)
+            attention_biased(ctx, &q, k, v, &RULE, &shape)
         };
         let mut y = project(ctx, &o, &w.o, DType::F32);
         add_assign(ctx, &mut y, &x);
@@ -155,7 +155,7 @@ impl CrossBlock {
         let d_block = into_type(ctx, flow.dx.clone(), dtype);
         let d_o = linear_backward_input(ctx, &d_block, &w.o.weight, dtype);
         let KeysAndValues { k, v } = &output.layers[self.layer];
-        let back = attention_biased_backward(ctx, &d_o, (&q, k, v), &RULE, &self.shape(pass, output));
+        let back = attention_biased_backward(ctx, &d_o, &q, k, v, &RULE, &self.shape(pass, output));
         let dqkv = back.qkv.map(|d| into_type(ctx, d, dtype));
         for (d, w) in dqkv[1..].iter().zip([&w.k, &w.v]) {
             add_assign(ctx, &mut sources.d_encoded, &linear_backward_input(ctx, d, &w.weight, DType::F32));

@@ -275,7 +275,7 @@ impl DenseGradTask {
             experts_weight_grad(ctx, inputs, activation, all_rows.rows(), write, into);
         }
         if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {
-            experts_bias_grad(ctx, (&dy, &dh), all_rows.rows(), write, (gate_up, down));
+            experts_bias_grad(ctx, &dy, &dh, all_rows.rows(), write, gate_up, down);
         }
     }
 }

@@ -214,9 +214,9 @@ impl Latent {
         let (ctx, dtype, rank) = (pass.ctx, attended_type(pass.ctx, w.q.dtype()), self.sizes.kv_rank);
         let down = project(ctx, normed, &w.kv_down, dtype);
         let mut x = ctx.empty_there(&[normed.rows(), rank], dtype);
-        copy_columns(ctx, Blocks { count: 1, width: rank }, (&down, at(0)), (&mut x, at(0)));
+        copy_columns(ctx, Blocks { count: 1, width: rank }, &down, at(0), &mut x, at(0));
         let mut key = ctx.zeros_there(&[normed.rows(), self.key_dim()], dtype);
-        copy_columns(ctx, self.rotated_part(), (&down, at(rank)), (&mut key, at(self.sizes.plain_dim)));
+        copy_columns(ctx, self.rotated_part(), &down, at(rank), &mut key, at(self.sizes.plain_dim));
         Self::turn(pass, &mut key, Rotation::Forward);
         (self.narrow(ctx, x, &w.kv_norm), key)
     }
@@ -230,11 +230,11 @@ impl Latent {
         let (rows, plain) = (narrow.rows(), self.sizes.plain_dim);
         let heads = linear(ctx, narrow, &w.kv, narrow.dtype());
         let mut k = ctx.empty_there(&[rows, self.num_heads * self.key_dim()], narrow.dtype());
-        copy_columns(ctx, self.per_head(plain), (&heads, self.wide_columns(0)), (&mut k, self.key_columns(0)));
-        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), (key, at(plain)), (&mut k, self.key_columns(plain)));
+        copy_columns(ctx, self.per_head(plain), &heads, self.wide_columns(0), &mut k, self.key_columns(0));
+        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), key, at(plain), &mut k, self.key_columns(plain));
         let mut v = ctx.empty_there(&[rows, self.num_heads * self.value_dim], narrow.dtype());
         let to = Columns { start: 0, step: self.value_dim };
-        copy_columns(ctx, self.per_head(self.value_dim), (&heads, self.wide_columns(plain)), (&mut v, to));
+        copy_columns(ctx, self.per_head(self.value_dim), &heads, self.wide_columns(plain), &mut v, to);
         (k, v)
     }
 
@@ -242,8 +242,8 @@ impl Latent {
     fn joined(&self, ctx: &Context, narrow: &Tensor, key: &Tensor) -> Tensor {
         let rank = self.sizes.kv_rank;
         let mut row = ctx.empty_there(&[narrow.rows(), self.row_dim()], narrow.dtype());
-        copy_columns(ctx, Blocks { count: 1, width: rank }, (narrow, at(0)), (&mut row, at(0)));
-        copy_columns(ctx, self.rotated_part(), (key, at(self.sizes.plain_dim)), (&mut row, at(rank)));
+        copy_columns(ctx, Blocks { count: 1, width: rank }, narrow, at(0), &mut row, at(0));
+        copy_columns(ctx, self.rotated_part(), key, at(self.sizes.plain_dim), &mut row, at(rank));
         row
     }
 
@@ -251,11 +251,11 @@ impl Latent {
     fn parted(&self, ctx: &Context, place: &Context, kept: &Tensor, count: usize) -> (Tensor, Tensor) {
         let (rank, dtype) = (self.sizes.kv_rank, kept.dtype());
         let mut rows = place.empty_there(&[count, self.row_dim()], dtype);
-        copy_rows(place, (kept, 0), (&mut rows, 0), count);
+        copy_rows(place, kept, 0, &mut rows, 0, count);
         let mut narrow = ctx.empty_there(&[count, rank], dtype);
-        copy_columns(ctx, Blocks { count: 1, width: rank }, (&rows, at(0)), (&mut narrow, at(0)));
+        copy_columns(ctx, Blocks { count: 1, width: rank }, &rows, at(0), &mut narrow, at(0));
         let mut key = ctx.zeros_there(&[count, self.key_dim()], dtype);
-        copy_columns(ctx, self.rotated_part(), (&rows, at(rank)), (&mut key, at(self.sizes.plain_dim)));
+        copy_columns(ctx, self.rotated_part(), &rows, at(rank), &mut key, at(self.sizes.plain_dim));
         (narrow, key)
     }
 
@@ -272,7 +272,7 @@ impl Latent {
         };
         transposed_linear_by_head(ctx, q, kv, &parts, &mut narrow);
         let (from, to) = (self.key_columns(self.sizes.plain_dim), Columns { start: rank, step });
-        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), (q, from), (&mut narrow, to));
+        copy_columns(ctx, self.per_head(self.sizes.rotary_dim), q, from, &mut narrow, to);
         narrow
     }
 
@@ -332,15 +332,15 @@ impl Latent {
         let mut d_heads = ctx.empty_there(&[rows, self.num_heads * self.wide_dim()], DType::F32);
         let (plain, rank, rotary) = (self.sizes.plain_dim, self.sizes.kv_rank, self.sizes.rotary_dim);
         let (from, to) = (self.key_columns(0), self.wide_columns(0));
-        copy_columns(ctx, self.per_head(plain), (dk, from), (&mut d_heads, to));
+        copy_columns(ctx, self.per_head(plain), dk, from, &mut d_heads, to);
         let from = Columns { start: 0, step: self.value_dim };
-        copy_columns(ctx, self.per_head(self.value_dim), (dv, from), (&mut d_heads, self.wide_columns(plain)));
+        copy_columns(ctx, self.per_head(self.value_dim), dv, from, &mut d_heads, self.wide_columns(plain));
         let d_narrow = linear_backward_input(ctx, &d_heads, &w.kv, DType::F32);
         let d_narrow = rms_norm_backward(ctx, &d_narrow, &narrow.x, &w.kv_norm, &narrow.inv_rms, write, d_norm);
         let mut d_down = ctx.zeros_there(&[rows, rank + rotary], DType::F32);
-        copy_columns(ctx, Blocks { count: 1, width: rank }, (&d_narrow, at(0)), (&mut d_down, at(0)));
+        copy_columns(ctx, Blocks { count: 1, width: rank }, &d_narrow, at(0), &mut d_down, at(0));
         let (from, to) = (self.key_columns(plain), at(rank));
-        add_columns(ctx, self.per_head(rotary), (dk, from), (&mut d_down, to));
+        add_columns(ctx, self.per_head(rotary), dk, from, &mut d_down, to);
         (d_heads, d_down)
     }
 }

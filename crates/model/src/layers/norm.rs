@@ -2,9 +2,9 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::elementwise;
-use moeworks_ops::layer_norm::{LayerNormWeights, layer_norm, layer_norm_backward};
+use moeworks_ops::layer_norm::{LayerNormGrads, LayerNormWeights, layer_norm, layer_norm_backward};
 use moeworks_ops::linear::Write;
-use moeworks_ops::rms_norm::{rms_norm, rms_norm_backward_onto};
+use moeworks_ops::rms_norm::{RmsNormInputs, rms_norm, rms_norm_backward_onto};
 use moeworks_tensor::{DType, Tensor};
 
 use crate::weights::NormWeights;
@@ -49,12 +49,12 @@ impl Norm {
     ) -> Tensor {
         match &mut grads.bias {
             None => {
-                let of = (x, &w.weight, statistics);
+                let of = RmsNormInputs { x, weight: &w.weight, inv_rms: statistics };
                 rms_norm_backward_onto(ctx, dy, of, base, write, &mut grads.weight)
             }
             Some(bias) => {
-                let grads = (&mut grads.weight, bias);
-                let mut dx = layer_norm_backward(ctx, dy, (x, statistics), &w.weight, write, grads);
+                let grads = LayerNormGrads { weight: &mut grads.weight, bias };
+                let mut dx = layer_norm_backward(ctx, dy, x, statistics, &w.weight, write, grads);
                 base.into_iter().for_each(|base| elementwise::add_assign(ctx, &mut dx, base));
                 dx
             }

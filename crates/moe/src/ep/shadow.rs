@@ -181,7 +181,7 @@ impl ShadowsSaved {
         let biases = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up));
         if let (Some((gate_up, down)), Some(to)) = (&shadows.biases, biases) {
             let mut found = (like(gate_up), like(down));
-            experts_bias_grad(ctx, (dy, &task.dh), rows, Write::Replace, (&mut found.0, &mut found.1));
+            experts_bias_grad(ctx, dy, &task.dh, rows, Write::Replace, &mut found.0, &mut found.1);
             shadows.bring_home(&found.0, &mut to.0);
             shadows.bring_home(&found.1, &mut to.1);
         }

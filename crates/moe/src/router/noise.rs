@@ -93,7 +93,7 @@ impl InputNoise {
         let mut y = ctx.empty(&[rows.len(), x.cols()], DType::F32);
         ctx.threads().run_pieces(y.f32s_mut(), PIECE, |piece, y| {
             self.each(ctx, first + piece * PIECE, y, |y, factors, position| {
-                multiply_into(ctx.isa(), (x, position), factors, y);
+                multiply_into(ctx.isa(), x, position, factors, y);
             });
         });
         y

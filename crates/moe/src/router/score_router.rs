@@ -194,9 +194,10 @@ impl ScoreRouter<'_> {
     fn fused(&self, ctx: &Context, mut values: Tensor, noise: &LogitNoise) -> Choice {
         noise.add(ctx, &mut values);
         let logits = noise.is_normal().then(|| values.copied(ctx.pool()));
-        let rule = (self.top_k(), is_normalized(self.config));
+        let (k, normalize) = (self.top_k(), is_normalized(self.config));
         let is_training = !self.input.is_inference;
-        let TopK { probs, ids, weights, lse, sums, sorted } = softmax_top_k_with(ctx, values, rule, is_training);
+        let TopK { probs, ids, weights, lse, sums, sorted } =
+            softmax_top_k_with(ctx, values, k, normalize, is_training);
         let of_logits = sums.clone();
         let squared_logits = Late::new(move || vec![of_logits.logits_squared.unwrap_or(0.0)]);
         let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits };

@@ -1,7 +1,7 @@
 //! Layers of published sizes on a GPU against the CPU: more tiles than multiprocessors, many stages, long sums. They
 //! are skipped without a GPU, because the emulation would take hours.
 
-use moeworks_gpu::Gpu;
+use moeworks_gpu::{Gpu, GpuOptions};
 use moeworks_moe::{LossGrad, MoeConfig, MoeLayer, MoeWeights, RouterInput, WgradTarget};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context, elementwise};
@@ -70,7 +70,7 @@ fn distance(found: &[f32], expected: &[f32]) -> f64 {
 
 #[test]
 fn layers_of_published_sizes_on_a_gpu_are_those_of_the_cpu() {
-    let gpu = match Gpu::open(0) {
+    let gpu = match Gpu::open(0, &GpuOptions::for_tests()) {
         Ok(gpu) => gpu,
         Err(missing) => return println!("SKIPPED: layers of published sizes on a GPU: {missing}"),
     };

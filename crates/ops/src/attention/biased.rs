@@ -1,8 +1,8 @@
-//! Attention whose scores get something added that depends on the distance of query and key, over the keys up to the
-//! query's own or over all of them: what T5 needs (Raffel et al., 1910.10683, section 2.1), forward and backward.
+//! Attention with a bias on its scores that depends on the distance of query and key: T5 (Raffel et al., 1910.10683,
+//! section 2.1), forward and backward, causal or over all keys.
 //!
-//! A task takes 64 queries of one head and holds their scores over all keys at once, so that there is no running maximum.
-//! Scores stand keys by queries, as in the pass over blocks, whose products are used here.
+//! A task takes 64 queries of one head and holds their scores over all keys at once, so that there is no running
+//! maximum. Scores are stored keys by queries, as in the blockwise pass, whose products are used here.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -11,23 +11,23 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::AttentionShape;
 use super::blocks::{COL_UNIT, KEYS, ROW_UNIT, ROWS};
+use super::operands::{OperandFormat, Rows, Values, transpose};
 use super::products::{Left, Right, Size, product};
 use super::sequences::Sequence;
-use super::words::{Rows, Values, Words, transpose};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel, with_float};
 use crate::{Context, vmath};
 
-/// Scores and their gradients are sums over few elements: f32, whatever the tensors' types.
-const WORDS: Words = Words::Singles;
+/// Scores and their gradients are sums over few elements: they are f32, whatever the tensors' types.
+const FORMAT: OperandFormat = OperandFormat::F32;
 
-/// What is added to scores, and which keys there are for a query. Query i stands at position `i + kv_len - seq_len`.
+/// The bias of scores, and the keys that a query sees. Query i is at position `i + kv_len - seq_len`.
 #[derive(Clone, Copy, Debug)]
 pub struct ScoreRule<'a> {
-    /// `[H, seq_len + kv_len - 1]`: what is added to a head's score of key j for the query at position p, after scaling, is
-    /// at `j - p + kv_len - 1`. None: nothing.
+    /// `[H, seq_len + kv_len - 1]`: the bias of a head's scaled score of key j for the query at position p is at `j -
+    /// p + kv_len - 1`. None: no bias.
     pub bias: Option<&'a [f32]>,
-    /// Whether a query sees keys up to its own position only, or all.
+    /// Limits a query to the keys up to its own position; otherwise it sees all.
     pub is_causal: bool,
 }
 
@@ -39,14 +39,17 @@ impl ScoreRule<'_> {
     }
 }
 
-/// `softmax(scale q k^T + bias) v` over the keys that `rule` says; arguments as in [`attention`](super::attention), no
-/// window. Without causality there may be fewer keys than queries, at least one. Returns `o` in the type of `q`.
+/// Computes `softmax(scale q k^T + bias) v` over the keys that `rule` allows, without a window. Arguments are those
+/// of [`attention`](super::attention). Without causality there may be fewer keys than queries, at least one. Returns
+/// `o` in the type of `q`.
 ///
-/// All sequences are equally long: [`attention_ragged`](super::attention_ragged) has no bias.
+/// All sequences have the same length: [`attention_ragged`](super::attention_ragged) has no bias.
 #[must_use]
 pub fn attention_biased(
     ctx: &Context,
-    (q, k, v): (&Tensor, &Tensor, &Tensor),
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
     rule: &ScoreRule<'_>,
     shape: &AttentionShape,
 ) -> Tensor {
@@ -55,12 +58,12 @@ pub fn attention_biased(
     let AttentionShape { batch, seq_len, num_heads, head_dim, value_dim, .. } = *shape;
     let mut o = ctx.empty(&[batch * seq_len, num_heads * value_dim], q.dtype());
     let blocks = seq_len.div_ceil(ROWS);
-    let [q, k, v] = [(q, head_dim), (k, head_dim), (v, value_dim)].map(Heads::of);
+    let [q, k, v] = [(q, head_dim), (k, head_dim), (v, value_dim)].map(|(tensor, dim)| Heads::new(tensor, dim));
     with_float!(o.dtype(), T => {
         let o = Lent::new(o.slice_mut::<T>());
         ctx.threads().run(batch * num_heads * blocks, |task| {
             let (pair, index) = (task / blocks, task % blocks);
-            let block = Block::new((shape, rule), (pair / num_heads, pair % num_heads), index);
+            let block = Block::new(shape, rule, pair / num_heads, pair % num_heads, index);
             let weights = block.weights(ctx, &block.rows_of(ctx, q), k);
             for (row, sum) in block.sums(ctx, &weights, v).f32s().chunks_exact(v.width()).take(block.queries.len()).enumerate() {
                 // SAFETY: each row of a head belongs to one block, and each block to one task.
@@ -74,22 +77,25 @@ pub fn attention_biased(
 
 /// The gradients of [`attention_biased`].
 pub struct BiasedGrads {
-    /// Of queries, keys and values, f32 in their shapes; rows of keys and values beyond `kv_len` are zeros.
+    /// The gradients of queries, keys and values, f32 in their shapes. Rows of keys and values beyond `kv_len` are
+    /// zeros.
     pub qkv: [Tensor; 3],
-    /// `[H, seq_len + kv_len - 1]`: of the bias; none without.
+    /// `[H, seq_len + kv_len - 1]`: the gradient of the bias; none without a bias.
     pub bias: Option<Vec<f32>>,
 }
 
-/// The gradients of [`attention_biased`], with `d_o` that of its result, f32 or bf16.
+/// Computes the gradients of [`attention_biased`]. `d_o` is the gradient of its result, f32 or bf16.
 ///
-/// With `p` the softmax, computed again: `dv = p^T d_o`, `ds = p (d_o v^T - rowsum(p d_o v^T))`, `dq = scale ds k`,
-/// `dk = scale ds^T q`, and the bias takes the sum of `ds` over all pairs at a distance. A task owns a key head of a
-/// sequence; the gradient of the bias is summed in the order of the sequences.
+/// With `p` the softmax, recomputed: `dv = p^T d_o`, `ds = p (d_o v^T - rowsum(p d_o v^T))`, `dq = scale ds k`, `dk =
+/// scale ds^T q`, and the gradient of the bias is the sum of `ds` over all pairs at a distance. A task owns a key
+/// head of a sequence; the gradient of the bias is summed in the order of the sequences.
 #[must_use]
 pub fn attention_biased_backward(
     ctx: &Context,
     d_o: &Tensor,
-    (q, k, v): (&Tensor, &Tensor, &Tensor),
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
     rule: &ScoreRule<'_>,
     shape: &AttentionShape,
 ) -> BiasedGrads {
@@ -102,7 +108,8 @@ pub fn attention_biased_backward(
     let mut bias = ctx.zeros(&[batch, distances], DType::F32);
     let [dq, dk, dv] = qkv.each_mut().map(|d| Lent::new(d.f32s_mut()));
     let outputs = Outputs { dq, dk, dv, bias: Lent::new(bias.f32s_mut()) };
-    let inputs = [(q, head_dim), (d_o, value_dim), (k, head_dim), (v, value_dim)].map(Heads::of);
+    let inputs =
+        [(q, head_dim), (d_o, value_dim), (k, head_dim), (v, value_dim)].map(|(tensor, dim)| Heads::new(tensor, dim));
     ctx.threads().run(batch * num_kv_heads, |task| {
         let task = KeyHead { shape, rule, batch: task / num_kv_heads, kv_head: task % num_kv_heads };
         task.backward(ctx, inputs, &outputs);
@@ -112,7 +119,8 @@ pub fn attention_biased_backward(
     BiasedGrads { qkv, bias }
 }
 
-/// Where gradients go; those of the bias `[batch, H, seq_len + kv_len - 1]`.
+/// The memory of the gradients, lent to the tasks. The bias has a part for each sequence: `[batch, H, seq_len +
+/// kv_len - 1]`.
 struct Outputs<'a> {
     dq: Lent<'a, f32>,
     dk: Lent<'a, f32>,
@@ -120,7 +128,7 @@ struct Outputs<'a> {
     bias: Lent<'a, f32>,
 }
 
-/// A key head of a sequence, with all queries that look at it.
+/// A task of backward: a key head of a sequence, with all queries that use it.
 struct KeyHead<'a> {
     shape: &'a AttentionShape,
     rule: &'a ScoreRule<'a>,
@@ -129,6 +137,7 @@ struct KeyHead<'a> {
 }
 
 impl KeyHead<'_> {
+    /// Computes the gradients of the key head's queries, keys and values, and of their heads' biases.
     fn backward(&self, ctx: &Context, [q, d_o, k, v]: [Heads<'_>; 4], outputs: &Outputs<'_>) {
         let shape = self.shape;
         let (group, distances) = (shape.num_heads / shape.num_kv_heads, shape.seq_len + shape.kv_len - 1);
@@ -139,7 +148,7 @@ impl KeyHead<'_> {
             // SAFETY: each head of a sequence belongs to one task.
             let d_bias = unsafe { outputs.bias.range(start..start + distances) };
             for index in 0..shape.seq_len.div_ceil(ROWS) {
-                let block = Block::new((shape, self.rule), (self.batch, head), index);
+                let block = Block::new(shape, self.rule, self.batch, head, index);
                 let (q, d_o) = (block.rows_of(ctx, q), block.rows_of(ctx, d_o));
                 let weights = block.weights(ctx, &q, k);
                 let mut d_scores = block.products(ctx, v, &d_o);
@@ -155,7 +164,7 @@ impl KeyHead<'_> {
         self.store(&dv, shape.value_dim, 1.0, &outputs.dv);
     }
 
-    /// Writes `scale` times the rows of `from` to those of the keys in `to`, which has `dim` elements a head.
+    /// Writes `scale` times the rows of `from` to the rows of the keys in `to`, which has `dim` elements a head.
     fn store(&self, from: &Tensor, dim: usize, scale: f32, to: &Lent<'_, f32>) {
         let (keys, sequence) = (0..self.shape.kv_len, Sequence::nth(self.shape, self.batch));
         for (key, from) in keys.zip(from.f32s().chunks_exact(from.cols())) {
@@ -175,11 +184,11 @@ struct Heads<'a> {
 }
 
 impl<'a> Heads<'a> {
-    fn of((tensor, dim): (&'a Tensor, usize)) -> Self {
+    fn new(tensor: &'a Tensor, dim: usize) -> Self {
         Self { values: tensor.into(), dim }
     }
 
-    /// Elements of a copied row, which is filled up with zeros.
+    /// Returns the length of a copied row, which is padded with zeros.
     fn width(&self) -> usize {
         self.dim.next_multiple_of(COL_UNIT)
     }
@@ -189,6 +198,16 @@ impl<'a> Heads<'a> {
 struct BlockRows {
     rows: Tensor,
     transposed: Tensor,
+}
+
+/// The bias of a block's scores.
+#[derive(Clone, Copy)]
+struct BlockBias<'a> {
+    /// The bias of the last query's scores, key by key. The bias of each query begins one element behind its
+    /// successor's.
+    values: &'a [f32],
+    /// The number of queries before the last.
+    num_before: usize,
 }
 
 /// At most [`ROWS`] queries of one head of a sequence.
@@ -201,45 +220,43 @@ struct Block<'a> {
 }
 
 impl<'a> Block<'a> {
-    fn new(
-        (shape, rule): (&'a AttentionShape, &'a ScoreRule<'a>),
-        (batch, head): (usize, usize),
-        index: usize,
-    ) -> Self {
+    fn new(shape: &'a AttentionShape, rule: &'a ScoreRule<'a>, batch: usize, head: usize, index: usize) -> Self {
         Self { shape, rule, batch, head, queries: piece_range(index, ROWS, shape.seq_len) }
     }
 
-    /// Where query i is in a tensor with `dim` elements a head.
+    /// Returns the elements of query i in a tensor with `dim` elements a head.
     fn elements(&self, i: usize, dim: usize) -> Range<usize> {
         let row = (self.batch * self.shape.seq_len + self.queries.start + i) * self.shape.num_heads + self.head;
         row * dim..(row + 1) * dim
     }
 
+    /// Copies the rows of the block's queries.
     fn rows_of(&self, ctx: &Context, of: Heads<'_>) -> BlockRows {
         let (isa, len) = (ctx.isa(), self.queries.len());
         let starts: [usize; ROWS] = std::array::from_fn(|i| self.elements(i.min(len - 1), of.dim).start);
         let mut rows = ctx.empty(&[ROWS, of.width()], DType::F32);
         let mut transposed = ctx.empty(&[of.width(), ROWS], DType::F32);
         of.values.copy_rows(isa, Rows { starts: &starts[..len], cols: of.dim, width: of.width() }, rows.f32s_mut());
-        transpose(isa, rows.f32s(), (len, of.width()), of.dim, transposed.f32s_mut());
+        transpose(isa, rows.f32s(), len, of.width(), of.dim, transposed.f32s_mut());
         BlockRows { rows, transposed }
     }
 
-    /// The softmax of all keys for the queries `q`, `[kv_len, ROWS]`.
+    /// Returns the softmax over all keys for the queries `q`, `[kv_len, ROWS]`.
     fn weights(&self, ctx: &Context, q: &BlockRows, k: Heads<'_>) -> Tensor {
         let mut scores = self.products(ctx, k, q);
-        let rule = (self.bias(), self.shape.scale * LOG2_E);
-        softmax(ctx.isa(), rule, self.visible(), &mut scores.f32s_mut()[..self.shape.kv_len * ROWS]);
+        let (scale, len) = (self.shape.scale * LOG2_E, self.shape.kv_len * ROWS);
+        softmax(ctx.isa(), self.bias(), scale, self.visible(), &mut scores.f32s_mut()[..len]);
         scores
     }
 
-    /// The products of all keys (or values) with the block's rows, `[kv_len, ROWS]`; what is beyond the last query means nothing.
+    /// Returns the products of all keys (or values) with the block's rows, `[kv_len, ROWS]`. Columns beyond the last
+    /// query are unspecified.
     fn products(&self, ctx: &Context, keys_of: Heads<'_>, rows: &BlockRows) -> Tensor {
         let cols = self.queries.len().next_multiple_of(COL_UNIT);
         // Units of rows at the end are whole.
         let mut products = ctx.empty(&[self.shape.kv_len.next_multiple_of(ROW_UNIT), ROWS], DType::F32);
         self.with_keys(ctx, keys_of, |keys, copy| {
-            let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: keys_of.dim, words: WORDS };
+            let size = Size { rows: keys.len().next_multiple_of(ROW_UNIT), cols, inner: keys_of.dim, format: FORMAT };
             let right = Right { values: rows.transposed.f32s(), stride: ROWS };
             let to = &mut products.f32s_mut()[keys.start * ROWS..];
             product(ctx.isa(), size, Left::rows(copy, keys_of.width()), right, false, to, ROWS);
@@ -247,12 +264,12 @@ impl<'a> Block<'a> {
         products
     }
 
-    /// The sums of keys (or values) times `weights [kv_len, ROWS]`, a row for each query.
+    /// Returns the sums of keys (or values) times `weights [kv_len, ROWS]`, a row for each query.
     fn sums(&self, ctx: &Context, weights: &Tensor, keys_of: Heads<'_>) -> Tensor {
         let mut sums = ctx.zeros(&[ROWS, keys_of.width()], DType::F32);
         let rows = self.queries.len().next_multiple_of(ROW_UNIT);
         self.with_keys(ctx, keys_of, |keys, copy| {
-            let size = Size { rows, cols: keys_of.width(), inner: keys.len(), words: WORDS };
+            let size = Size { rows, cols: keys_of.width(), inner: keys.len(), format: FORMAT };
             let right = Right { values: copy, stride: keys_of.width() };
             let left = Left::columns(&weights.f32s()[keys.start * ROWS..], ROWS);
             product(ctx.isa(), size, left, right, true, sums.f32s_mut(), keys_of.width());
@@ -260,25 +277,26 @@ impl<'a> Block<'a> {
         sums
     }
 
-    /// Adds to the rows of keys `to [kv_len, width]` what the block's rows give them, by `weights [kv_len, ROWS]`.
+    /// Adds the products of `weights [kv_len, ROWS]` and the block's rows to the rows of keys `to [kv_len, width]`.
     fn add_to_keys(&self, ctx: &Context, weights: &Tensor, rows: &BlockRows, to: &mut Tensor) {
         let width = to.cols();
-        let size = Size { rows: to.rows(), cols: width, inner: self.queries.len(), words: WORDS };
+        let size = Size { rows: to.rows(), cols: width, inner: self.queries.len(), format: FORMAT };
         let right = Right { values: rows.rows.f32s(), stride: width };
         product(ctx.isa(), size, Left::rows(weights.f32s(), ROWS), right, true, to.f32s_mut(), width);
     }
 
-    /// Adds the gradients of the scores to those of a head's bias.
+    /// Adds the gradients of the scores to the gradient of a head's bias.
     fn add_to_bias(&self, d_scores: &Tensor, to: &mut [f32]) {
         let len = self.queries.len();
         let first = self.shape.seq_len - self.queries.end;
         for (key, d_scores) in d_scores.f32s().chunks_exact(ROWS).take(self.shape.kv_len).enumerate() {
-            // The last query has the first of these.
+            // The bias of the last query begins first.
             let to = &mut to[first + key..][..len];
             to.iter_mut().rev().zip(d_scores).for_each(|(to, d)| *to += d);
         }
     }
 
+    /// Writes the gradient of the queries, `scale` times the sums.
     fn store_dq(&self, sums: &Tensor, to: &Lent<'_, f32>) {
         for (i, row) in sums.f32s().chunks_exact(sums.cols()).take(self.queries.len()).enumerate() {
             // SAFETY: each row of a head belongs to one block, and all blocks of a head to one task.
@@ -287,7 +305,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// Shows `look` the keys (or values), block by block, with their rows.
+    /// Calls `look` with each block of keys (or values) and a copy of their rows.
     fn with_keys(&self, ctx: &Context, of: Heads<'_>, mut look: impl FnMut(Range<usize>, &[f32])) {
         let sequence = Sequence::nth(self.shape, self.batch);
         let kv_head = self.head / sequence.heads.group();
@@ -301,16 +319,15 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// What is added to the scores of the first query, key by key, and how many elements before that the last query's begin:
-    /// each query's begin one before its predecessor's.
-    fn bias(&self) -> Option<(&[f32], usize)> {
+    /// Returns the bias of the block's scores; none without one.
+    fn bias(&self) -> Option<BlockBias<'_>> {
         let AttentionShape { seq_len, kv_len, .. } = *self.shape;
         let of_head = self.rule.bias?.chunks_exact(seq_len + kv_len - 1).nth(self.head)?;
         let last = seq_len - self.queries.end;
-        Some((&of_head[last..], self.queries.len() - 1))
+        Some(BlockBias { values: &of_head[last..], num_before: self.queries.len() - 1 })
     }
 
-    /// How many keys each query sees.
+    /// Returns the number of keys that each query sees.
     fn visible(&self) -> [usize; ROWS] {
         let AttentionShape { seq_len, kv_len, .. } = *self.shape;
         let position = |i: usize| self.queries.start + i.min(self.queries.len() - 1) + kv_len - seq_len;
@@ -319,16 +336,15 @@ impl<'a> Block<'a> {
 }
 
 kernel! {
-    /// Turns `scores [keys, ROWS]` into weights that add up to 1 down each column; what a query does not see becomes 0. `rule` is
-    /// the bias and the factor that makes scores, which come without bias, exponents of 2.
-    fn softmax<S: Level>(rule: (Option<(&[f32], usize)>, f32), visible: [usize; ROWS], scores: &mut [f32]) {
-        let (bias, scale) = rule;
+    /// Turns `scores [keys, ROWS]` into weights that sum to 1 down each column. Keys that a query does not see get
+    /// the weight 0. `scale` makes scores, which come without bias, exponents of 2.
+    fn softmax<S: Level>(bias: Option<BlockBias<'_>>, scale: f32, visible: [usize; ROWS], scores: &mut [f32]) {
         let mut max = [f32::NEG_INFINITY; ROWS];
         for (key, scores) in scores.as_chunks_mut::<ROWS>().0.iter_mut().enumerate() {
             scores.iter_mut().for_each(|score| *score *= scale);
-            if let Some((bias, count)) = bias {
+            if let Some(BlockBias { values, num_before }) = bias {
                 // The last of the queries has the first of these.
-                let bias = &bias[key..=key + count];
+                let bias = &values[key..=key + num_before];
                 scores.iter_mut().zip(bias.iter().rev()).for_each(|(score, bias)| *score += LOG2_E * bias);
             }
             for i in 0..ROWS {
@@ -353,7 +369,7 @@ kernel! {
 }
 
 kernel! {
-    /// Makes of `grads [keys, ROWS]`, the gradients of the softmax's `weights`, those of the scores.
+    /// Turns `grads [keys, ROWS]`, the gradients of the softmax's `weights`, into the gradients of the scores.
     fn softmax_backward<S: Level>(weights: &[f32], grads: &mut [f32]) {
         let mut sum = [0.0; ROWS];
         for (weights, grads) in weights.as_chunks::<ROWS>().0.iter().zip(grads.as_chunks::<ROWS>().0) {

@@ -1,10 +1,10 @@
-//! Attention of a single query to each sequence, which is a step of decoding: the keys are divided as well (Dao et al.,
-//! "Flash-Decoding", 2023), since the time is that of reading them.
+//! Attention of a single query for each sequence, as in a decoding step. Its time is that of reading the keys, so the
+//! keys are divided as well (Dao et al., "Flash-Decoding", 2023).
 //!
-//! A task takes a range of keys for all heads, so that keys and values are read from one end to the other as they lie, some at a
-//! time: few queries meet each, as in [products of few rows](crate::few_rows). It leaves for each head the maximum of its scores, the
-//! sum of their exponentials and the weighted sum of values. These are joined in the order of the ranges. The ranges are cut by the
-//! number of keys alone. Scores are times log2(e).
+//! A task takes a range of keys for all heads and reads keys and values in the order of memory, some at a time. Few
+//! queries meet each key, as in [products of few rows](crate::skinny_gemm). A task leaves for each head the maximum of
+//! its scores, the sum of their exponentials and the weighted sum of values; these are joined in the order of the
+//! ranges. Ranges are cut by the number of keys alone. Scores are held times log2(e).
 
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
@@ -14,12 +14,12 @@ use moeworks_tensor::{DType, Tensor};
 use super::sequences::{AttentionHeads, OwnedTask, Sequence, TaskList};
 use super::token_rows::TokenRows;
 use super::{AttentionInputs, Outputs};
-use crate::few_rows::axpy;
-use crate::few_rows::dot::dots;
-use crate::few_rows::rows::{Weight, block_len, spread};
 use crate::parallel::piece_range;
 use crate::prefetch::prefetch_far;
 use crate::simd::{Float, LANES, Level, kernel, sum_lanes, with_float};
+use crate::skinny_gemm::nn;
+use crate::skinny_gemm::nt::dots;
+use crate::skinny_gemm::rows::{Weight, block_len, spread};
 use crate::vmath::exp2_falling;
 use crate::{Context, Isa};
 
@@ -27,24 +27,24 @@ use crate::{Context, Isa};
 const MIN_KEYS: usize = 32;
 /// Ranges of a long sequence.
 const MAX_RANGES: usize = 64;
-/// The maximum of no score; finite, as in the pass over blocks.
+/// The maximum of no scores. It is finite, as in the blockwise pass.
 const LEAST: f32 = -f32::MAX;
 
-/// What a range leaves of all heads, in f32.
+/// The layout of a range's results in f32: weighted values of all heads, then a maximum and a sum for each head.
 #[derive(Clone, Copy)]
 struct Layout {
     num_heads: usize,
-    /// Weighted values of a head: whole blocks, in the order of the values' vectors. Behind those of all heads come a maximum and a sum
-    /// for each.
+    /// The length of a head's weighted values: whole blocks, in the order of the values' vectors.
     width: usize,
 }
 
 impl Layout {
+    /// Returns the number of f32 of a range's results.
     fn len(self) -> usize {
         self.num_heads * (self.width + 2)
     }
 
-    /// What is there of a head: its maximum, sum and weighted values.
+    /// Returns the results of a head.
     #[inline(always)]
     fn of_head(self, part: &[f32], head: usize) -> Part<'_> {
         let (values, statistics) = part.split_at(self.num_heads * self.width);
@@ -56,7 +56,7 @@ impl Layout {
     }
 }
 
-/// What a range leaves of a head.
+/// The results of a range for one head: the maximum, the sum and the weighted values.
 #[derive(Clone, Copy, Default)]
 struct Part<'a> {
     max: f32,
@@ -81,14 +81,14 @@ impl Cut {
         Self { start, num_keys, keys_per_range, num_ranges: num_keys.div_ceil(keys_per_range) }
     }
 
-    /// The keys of range `index`.
+    /// Returns the keys of range `index`.
     fn range(&self, index: usize) -> Range<usize> {
         let Range { start, end } = piece_range(index, self.keys_per_range, self.num_keys);
         self.start + start..self.start + end
     }
 }
 
-/// Some sequences of one query each, whose keys are cut into tasks.
+/// The tasks of sequences of one query each: ranges of their keys.
 pub(super) struct RangeTasks<'a> {
     isa: Isa,
     inputs: AttentionInputs<'a>,
@@ -100,7 +100,7 @@ pub(super) struct RangeTasks<'a> {
 }
 
 impl<'a> RangeTasks<'a> {
-    /// The tasks of sequences, all with the same `heads`.
+    /// Cuts sequences that share `heads` into tasks.
     pub(super) fn new(
         ctx: &Context,
         inputs: &AttentionInputs<'a>,
@@ -115,7 +115,7 @@ impl<'a> RangeTasks<'a> {
             sequences,
             tasks: TaskList::new(cuts.iter().map(|cut| cut.num_ranges)),
             cuts,
-            queries: with_float!(inputs.k.dtype(), K => Queries::of::<K>(isa, inputs.q, heads, sequences)),
+            queries: with_float!(inputs.k.dtype(), K => Queries::new::<K>(isa, inputs.q, heads, sequences)),
             layout: Layout { num_heads: heads.num_heads, width: heads.value_dim.next_multiple_of(block_len(isa)) },
         }
     }
@@ -124,12 +124,12 @@ impl<'a> RangeTasks<'a> {
         self.tasks.len()
     }
 
-    /// Numbers that a task leaves.
+    /// Returns the number of f32 that a task leaves.
     pub(super) fn part_len(&self) -> usize {
         self.layout.len()
     }
 
-    /// Computes what the range of task `task` leaves of each head.
+    /// Computes the results of the range of task `task` for each head.
     pub(super) fn run(&self, task: usize, part: &mut [f32]) {
         let OwnedTask { owner, index } = self.tasks.find(task);
         let Sequence { heads, keys, .. } = &self.sequences[owner];
@@ -143,7 +143,7 @@ impl<'a> RangeTasks<'a> {
         }));
     }
 
-    /// The number of heads of all sequences.
+    /// Returns the number of heads of all sequences together.
     pub(super) fn num_rows(&self) -> usize {
         self.sequences.len() * self.layout.num_heads
     }
@@ -157,26 +157,29 @@ impl<'a> RangeTasks<'a> {
         parts.iter_mut().zip(of_ranges).for_each(|(to, part)| *to = self.layout.of_head(part, head));
         let (parts, sink) = (&parts[..num_ranges], self.inputs.sinks.map(|sinks| sinks.f32s()[head]));
         let (statistic, dim) = (sequence.statistic(0, head), sequence.heads.value_dim);
-        // SAFETY: each row is one task's; the only query of a sequence has its statistics in the order of the rows of `o`.
+        // SAFETY: each row is one task's; the only query of a sequence has its statistics in the order of the rows of
+        // `o`.
         let (o, lse) =
             unsafe { (o.range(statistic * dim..(statistic + 1) * dim), lse.range(statistic..statistic + 1)) };
         lse[0] = with_float!(self.inputs.v.dtype(), V => join_kernel::<V, T>(self.isa, parts, sink, o));
     }
 }
 
-/// Queries that are not bf16 are not to be rounded: then pairs are not multiplied.
+/// Returns the instruction set for queries of a type. Without pairs of bf16, where queries are not bf16, so that they
+/// are not rounded.
 fn isa_for(isa: Isa, queries: DType) -> Isa {
     if queries == DType::BF16 { isa } else { isa.min(Isa::Avx512) }
 }
 
-/// The queries of all sequences, those that share a key head as [`spread`] lays them out.
+/// The queries of all sequences; those that share a key head are laid out by [`spread`].
 struct Queries {
     values: Vec<f32>,
     per_sequence: usize,
 }
 
 impl Queries {
-    fn of<K: Weight>(isa: Isa, q: &Tensor, heads: &AttentionHeads, sequences: &[Sequence<'_>]) -> Self {
+    /// Lays out the queries of all sequences.
+    fn new<K: Weight>(isa: Isa, q: &Tensor, heads: &AttentionHeads, sequences: &[Sequence<'_>]) -> Self {
         let (h, group) = (heads.head_dim, heads.group());
         let padded = h.next_multiple_of(block_len(isa));
         let per_sequence = heads.num_heads * padded;
@@ -194,6 +197,7 @@ impl Queries {
         Self { values, per_sequence }
     }
 
+    /// Returns the queries of a sequence.
     fn of_sequence(&self, index: usize) -> &[f32] {
         &self.values[index * self.per_sequence..][..self.per_sequence]
     }
@@ -201,7 +205,7 @@ impl Queries {
 
 kernel! {
     bf16 if matches!(K::DTYPE, DType::BF16) || matches!(V::DTYPE, DType::BF16);
-    /// What the keys `k` and values `v` of some tokens leave of each head.
+    /// Computes the results of the keys `k` and values `v` of some tokens for each head.
     fn range_kernel<S: Level, K: Weight, V: Weight>(
         heads: &AttentionHeads,
         queries: &[f32],
@@ -223,20 +227,21 @@ kernel! {
     }
 }
 
-/// Keys that are asked for before they are needed.
+/// The distance in keys of the prefetch.
 const KEYS_AHEAD: usize = 8;
 
 /// Calls [`dots`] with the numbers of keys and of queries as constants.
 macro_rules! by_size {
-    ($size:expr, $K:ident, $keys:expr, $depth:expr, $a:expr, $put:expr, $($n:literal: $($r:literal)*),*) => {
+    ($size:expr, $K:ident, $keys:expr, $depth:expr, $a:expr, $group:expr, $put:expr, $($n:literal: $($r:literal)*),*) => {
         match $size {
-            $($(($n, $r) => dots::<S, $K, $n, $r>(std::array::from_fn($keys), $depth, $a, $put),)*)*
+            $($(($n, $r) => dots::<S, $K, $n, $r>(std::array::from_fn($keys), $depth, $a, $group, $put),)*)*
             _ => unreachable!("keys and queries are taken by fours, twos and ones"),
         }
     };
 }
 
-/// `scores [H, keys]`, the products of queries and keys. Some keys at a time, as they lie, meet the queries that share them.
+/// Computes `scores [H, keys]`, the products of queries and keys. Some consecutive keys at a time meet the queries
+/// that share them.
 #[inline(always)]
 fn scores_of<S: Level, K: Weight>(
     heads: &AttentionHeads,
@@ -268,7 +273,7 @@ fn scores_of<S: Level, K: Weight>(
                 let size = (count, (group - head).min(most));
                 // SAFETY: `count` keys are at hand, and the group's queries are blocks that alternate, as asserted.
                 unsafe {
-                    by_size!(size, K, keys, head_dim, (a, group), put, 4: 1 2 3 4, 2: 1 2, 1: 1 2 3 4);
+                    by_size!(size, K, keys, head_dim, a, group, put, 4: 1 2 3 4, 2: 1 2, 1: 1 2 3 4);
                 }
             }
         }
@@ -276,11 +281,11 @@ fn scores_of<S: Level, K: Weight>(
     }
 }
 
-/// Scales scores and replaces them by powers of two relative to the largest; that one, and their sum.
+/// Scales scores and replaces them by powers of two relative to the largest. Returns the largest and the sum.
 #[inline(always)]
 fn exponentials<S: Level>(scores: &mut [f32], scale: f32) -> [f32; 2] {
     let (whole, rest) = scores.as_chunks_mut::<LANES>();
-    // In lanes: one maximum after the other would wait for the one before.
+    // Each lane has its own maximum, so that comparisons do not wait for each other.
     let mut maxima = [LEAST; LANES];
     for scores in whole.iter_mut() {
         for (score, max) in scores.iter_mut().zip(&mut maxima) {
@@ -312,7 +317,7 @@ fn weigh_values<S: Level, V: Weight>(
     let (group, row) = (num_heads / num_kv_heads, v.width());
     let (num_keys, stride) = (weights.len() / num_heads, sums.len() / num_heads);
     assert!(row == num_kv_heads * value_dim && stride >= value_dim.next_multiple_of(2 * S::WIDTH), "values and sums");
-    // With one query a key the sums are read and written as often as the values: fewer streams are faster.
+    // With one query a key the sums are loaded and stored as often as the values: fewer streams are faster.
     let most = if S::WIDTH >= 16 && group > 1 { 8 } else { 4 };
     let mut first = 0;
     while first < num_keys {
@@ -320,14 +325,14 @@ fn weigh_values<S: Level, V: Weight>(
         let values = v.group(first, count);
         for kv_head in 0..num_kv_heads {
             let head = kv_head * group;
-            let rows = axpy::Rows {
+            let rows = nn::Rows {
                 weights: values[kv_head * value_dim..].as_ptr(),
                 stride: row,
                 columns: value_dim,
                 a: weights[head * num_keys + first..].as_ptr(),
                 a_stride: num_keys,
             };
-            let to = (sums[head * stride..].as_mut_ptr(), stride, group);
+            let to = nn::SumRows { to: sums[head * stride..].as_mut_ptr(), stride, num_rows: group };
             // SAFETY: `count` values, their weights and whole blocks of the heads' sums exist, as asserted.
             unsafe {
                 match count {
@@ -342,7 +347,7 @@ fn weigh_values<S: Level, V: Weight>(
 }
 
 kernel! {
-    /// Joins what the ranges left of a head, and returns the log of the softmax's sum.
+    /// Joins the results of the ranges for a head. Returns the log of the softmax's sum.
     fn join_kernel<S: Level, V: Weight, T: Float>(parts: &[Part<'_>], sink: Option<f32>, o: &mut [T]) -> f32 {
         let start = sink.map_or(LEAST, |sink| sink * LOG2_E);
         let max = parts.iter().fold(start, |max, part| if part.max > max { part.max } else { max });

@@ -1,4 +1,4 @@
-//! Attention of sequences of different length in one call, each with keys and values in rows or blocks of its own.
+//! Attention of sequences of different lengths in one call, each with rows or blocks of keys and values of its own.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -14,11 +14,12 @@ use crate::linear::Write;
 /// A sequence of a ragged attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RaggedSequence<'a> {
-    /// Queries: so many rows of `q`, behind those of the sequences before it. None is fine.
+    /// The number of queries, possibly 0: rows of `q` behind those of the sequences before it.
     pub num_queries: usize,
-    /// Keys, at least as many as queries: the last query is aligned with the last key, as in [`AttentionShape`].
+    /// The number of keys, at least that of queries. The last query is aligned with the last key, as in
+    /// [`AttentionShape`].
     pub num_keys: usize,
-    /// The rows of these keys and of their values.
+    /// The rows of the keys and of their values.
     pub keys: KeyRows<'a>,
 }
 
@@ -45,7 +46,7 @@ pub struct AttentionGrads {
     pub dq: Tensor,
     /// The gradient of keys; zeros in rows of no sequence.
     pub dk: Tensor,
-    /// The gradient of values, likewise.
+    /// The gradient of values; zeros in rows of no sequence.
     pub dv: Tensor,
 }
 
@@ -56,6 +57,7 @@ impl<'a> RaggedShape<'a> {
         self.sequences.iter().map(|sequence| sequence.num_queries).sum()
     }
 
+    /// Returns the sequences with the places of their queries.
     fn sequences(&self) -> Vec<Sequence<'a>> {
         let heads = self.heads;
         let mut next_query = 0;
@@ -68,7 +70,7 @@ impl<'a> RaggedShape<'a> {
         self.sequences.iter().map(sequence).collect()
     }
 
-    /// The shape of one sequence alone whose rows of keys are `kv_capacity` from row 0 on.
+    /// Returns the shape of one sequence alone, whose rows of keys are the first of `kv_capacity` rows.
     fn alone(&self, sequence: &Sequence<'_>, kv_capacity: usize) -> AttentionShape {
         let AttentionHeads { num_heads, num_kv_heads, head_dim, value_dim, window, scale } = self.heads;
         let (seq_len, kv_len) = (sequence.num_queries, sequence.num_keys);
@@ -86,7 +88,7 @@ impl<'a> RaggedShape<'a> {
         }
     }
 
-    /// Checks that the sequences' rows exist.
+    /// Checks that the rows of all sequences exist.
     fn check(&self, inputs: &AttentionInputs<'_>) {
         let AttentionHeads { num_heads, num_kv_heads, head_dim, value_dim, .. } = self.heads;
         let AttentionInputs { q, k, v, sinks } = *inputs;
@@ -103,7 +105,7 @@ impl<'a> RaggedShape<'a> {
         }
     }
 
-    /// Checks that each sequence has rows of keys of its own.
+    /// Checks that no two sequences share rows of keys.
     fn check_disjoint(&self) {
         let mut rows: Vec<_> = self
             .sequences
@@ -120,11 +122,11 @@ impl<'a> RaggedShape<'a> {
     }
 }
 
-/// Computes [`attention_with_sinks`] of sequences of any lengths together. A sequence gets the bits that it gets alone (`batch` 1),
-/// whatever others there are and wherever its blocks are.
+/// Computes [`attention_with_sinks`] of sequences of any lengths together. A sequence gets the bits that it gets
+/// alone (`batch` 1), whatever others there are and wherever its blocks are.
 ///
-/// Tasks are divided over sequences, heads and blocks of queries at once; a sequence of one query, a step of decoding, is divided over
-/// its keys as it is alone. A GPU computes one sequence after the other, from copies of its rows.
+/// Tasks are divided over sequences, heads and blocks of queries at once. A sequence of one query, a decoding step,
+/// is divided over its keys as it is alone. A GPU computes one sequence after the other, from copies of its rows.
 ///
 /// # Panics
 ///
@@ -145,15 +147,16 @@ pub fn attention_ragged(ctx: &Context, inputs: AttentionInputs<'_>, shape: &Ragg
         let alone = shape.alone(sequence, sequence.num_keys);
         let (own_o, own_lse) = attention_with_sinks(ctx, (&own.q, &own.k, &own.v), inputs.sinks, &alone);
         let (first, count) = (sequence.first_query, sequence.num_queries);
-        copy_rows(ctx, (&own_o, 0), (&mut o, first), count);
+        copy_rows(ctx, &own_o, 0, &mut o, first, count);
         let own_lse = own_lse.reshaped(&[count * num_heads, 1]);
-        copy_rows(ctx, (&own_lse, 0), (&mut lse, first * num_heads), count * num_heads);
+        copy_rows(ctx, &own_lse, 0, &mut lse, first * num_heads, count * num_heads);
     }
     AttentionOutput { o, lse }
 }
 
-/// Computes the gradients of [`attention_ragged`] for sequences whose keys are consecutive rows that no other sequence has. `d_o` is the
-/// gradient of `o`, f32 or bf16; the gradients of sinks are those of [`sinks_ragged_backward`].
+/// Computes the gradients of [`attention_ragged`] for sequences whose keys are consecutive rows that no other
+/// sequence has. `d_o` is the gradient of `o`, f32 or bf16; the gradients of sinks are those of
+/// [`sinks_ragged_backward`].
 ///
 /// # Panics
 ///
@@ -200,15 +203,15 @@ fn backward_one_by_one(
         let alone = shape.alone(sequence, sequence.num_keys);
         let qkv = (&own.q, &own.k, &own.v);
         let (own_dq, own_dk, own_dv) = attention_backward(ctx, &own_d_o, qkv, (&own_o, &own_lse), &alone);
-        copy_rows(ctx, (&own_dq, 0), (&mut dq, first), count);
-        copy_rows(ctx, (&own_dk, 0), (&mut dk, first_key), sequence.num_keys);
-        copy_rows(ctx, (&own_dv, 0), (&mut dv, first_key), sequence.num_keys);
+        copy_rows(ctx, &own_dq, 0, &mut dq, first, count);
+        copy_rows(ctx, &own_dk, 0, &mut dk, first_key, sequence.num_keys);
+        copy_rows(ctx, &own_dv, 0, &mut dv, first_key, sequence.num_keys);
     }
     AttentionGrads { dq, dk, dv }
 }
 
-/// Writes the gradient of the sinks `[H]` (f32) of [`attention_ragged`] to `d_sinks` as `write` says. The host computes it on any
-/// device.
+/// Writes the gradient of the sinks `[H]` (f32) of [`attention_ragged`] to `d_sinks` as `write` says. The host
+/// computes it on any device.
 ///
 /// # Panics
 ///
@@ -230,6 +233,7 @@ pub fn sinks_ragged_backward(
 }
 
 impl RaggedShape<'_> {
+    /// Checks the sizes of an output and its gradient.
     fn check_output(&self, d_o: &Tensor, AttentionOutput { o, lse }: &AttentionOutput) {
         let num_statistics = self.num_queries() * self.heads.num_heads;
         let num_outputs = num_statistics * self.heads.value_dim;
@@ -246,6 +250,7 @@ struct OwnRows {
 }
 
 impl OwnRows {
+    /// Copies the rows of a sequence; values that are the keys are copied once.
     fn copied(ctx: &Context, inputs: &AttentionInputs<'_>, sequence: &Sequence<'_>) -> Self {
         let AttentionInputs { q, k, v, .. } = *inputs;
         let rows: Vec<u32> = (0..sequence.num_keys).map(|token| sequence.keys.row(token) as u32).collect();
@@ -255,9 +260,9 @@ impl OwnRows {
     }
 }
 
-/// A copy of `count` rows from `first` on.
+/// Returns a copy of `count` rows from `first` on.
 fn rows_of(ctx: &Context, x: &Tensor, first: usize, count: usize) -> Tensor {
     let mut rows = ctx.empty_there(&[count, x.cols()], x.dtype());
-    copy_rows(ctx, (x, first), (&mut rows, 0), count);
+    copy_rows(ctx, x, first, &mut rows, 0, count);
     rows
 }

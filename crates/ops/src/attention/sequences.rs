@@ -7,33 +7,34 @@ use super::AttentionShape;
 /// The sizes that all sequences of an attention share. H query heads share G key and value heads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionHeads {
-    /// H, a multiple of G.
+    /// H: query heads, a multiple of G.
     pub num_heads: usize,
-    /// G.
+    /// G: key and value heads.
     pub num_kv_heads: usize,
     /// h: elements of a head of queries and keys.
     pub head_dim: usize,
-    /// Elements of a head of values, hence of `o`; usually `head_dim`.
+    /// Elements of a head of values and of `o`; usually `head_dim`.
     pub value_dim: usize,
-    /// Keys that a query sees at most, its own position included; none: all up to it.
+    /// The number of keys that a query sees, itself included; none for all keys up to it.
     pub window: Option<usize>,
-    /// Multiplies the scores; usually `1 / sqrt(h)`.
+    /// The factor of the scores; usually `1 / sqrt(h)`.
     pub scale: f32,
 }
 
 impl AttentionHeads {
-    /// Query heads that share a key head.
+    /// Returns the number of query heads that share a key head.
     pub(super) fn group(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
 
+    /// Checks that heads divide into groups and that a window is not empty.
     pub(super) fn check(&self) {
         assert!(self.num_kv_heads > 0 && self.num_heads.is_multiple_of(self.num_kv_heads), "attention: {self:?}");
         assert!(self.window != Some(0), "attention: {self:?}");
     }
 }
 
-/// The rows of `k` and `v` in which the keys and values of a sequence are.
+/// The rows of `k` and `v` that hold a sequence's keys and values.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KeyRows<'a> {
     /// Consecutive rows, token 0 in row `first`.
@@ -41,16 +42,18 @@ pub enum KeyRows<'a> {
         /// The row of token 0.
         first: usize,
     },
-    /// Blocks of rows: token t is in row `blocks[t / block_len] * block_len + t % block_len`. Sequences may share blocks.
+    /// Blocks of rows: token t is in row `blocks[t / block_len] * block_len + t % block_len`. Sequences may share
+    /// blocks.
     Blocks {
         /// The blocks of the sequence in the order of its tokens, at least as many as its keys fill.
         blocks: &'a [u32],
-        /// Tokens of a block, at least one. A multiple of 8 keeps a step of decoding free of copies where there is no window.
+        /// Tokens of a block, at least one. A multiple of 8 keeps a step of decoding free of copies where there is no
+        /// window.
         block_len: usize,
     },
 }
 
-/// Rows that follow each other, and the consecutive tokens that they are for.
+/// Consecutive rows, and the consecutive tokens that they hold.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Run {
     pub(super) tokens: Range<usize>,
@@ -59,7 +62,7 @@ pub(super) struct Run {
 }
 
 impl KeyRows<'_> {
-    /// The row of a token.
+    /// Returns the row of a token.
     pub(super) fn row(&self, token: usize) -> usize {
         match *self {
             Self::Consecutive { first } => first + token,
@@ -67,7 +70,7 @@ impl KeyRows<'_> {
         }
     }
 
-    /// The rows of tokens in as few runs as they make, tokens counted from the first of them.
+    /// Returns the rows of tokens in as few runs as possible. The runs count tokens from the first of `tokens`.
     pub(super) fn runs(&self, tokens: Range<usize>) -> Vec<Run> {
         let Self::Blocks { block_len, .. } = *self else {
             return vec![Run { tokens: 0..tokens.len(), first_row: self.row(tokens.start) }];
@@ -86,12 +89,12 @@ impl KeyRows<'_> {
         runs
     }
 
-    /// The rows of tokens, at most `N`; the last one's again for those that are missing.
+    /// Returns the rows of at most `N` tokens; the last row is repeated for missing ones.
     fn rows_of<const N: usize>(&self, tokens: &Range<usize>) -> [usize; N] {
         match *self {
             Self::Consecutive { first } => std::array::from_fn(|i| first + (tokens.start + i).min(tokens.end - 1)),
             Self::Blocks { block_len, .. } => {
-                // Goes on from token to token: divisions take long.
+                // Steps from token to token, because divisions are slow.
                 let (mut row, mut left) = (self.row(tokens.start), block_len - tokens.start % block_len);
                 std::array::from_fn(|i| {
                     if i > 0 && tokens.start + i < tokens.end {
@@ -106,7 +109,7 @@ impl KeyRows<'_> {
         }
     }
 
-    /// The row after the last that `num_keys` tokens use; none if there are too few blocks or a number is too large.
+    /// The number of keys in use. The last query is aligned with the last of them.
     pub(super) fn end(&self, num_keys: usize) -> Option<usize> {
         match *self {
             _ if num_keys == 0 => Some(0),
@@ -126,7 +129,7 @@ impl KeyRows<'_> {
     }
 }
 
-/// A sequence of an attention, with all that is known of its rows.
+/// A sequence of an attention and the places of its rows.
 #[derive(Clone, Copy)]
 pub(super) struct Sequence<'a> {
     pub(super) heads: AttentionHeads,
@@ -139,12 +142,12 @@ pub(super) struct Sequence<'a> {
 }
 
 impl Sequence<'_> {
-    /// The sequences of a uniform shape.
+    /// Returns the sequences of a uniform shape.
     pub(super) fn all(shape: &AttentionShape) -> Vec<Sequence<'static>> {
         (0..shape.batch).map(|index| Self::nth(shape, index)).collect()
     }
 
-    /// Sequence `index` of a uniform shape.
+    /// Returns sequence `index` of a uniform shape.
     pub(super) fn nth(shape: &AttentionShape, index: usize) -> Sequence<'static> {
         Sequence {
             heads: shape.heads(),
@@ -155,25 +158,26 @@ impl Sequence<'_> {
         }
     }
 
-    /// Its elements in `q` and its gradient.
+    /// Returns the sequence's elements in `q` and its gradient.
     pub(super) fn query_elements(&self) -> Range<usize> {
         let row = self.heads.num_heads * self.heads.head_dim;
         self.first_query * row..(self.first_query + self.num_queries) * row
     }
 
-    /// The element of `lse` for a query and a head; those of a sequence are `[H, num_queries]`.
+    /// Returns the place in `lse` of a query and a head. The numbers of a sequence are `[H, num_queries]`.
     #[inline(always)]
     pub(super) fn statistic(&self, query: usize, head: usize) -> usize {
         self.first_query * self.heads.num_heads + head * self.num_queries + query
     }
 
-    /// The number of keys that a query sees or that are too far back for it.
+    /// Returns the number of keys up to a query's position, those before its window included.
     #[inline(always)]
     pub(super) fn keys_until(&self, query: usize) -> usize {
         query + self.num_keys - self.num_queries + 1
     }
 
-    /// The starts of the rows of `keys` (at most `N`) and a key head, in a tensor with `dim` elements a head.
+    /// Returns the offsets of the rows of `keys` (at most `N`) and a key head, in a tensor with `dim` elements a
+    /// head.
     pub(super) fn key_starts<const N: usize>(&self, kv_head: usize, keys: &Range<usize>, dim: usize) -> [usize; N] {
         let num_kv_heads = self.heads.num_kv_heads;
         self.keys.rows_of::<N>(keys).map(|row| (row * num_kv_heads + kv_head) * dim)
@@ -182,11 +186,11 @@ impl Sequence<'_> {
 
 /// The tasks of several owners, numbered one owner's after the other's.
 pub(super) struct TaskList {
-    /// The number of tasks of each owner and those before it.
+    /// For each owner the number of its tasks and of all owners' before it.
     ends: Vec<usize>,
 }
 
-/// A task of a list: its owner, and its number among the owner's.
+/// A task of a list: its owner, and its number among the owner's tasks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct OwnedTask {
     pub(super) owner: usize,
@@ -202,11 +206,12 @@ impl TaskList {
         Self { ends: ends.collect() }
     }
 
+    /// Returns the number of tasks of all owners.
     pub(super) fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// The number of tasks of the owners before `owner`.
+    /// Returns the number of tasks of the owners before `owner`.
     pub(super) fn first(&self, owner: usize) -> usize {
         if owner == 0 { 0 } else { self.ends[owner - 1] }
     }

@@ -19,8 +19,9 @@ pub(super) struct SinkInputs<'a> {
     pub(super) sinks: &'a [f32],
 }
 
-/// Returns for each head `-sum over queries of p (d_o . o)` with `p` the sink's share of the softmax, in f64: added up by tasks, and
-/// these in their order. The rows of the sequences' queries follow each other.
+/// Returns for each head `-sum over queries of p (d_o . o)` in f64, with `p` the sink's share of the softmax. Tasks
+/// sum over pieces of the queries, and their sums are added in order, so that the bits do not depend on the number of
+/// threads. Queries of consecutive sequences are consecutive rows.
 pub(super) fn grads(
     ctx: &Context,
     inputs: SinkInputs<'_>,
@@ -34,7 +35,7 @@ pub(super) fn grads(
         ctx.threads().run_pieces(&mut sums, num_heads, |task, sums| {
             for token in task * TOKENS..((task + 1) * TOKENS).min(tokens.len()) {
                 let OwnedTask { owner, index: query } = tokens.find(token);
-                add_query::<D, O>(inputs, (&sequences[owner], query), sums);
+                add_query::<D, O>(inputs, &sequences[owner], query, sums);
             }
         });
     }));
@@ -42,15 +43,15 @@ pub(super) fn grads(
     (0..num_heads).map(|head| of_tasks().map(|sums| sums[head]).sum()).collect()
 }
 
-/// Writes gradients of sinks, or adds them to what is there.
+/// Writes gradients of sinks, or adds them to those in `d_sinks`.
 pub(super) fn write(grads: Vec<f64>, write: Write, d_sinks: &mut Tensor) {
     for (to, grad) in d_sinks.f32s_mut().iter_mut().zip(grads) {
         *to = if write == Write::Add { *to + grad as f32 } else { grad as f32 };
     }
 }
 
-/// Adds what a query of a sequence gives to each head.
-fn add_query<D: Float, O: Float>(inputs: SinkInputs<'_>, (sequence, query): (&Sequence<'_>, usize), sums: &mut [f64]) {
+/// Adds the contribution of a query of a sequence to each head's sum.
+fn add_query<D: Float, O: Float>(inputs: SinkInputs<'_>, sequence: &Sequence<'_>, query: usize, sums: &mut [f64]) {
     let AttentionHeads { num_heads, value_dim: dim, .. } = sequence.heads;
     let (d_o, o, lse) = (inputs.d_o.slice::<D>(), inputs.o.slice::<O>(), inputs.lse.f32s());
     let token = sequence.first_query + query;

@@ -1,24 +1,37 @@
 //! The running softmax of attention's forward pass.
 
 use super::blocks::{COL_UNIT, ROWS, SCORE_COLS, lanes_of, lanes_of_mut, seen_by_all};
-use super::words::Words;
+use super::operands::OperandFormat;
 use crate::simd::{Level, kernel};
 use crate::vmath;
 
-/// Which scores [`softmax`] turns into weights: [`COL_UNIT`] query rows and a number of keys.
+/// The scores that [`softmax`] turns into weights: [`COL_UNIT`] query rows and a number of keys.
 #[derive(Clone, Copy)]
 pub(super) struct Columns {
     pub(super) first_col: usize,
     pub(super) first_key: usize,
     pub(super) num_keys: usize,
-    /// What scores are to be multiplied by.
+    /// The factor of the scores.
     pub(super) scale: f32,
-    /// What the weights are for.
-    pub(super) words: Words,
+    /// The format of the product that takes the weights.
+    pub(super) format: OperandFormat,
+}
+
+/// The running state of the rows of a block: their maxima, sums and outputs, if there are any yet.
+pub(super) struct RowState<'a> {
+    pub(super) max: &'a mut [f32; ROWS],
+    pub(super) sum: &'a mut [f32; ROWS],
+    pub(super) o: Option<&'a mut [f32]>,
+}
+
+/// The keys that each row of a block sees: `from[row]..until[row]`.
+pub(super) struct SeenKeys {
+    pub(super) from: [i32; ROWS],
+    pub(super) until: [i32; ROWS],
 }
 
 impl Columns {
-    /// Where the columns are among those of the scores.
+    /// Returns the first column's place in a row of scores.
     #[inline(always)]
     fn at(&self) -> usize {
         self.first_col % SCORE_COLS
@@ -27,29 +40,29 @@ impl Columns {
 
 kernel! {
     bf16
-    /// Turns scores `[keys, SCORE_COLS]` into `2^(score - max)`, zero where a row does not see the key, after raising the rows'
-    /// maxima; scales what the rows have summed up so far (`o`), if anything, accordingly. `state` is the maximum and the sum of each row. The
-    /// weights take the place of the scores, or go to `pairs` `[keys / 2, SCORE_COLS]` as pairs along the keys.
+    /// Raises the rows' maxima and turns scores `[keys, SCORE_COLS]` into weights `2^(score - max)`, zero where a row
+    /// does not see the key. Scales the rows' sums and, where there are any, their outputs `o` to the new maxima. The
+    /// weights take the place of the scores; where the format has pairs they go to `pairs` `[keys / 2, SCORE_COLS]`
+    /// as pairs along the keys.
     pub(super) fn softmax<S: Level>(
         columns: Columns,
         scores: &mut [f32],
         pairs: &mut [f32],
-        visible: &([i32; ROWS], [i32; ROWS]),
-        state: (&mut [f32; ROWS], &mut [f32; ROWS]),
-        o: Option<&mut [f32]>,
+        seen: &SeenKeys,
+        state: RowState<'_>,
     ) {
         let Columns { first_col, first_key, num_keys, .. } = columns;
         if num_keys == 0 {
             return;
         }
-        let visible = (lanes_of(&visible.0, first_col), lanes_of(&visible.1, first_col));
-        let (max, sum) = (lanes_of_mut(state.0, first_col), lanes_of_mut(state.1, first_col));
-        let num_open = seen_by_all(first_key, num_keys, (visible.0, visible.1));
+        let (seen_from, visible) = (lanes_of(&seen.from, first_col), lanes_of(&seen.until, first_col));
+        let (max, sum) = (lanes_of_mut(state.max, first_col), lanes_of_mut(state.sum, first_col));
+        let num_open = seen_by_all(first_key, num_keys, seen_from, visible);
         let scores = &mut scores[..num_keys * SCORE_COLS];
-        let new_max = raise(columns, num_open, scores, visible, *max);
-        let new_sum = match columns.words {
-            Words::Singles => weigh::<S>(columns, num_open, scores, &new_max),
-            Words::Pairs | Words::Tiles => weigh_pairs::<S>(columns, num_open, scores, &new_max, pairs),
+        let new_max = raise(columns, num_open, scores, seen_from, visible, *max);
+        let new_sum = match columns.format {
+            OperandFormat::F32 => weigh::<S>(columns, num_open, scores, &new_max),
+            OperandFormat::Bf16Pairs | OperandFormat::AmxTiles => weigh_pairs::<S>(columns, num_open, scores, &new_max, pairs),
         };
         let mut factors = [0.0_f32; COL_UNIT];
         for i in 0..COL_UNIT {
@@ -57,17 +70,18 @@ kernel! {
             sum[i] = S::mul_add(sum[i], factors[i], new_sum[i]);
         }
         *max = new_max;
-        if let Some(o) = o {
+        if let Some(o) = state.o {
             scale::<S>(o, columns, &factors);
         }
     }
 }
 
-/// Scales what each of the rows has summed up: `o [ROWS, width]`, with tiles `[width, ROWS]`. A later block rarely raises the maximum.
+/// Scales the outputs of the rows: `o [ROWS, width]`, with AMX tiles `[width, ROWS]`. Rows whose factor is 1 are
+/// skipped, because a later block of keys rarely raises the maximum.
 #[inline(always)]
 fn scale<S: Level>(o: &mut [f32], columns: Columns, factors: &[f32; COL_UNIT]) {
-    let Columns { first_col, words, .. } = columns;
-    if words == Words::Tiles {
+    let Columns { first_col, format, .. } = columns;
+    if format == OperandFormat::AmxTiles {
         if factors.iter().any(|&factor| factor != 1.0) {
             assert!(S::WIDTH == COL_UNIT, "vectors of sixteen lanes");
             for o in o.chunks_exact_mut(ROWS) {
@@ -86,14 +100,16 @@ fn scale<S: Level>(o: &mut [f32], columns: Columns, factors: &[f32; COL_UNIT]) {
     }
 }
 
-/// The greatest of `max` and the scaled scores. Scores of keys that some row does not see are scaled in place, and those
-/// that are not seen become minus infinity; the first `num_open` stay as they are.
+/// Returns the greatest of `max` and the scaled scores. The first `num_open` keys, which all rows see, keep their
+/// scores as they are. Scores of the other keys are scaled in place, and those that a row does not see become minus
+/// infinity.
 #[inline(always)]
 fn raise(
     columns: Columns,
     num_open: usize,
     scores: &mut [f32],
-    (seen_from, visible): (&[i32; COL_UNIT], &[i32; COL_UNIT]),
+    seen_from: &[i32; COL_UNIT],
+    visible: &[i32; COL_UNIT],
     mut max: [f32; COL_UNIT],
 ) -> [f32; COL_UNIT] {
     let Columns { first_key, scale, .. } = columns;
@@ -119,7 +135,7 @@ fn raise(
     max
 }
 
-/// The greatest of `max` and what `of` makes of the scores of some keys, from column `at` on.
+/// Returns the greatest of `max` and `of(score)` of the scores of some keys, from column `at` on.
 #[inline(always)]
 fn greatest(scores: &[f32], at: usize, max: [f32; COL_UNIT], of: impl Fn(f32) -> f32) -> [f32; COL_UNIT] {
     let lanes = |scores: &[f32], key: usize| {
@@ -129,7 +145,7 @@ fn greatest(scores: &[f32], at: usize, max: [f32; COL_UNIT], of: impl Fn(f32) ->
         }
         lanes
     };
-    // Several maxima that do not wait for each other.
+    // Several maxima, so that comparisons do not wait for each other.
     let mut maxima = [max; 4];
     let (fours, rest) = scores.as_chunks::<{ 4 * SCORE_COLS }>();
     for scores in fours {
@@ -153,7 +169,7 @@ fn scaled(scores: &[f32; COL_UNIT], scale: f32) -> [f32; COL_UNIT] {
     scaled
 }
 
-/// The greater of each two, the first where the second is no number.
+/// Returns the greater of each two, and the first where the second is NaN.
 #[inline(always)]
 fn greater(mut max: [f32; COL_UNIT], scores: [f32; COL_UNIT]) -> [f32; COL_UNIT] {
     for i in 0..COL_UNIT {
@@ -162,16 +178,17 @@ fn greater(mut max: [f32; COL_UNIT], scores: [f32; COL_UNIT]) -> [f32; COL_UNIT]
     max
 }
 
-/// Powers of two, as precise as words are.
+/// Returns powers of two, as precise as the format's words are.
 #[inline(always)]
-pub(super) fn powers<S: Level>(words: Words, x: [f32; COL_UNIT]) -> [f32; COL_UNIT] {
-    if words.are_pairs() { S::exp2_falling_for_bf16(x) } else { S::exp2_falling(x) }
+pub(super) fn powers<S: Level>(format: OperandFormat, x: [f32; COL_UNIT]) -> [f32; COL_UNIT] {
+    if format.are_pairs() { S::exp2_falling_for_bf16(x) } else { S::exp2_falling(x) }
 }
 
-/// The weights of key number `key`, added to `sum`; keys from `num_open` on have been scaled.
+/// Returns the weights of key number `key` and adds them to `sum`. Keys from `num_open` on have been scaled already.
 #[inline(always)]
 fn weights_of<S: Level>(
-    (columns, num_open): (Columns, usize),
+    columns: Columns,
+    num_open: usize,
     key: usize,
     scores: &[f32],
     max: &[f32; COL_UNIT],
@@ -179,32 +196,32 @@ fn weights_of<S: Level>(
 ) -> [f32; COL_UNIT] {
     let mut weights = *lanes_of(&scores[key * SCORE_COLS..], columns.at());
     if key < num_open {
-        // Rounded before the subtraction, as the maximum and backward's scores are: fused, what the two make of a large
-        // score would differ.
+        // The product is rounded before the subtraction, as the maximum and backward's scores are. A fused
+        // multiply-add would give forward and backward different weights for large scores.
         weights = scaled(&weights, columns.scale);
     }
     for i in 0..COL_UNIT {
         weights[i] -= max[i];
     }
-    weights = powers::<S>(columns.words, weights);
+    weights = powers::<S>(columns.format, weights);
     for i in 0..COL_UNIT {
         sum[i] += weights[i];
     }
     weights
 }
 
-/// Puts the weights in the place of the scores, and returns their sums.
+/// Replaces the scores by their weights. Returns the sums of the weights.
 #[inline(always)]
 fn weigh<S: Level>(columns: Columns, num_open: usize, scores: &mut [f32], max: &[f32; COL_UNIT]) -> [f32; COL_UNIT] {
     let mut sum = [0.0; COL_UNIT];
     for key in 0..columns.num_keys {
-        let weights = weights_of::<S>((columns, num_open), key, scores, max, &mut sum);
+        let weights = weights_of::<S>(columns, num_open, key, scores, max, &mut sum);
         *lanes_of_mut(&mut scores[key * SCORE_COLS..], columns.at()) = weights;
     }
     sum
 }
 
-/// Writes the weights as pairs along the keys, zero for a key that is missing at the end, and returns their sums.
+/// Writes the weights as pairs along the keys, with zeros for a missing last key. Returns the sums of the weights.
 #[inline(always)]
 fn weigh_pairs<S: Level>(
     columns: Columns,
@@ -216,9 +233,9 @@ fn weigh_pairs<S: Level>(
     assert!(S::HAS_PAIR_DOT, "pairs of bf16");
     let mut sum = [0.0; COL_UNIT];
     for (pair, to) in (0..columns.num_keys.div_ceil(2)).zip(pairs.chunks_exact_mut(SCORE_COLS)) {
-        let low = weights_of::<S>((columns, num_open), 2 * pair, scores, max, &mut sum);
+        let low = weights_of::<S>(columns, num_open, 2 * pair, scores, max, &mut sum);
         let high = if 2 * pair + 1 < columns.num_keys {
-            weights_of::<S>((columns, num_open), 2 * pair + 1, scores, max, &mut sum)
+            weights_of::<S>(columns, num_open, 2 * pair + 1, scores, max, &mut sum)
         } else {
             [0.0; COL_UNIT]
         };

@@ -2,7 +2,8 @@
 
 use super::sequences::Run;
 
-/// The rows of consecutive tokens, wherever their blocks are. A group of rows that do not follow each other is copied.
+/// The rows of consecutive tokens in a tensor of keys or values, wherever their blocks are. They are handed out in
+/// groups; a group whose rows are not consecutive is copied.
 pub(super) struct TokenRows<'a, T> {
     values: &'a [T],
     /// Elements of a row.
@@ -14,23 +15,24 @@ pub(super) struct TokenRows<'a, T> {
 }
 
 impl<'a, T: Copy> TokenRows<'a, T> {
-    /// The rows that `runs` says of a tensor of `values`, in which a row has `width` elements.
+    /// Takes the rows of `runs` in a tensor of `values`, in which a row has `width` elements.
     pub(super) fn new(values: &'a [T], width: usize, runs: &'a [Run]) -> Self {
         Self { values, width, runs, run: 0, copy: Vec::new() }
     }
 
-    /// The number of tokens.
+    /// Returns the number of tokens.
     pub(super) fn len(&self) -> usize {
         self.runs.last().map_or(0, |run| run.tokens.end)
     }
 
-    /// Elements of a row.
+    /// Returns the number of elements of a row.
     #[inline(always)]
     pub(super) fn width(&self) -> usize {
         self.width
     }
 
-    /// The rows of `count` tokens from `first` on, one behind the other. Groups are asked for in the order of their tokens.
+    /// Returns the rows of `count` tokens from `first` on, one behind the other. Groups must be asked for in the
+    /// order of their tokens.
     #[inline(always)]
     pub(super) fn group(&mut self, first: usize, count: usize) -> &[T] {
         while first >= self.runs[self.run].tokens.end {
@@ -43,7 +45,7 @@ impl<'a, T: Copy> TokenRows<'a, T> {
         self.copied(first, count)
     }
 
-    /// A copy of rows of several runs.
+    /// Copies rows of several runs.
     #[cold]
     #[inline(never)]
     fn copied(&mut self, first: usize, count: usize) -> &[T] {

@@ -1,50 +1,69 @@
-//! [`attention`](crate::attention) on a GPU: bf16 tensors whose heads are whole vectors of 8 on tensor cores, in blocks of 64 rows; others
-//! in f32 on the plain units, blocks of 32 rows against 32 keys at a time. Where
-//! there are few rows, as in decoding, several blocks share the keys of one. Wider heads, whose keys are their values (what latent attention
-//! keeps), have a kernel forward alone.
+//! [`attention`](crate::attention) on a GPU.
+//!
+//! bf16 tensors whose heads are whole vectors of 8 run on tensor cores in blocks of 64 rows. Others run in f32 on the
+//! plain units: blocks of 32 rows against 32 keys at a time. With few rows, as in decoding, the keys of a block are
+//! split among several blocks. Wider heads whose keys are their values (the cache of latent attention) have a kernel
+//! for forward only.
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::{On, elementwise, qkv_norm_rope_append};
-use crate::attention::AttentionShape;
+use crate::attention::{AttentionInputs, AttentionShape};
 use crate::linear::Write;
 use moeworks_gpu::sources::{ATTENTION, ATTENTION_PLACED, ATTENTION_TENSOR, ATTENTION_WIDE};
 use moeworks_gpu::{Arg, Launch, Source};
 
-/// Rows, and keys, of a block on the plain units, and on tensor cores; and its threads.
+/// Rows, and keys, of a block on the plain units.
 const BLOCK: usize = 32;
+/// Rows, and keys, of a block on tensor cores.
 const TENSOR_BLOCK: usize = 64;
-/// Rows that all warps of a block have, as in decoding.
+/// The most rows for which all warps of a block share the rows and split the keys, as in decoding.
 const FEW_ROWS: usize = 16;
+/// Threads of a block.
 const THREADS: usize = 128;
-/// Threads that add up what a head's sink gets.
+/// Threads of a block that sums the gradient of a head's sink.
 const SINK_THREADS: usize = 256;
-/// Blocks that keep a GPU busy, and the fewest keys for which one is worth it: of wide heads a key is as much as four others.
+/// The number of blocks that keeps a GPU busy.
 const WANTED_BLOCKS: usize = 256;
+/// The fewest keys that are worth a block of their own.
 const MIN_PART_KEYS: usize = 256;
+/// The fewest keys of wide heads that are worth a block of their own; a wide key is as much work as four others.
 const MIN_WIDE_PART_KEYS: usize = 64;
-/// The largest head that there are kernels for, and for which tensor cores take the gradients of keys and values.
+/// The largest head that the kernels take, apart from those for wide heads.
 const MAX_DIM: usize = 256;
+/// The largest head for which tensor cores compute the gradients of keys and values.
 const MAX_KEYS_DIM: usize = 192;
-/// The sizes of wider heads whose keys are their values, forward, as kernels' names end, and the threads of a block.
+/// The sizes of the kernels for wide heads, as their names end.
 const WIDE_DIMS: [usize; 2] = [320, 576];
+/// Threads of a block of the kernels for wide heads.
 const WIDE_THREADS: usize = 256;
-/// Tiles of 64 rows or keys in shared memory on tensor cores: one of queries, two of keys and two of values; backward two that stay and
-/// two of half as many rows that come while two are computed with.
+/// Tiles of 64 rows or keys in shared memory on tensor cores, forward: one of queries, two of keys and two of values.
 const TENSOR_TILES: usize = 5;
+/// Tiles in shared memory on tensor cores, backward: two that stay, and two of half as many rows that are loaded
+/// while two are in use.
 const TENSOR_TILES_BACK: usize = 4;
-/// The largest heads of which queries, keys and values are made by the kernel that attends to them, and what that has in shared memory
-/// besides what it asks for, with what aligns both. Of more blocks than a GPU has at a time each would wait for what it makes.
+/// The largest head whose queries, keys and values are made by the kernel that attends to them.
 const MAX_PLACED_DIM: usize = 128;
+/// Static shared memory of that kernel in bytes, alignment included.
 const PLACED_OTHER_BYTES: usize = 2 << 10;
+/// The most blocks of that kernel. With more blocks than a GPU runs at a time each would repeat the wait for what it
+/// makes.
 const MAX_PLACED_BLOCKS: usize = 256;
 
-/// Tiles of values and gradients of a block on the plain units, forward and backward.
+/// Tiles of values of a block on the plain units, forward.
 const FORWARD_TILES: usize = 1;
+/// Tiles of values and gradients of a block on the plain units, backward.
 const BACKWARD_TILES: usize = 2;
 
-/// Whether there are kernels for heads of these sizes, and the GPU has the shared memory that they ask for.
-pub(crate) fn takes(on: On<'_>, qkv: Inputs<'_>, shape: &AttentionShape, is_backward: bool) -> bool {
+/// The results of forward that backward needs.
+#[derive(Clone, Copy)]
+pub(crate) struct Saved<'a> {
+    pub(crate) o: &'a Tensor,
+    pub(crate) lse: &'a Tensor,
+}
+
+/// Returns whether there are kernels for heads of these sizes and the GPU has the shared memory that they need.
+pub(crate) fn takes(on: On<'_>, qkv: AttentionInputs<'_>, shape: &AttentionShape, is_backward: bool) -> bool {
     let tiles = if is_backward { BACKWARD_TILES } else { FORWARD_TILES };
     let has_room = || is_for_tensor_cores(on, qkv, shape) || shared_bytes(shape, tiles) <= on.gpu.most_shared();
     if !is_backward && is_wide(on, qkv, shape) {
@@ -53,24 +72,26 @@ pub(crate) fn takes(on: On<'_>, qkv: Inputs<'_>, shape: &AttentionShape, is_back
     shape.head_dim.max(shape.value_dim) <= MAX_DIM && shape.head_dim > 0 && shape.value_dim > 0 && has_room()
 }
 
-/// Whether there are kernels for one head of keys, of this type, which are values as well: those of any queries.
+/// Returns whether there are kernels for one head of keys of this type that are values as well, whatever the number
+/// of queries.
 pub(crate) fn takes_kept(on: On<'_>, head_dim: usize, dtype: DType) -> bool {
     head_dim <= MAX_DIM || (dtype == DType::BF16 && wide_dim(on, head_dim).is_some())
 }
 
-/// The size of the kernel for heads that are too wide for the others.
+/// Returns the size of the kernel for heads that are too wide for the others.
 fn wide_dim(on: On<'_>, head_dim: usize) -> Option<usize> {
     let dim = WIDE_DIMS.into_iter().find(|&dim| head_dim <= dim)?;
     (head_dim > MAX_DIM && head_dim.is_multiple_of(8) && wide_bytes(dim) <= on.gpu.most_shared()).then_some(dim)
 }
 
-/// Shared memory of such a block: its rows of queries, two tiles of keys, scores, their weights, and three numbers a row
-/// (`attention_wide.cu`).
+/// Returns the shared memory of a block for wide heads in bytes: its rows of queries, two tiles of keys, scores,
+/// their weights, and three numbers a row (`attention_wide.cu`).
 fn wide_bytes(dim: usize) -> usize {
     2 * (TENSOR_BLOCK + 2 * BLOCK) * dim + TENSOR_BLOCK * (4 * (BLOCK + 4) + 2 * (BLOCK + 8) + 3 * 4)
 }
 
-fn is_wide(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> bool {
+/// Returns whether the kernels for wide heads take the tensors.
+fn is_wide(on: On<'_>, AttentionInputs { q, k, v, .. }: AttentionInputs<'_>, shape: &AttentionShape) -> bool {
     let are_bf16 = [q, k, v].iter().all(|x| x.dtype() == DType::BF16);
     let are_same = shape.head_dim == shape.value_dim && k.len() == v.len();
     are_bf16
@@ -79,17 +100,19 @@ fn is_wide(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> bool {
         && (std::ptr::eq(k, v) || on.gpu.address(k) == on.gpu.address(v))
 }
 
-/// Shared memory of a block on the plain units: tiles of queries and keys, of values and gradients, and one of scores for each of these.
+/// Returns the shared memory of a block on the plain units in bytes: tiles of queries and keys, of values and
+/// gradients, and a tile of scores for each of the latter.
 fn shared_bytes(shape: &AttentionShape, tiles: usize) -> usize {
     let (q, v) = (shape.head_dim + 1, shape.value_dim + 1);
     BLOCK * (2 * q + tiles * v + tiles * (BLOCK + 1)) * 4
 }
 
-/// The smallest size of heads that there are kernels for on the plain units, as kernels' names end.
+/// Returns the smallest size of heads with a kernel on the plain units, as kernels' names end.
 fn dim(shape: &AttentionShape) -> usize {
     shape.head_dim.max(shape.value_dim).next_power_of_two().max(64)
 }
 
+/// Returns the sizes of an attention as arguments of kernels.
 fn sizes(shape: &AttentionShape) -> [Arg<'static>; 9] {
     [
         shape.seq_len.into(),
@@ -99,70 +122,74 @@ fn sizes(shape: &AttentionShape) -> [Arg<'static>; 9] {
         shape.num_kv_heads.into(),
         shape.head_dim.into(),
         shape.value_dim.into(),
-        // A window as long as all keys is none.
+        // A window as long as all keys hides none.
         shape.window.filter(|&window| window < shape.kv_len).unwrap_or(0).into(),
         shape.scale.into(),
     ]
 }
 
-/// Queries, keys and values.
-type Inputs<'a> = (&'a Tensor, &'a Tensor, &'a Tensor);
-
-fn plain_inputs<'a>(on: On<'_>, (q, k, v): Inputs<'a>) -> Vec<Arg<'a>> {
+/// Returns the inputs as arguments without their types.
+fn plain_inputs<'a>(on: On<'_>, AttentionInputs { q, k, v, .. }: AttentionInputs<'a>) -> Vec<Arg<'a>> {
     [q, k, v].map(|x| on.gpu.read(x)).to_vec()
 }
 
-fn inputs<'a>(on: On<'_>, (q, k, v): Inputs<'a>) -> Vec<Arg<'a>> {
+/// Returns the inputs as arguments, each followed by its type.
+fn typed_inputs<'a>(on: On<'_>, AttentionInputs { q, k, v, .. }: AttentionInputs<'a>) -> Vec<Arg<'a>> {
     [q, k, v].into_iter().flat_map(|x| with_type(on, x)).collect()
 }
 
-/// The same on tensor cores.
+/// Returns the size of heads of the kernel on tensor cores, as kernels' names end.
 fn tensor_dim(shape: &AttentionShape) -> usize {
     shape.head_dim.max(shape.value_dim).next_multiple_of(64)
 }
 
-/// Shared memory of so many tiles of 64 rows.
+/// Returns the size in bytes of `tiles` tiles of 64 rows.
 fn tensor_bytes(shape: &AttentionShape, tiles: usize) -> usize {
     tiles * TENSOR_BLOCK * tensor_dim(shape) * 2
 }
 
-/// Whether tensor cores take it.
-fn is_for_tensor_cores(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> bool {
+/// Returns whether the kernels on tensor cores take the tensors.
+fn is_for_tensor_cores(on: On<'_>, qkv: AttentionInputs<'_>, shape: &AttentionShape) -> bool {
+    let AttentionInputs { q, k, v, .. } = qkv;
     let is_whole = |dim: usize| dim.is_multiple_of(8) && dim <= MAX_DIM;
     let has_room = tensor_bytes(shape, TENSOR_TILES) <= on.gpu.most_shared();
     let are_bf16 = [q, k, v].iter().all(|x| x.dtype() == DType::BF16);
-    // The largest score is that of the largest product.
+    // With a positive scale the largest score is that of the largest product.
     are_bf16 && is_whole(shape.head_dim) && is_whole(shape.value_dim) && has_room && shape.scale > 0.0
 }
 
+/// Returns a tensor and its type as arguments.
 fn with_type<'a>(on: On<'_>, x: &'a Tensor) -> [Arg<'a>; 2] {
     [on.gpu.read(x), (x.dtype() == DType::BF16).into()]
 }
 
-/// Blocks of rows of all queries that share a key head.
+/// Returns the number of blocks that the rows of queries of one key head are cut into.
 fn row_blocks(shape: &AttentionShape, block: usize) -> usize {
     (shape.seq_len * shape.num_heads / shape.num_kv_heads).div_ceil(block)
 }
 
-/// Whether so few queries share a key head that a block's warps share their keys and not their rows.
+/// Returns whether so few queries share a key head that a block's warps split the keys and not the rows.
 fn are_few(shape: &AttentionShape) -> bool {
     row_blocks(shape, FEW_ROWS) == 1
 }
 
-/// Shared memory of a block forward.
+/// Returns the shared memory of a forward block on tensor cores in bytes.
 fn forward_bytes(shape: &AttentionShape) -> usize {
     let other_rows = if are_few(shape) { (TENSOR_BLOCK - FEW_ROWS) * tensor_dim(shape) * 2 } else { 0 };
     tensor_bytes(shape, TENSOR_TILES) - other_rows
 }
 
-/// Shared memory of a block that also makes the queries that share a key head, the key and the value: these, and a number for each row.
+/// Returns the shared memory in bytes of a block that also makes the queries, the key and the value of a key head:
+/// these, and a number for each row.
 fn placed_bytes(shape: &AttentionShape) -> usize {
     let rows = shape.num_heads / shape.num_kv_heads + 1;
     forward_bytes(shape) + 2 * shape.value_dim + 4 * rows * (shape.head_dim + 1)
 }
 
-/// What makes queries, the newest keys and values, if that would be launched next and the kernel that attends can do it.
-fn placed(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> Option<qkv_norm_rope_append::Placed> {
+/// Takes back the pending launch that makes the queries and the newest keys and values, if there is one and the
+/// attention kernel can do its work. Returns its arguments.
+fn placed(on: On<'_>, qkv: AttentionInputs<'_>, shape: &AttentionShape) -> Option<qkv_norm_rope_append::Placed> {
+    let AttentionInputs { q, k, v, .. } = qkv;
     let has_room = placed_bytes(shape) + PLACED_OTHER_BYTES <= on.gpu.most_shared();
     let are_few = are_few(shape) && shape.num_kv_heads * shape.batch <= MAX_PLACED_BLOCKS;
     if has_room && are_few && tensor_dim(shape) <= MAX_PLACED_DIM {
@@ -172,8 +199,8 @@ fn placed(on: On<'_>, (q, k, v): Inputs<'_>, shape: &AttentionShape) -> Option<q
     }
 }
 
-/// Launches a kernel of tensor cores, with so many bytes of shared memory.
-fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, (shape, shared): (&AttentionShape, usize), args: &[Arg<'_>]) {
+/// Launches a kernel on tensor cores with `shared` bytes of shared memory.
+fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, shape: &AttentionShape, shared: usize, args: &[Arg<'_>]) {
     let kernel = &format!("attention_{kernel}_{}", tensor_dim(shape));
     let grid = [blocks, shape.num_kv_heads, shape.batch];
     let launch = Launch { source: &ATTENTION_TENSOR, kernel, grid, threads: THREADS, shared, args };
@@ -181,7 +208,8 @@ fn launch_tensor(on: On<'_>, kernel: &str, blocks: usize, (shape, shared): (&Att
     unsafe { on.gpu.launch(&launch) };
 }
 
-fn launch(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionShape, usize), args: &[Arg<'_>]) {
+/// Launches a kernel on the plain units with `tiles` tiles of values and gradients.
+fn launch(on: On<'_>, kernel: &str, blocks: usize, shape: &AttentionShape, tiles: usize, args: &[Arg<'_>]) {
     let grid = [blocks, shape.num_kv_heads, shape.batch];
     let shared = shared_bytes(shape, tiles);
     let launch = Launch { source: &ATTENTION, kernel, grid, threads: THREADS, shared, args };
@@ -189,39 +217,35 @@ fn launch(on: On<'_>, kernel: &str, blocks: usize, (shape, tiles): (&AttentionSh
     unsafe { on.gpu.launch(&launch) };
 }
 
-pub(crate) fn forward(on: On<'_>, qkv: Inputs<'_>, sinks: Option<&Tensor>, shape: &AttentionShape) -> (Tensor, Tensor) {
-    let (rows, out) = (shape.batch * shape.seq_len, qkv.0.dtype());
+/// Computes [`attention_with_sinks`](crate::attention::attention_with_sinks).
+pub(crate) fn forward(on: On<'_>, inputs: AttentionInputs<'_>, shape: &AttentionShape) -> (Tensor, Tensor) {
+    let (rows, out) = (shape.batch * shape.seq_len, inputs.q.dtype());
     let mut o = on.empty(&[rows, shape.num_heads * shape.value_dim], out);
     let mut lse = on.empty(&[shape.batch, shape.num_heads, shape.seq_len], DType::F32);
-    if is_wide(on, qkv, shape) || is_for_tensor_cores(on, qkv, shape) {
-        forward_tensor(on, qkv, sinks, shape, (&mut o, &mut lse));
+    if is_wide(on, inputs, shape) || is_for_tensor_cores(on, inputs, shape) {
+        forward_tensor(on, inputs, shape, &mut o, &mut lse);
         return (o, lse);
     }
-    let mut args = inputs(on, qkv);
-    args.push(on.read_or_none(sinks));
+    let mut args = typed_inputs(on, inputs);
+    args.push(on.read_or_none(inputs.sinks));
     args.extend([on.write(&mut o), (out == DType::BF16).into(), on.write(&mut lse)]);
     args.extend(sizes(shape));
-    launch(on, &format!("attention_{}", dim(shape)), row_blocks(shape, BLOCK), (shape, FORWARD_TILES), &args);
+    launch(on, &format!("attention_{}", dim(shape)), row_blocks(shape, BLOCK), shape, FORWARD_TILES, &args);
     drop(args);
     (o, lse)
 }
 
-fn forward_tensor(
-    on: On<'_>,
-    qkv: Inputs<'_>,
-    sinks: Option<&Tensor>,
-    shape: &AttentionShape,
-    (o, lse): (&mut Tensor, &mut Tensor),
-) {
+/// Computes the forward pass on tensor cores.
+fn forward_tensor(on: On<'_>, inputs: AttentionInputs<'_>, shape: &AttentionShape, o: &mut Tensor, lse: &mut Tensor) {
     let wide = wide_dim(on, shape.head_dim);
     let (count, keys) = parts(shape, if wide.is_some() { MIN_WIDE_PART_KEYS } else { MIN_PART_KEYS });
     let rows = shape.batch * shape.seq_len * shape.num_heads;
     let mut parts = (count > 1).then(|| on.empty(&[rows, count, shape.value_dim + 2], DType::F32));
-    let outputs = [on.read_or_none(sinks), on.write(o), on.write(lse)];
-    let placed = if wide.is_none() { placed(on, qkv, shape) } else { None };
-    let mut args = placed.map_or_else(|| plain_inputs(on, qkv), |placed| placed.to_vec());
+    let outputs = [on.read_or_none(inputs.sinks), on.write(o), on.write(lse)];
+    let placed = if wide.is_none() { placed(on, inputs, shape) } else { None };
+    let mut args = placed.map_or_else(|| plain_inputs(on, inputs), |placed| placed.to_vec());
     if wide.is_some() {
-        // Keys are values.
+        // Keys are values: there is no third argument.
         args.pop();
     }
     args.extend(outputs);
@@ -234,7 +258,7 @@ fn forward_tensor(
         None if placed.is_some() => launch_placed(on, blocks, shape, &args),
         None => {
             let kernel = if are_few(shape) { "few" } else { "tensor" };
-            launch_tensor(on, kernel, blocks, (shape, forward_bytes(shape)), &args);
+            launch_tensor(on, kernel, blocks, shape, forward_bytes(shape), &args);
         }
     }
     drop(args);
@@ -252,17 +276,17 @@ fn forward_tensor(
     unsafe { on.gpu.launch(&launch) };
 }
 
-/// Launches the kernel that makes queries, keys and values, too.
+/// Launches the attention kernel that also makes queries, keys and values.
 fn launch_placed(on: On<'_>, blocks: usize, shape: &AttentionShape, args: &[Arg<'_>]) {
     let kernel = &format!("attention_placed_{}", tensor_dim(shape));
     let (grid, shared) = ([blocks, shape.num_kv_heads, shape.batch], placed_bytes(shape));
     let launch = Launch { source: &ATTENTION_PLACED, kernel, grid, threads: THREADS, shared, args };
-    // SAFETY: as of `qkv_norm_rope_append` and of attention: of what a block makes, it alone reads the key and the value, and who reads the queries
-    // comes after it.
+    // SAFETY: as of `qkv_norm_rope_append` and of attention: of what a block makes, it alone reads the key and the
+    // value, and who reads the queries comes after it.
     unsafe { on.gpu.launch(&launch) };
 }
 
-/// Launches the kernel of wide heads.
+/// Launches the kernel for wide heads.
 fn launch_wide(on: On<'_>, dim: usize, blocks: usize, shape: &AttentionShape, args: &[Arg<'_>]) {
     let kernel = &format!("attention_wide_{dim}");
     let (grid, shared) = ([blocks, shape.num_kv_heads, shape.batch], wide_bytes(dim));
@@ -271,8 +295,8 @@ fn launch_wide(on: On<'_>, dim: usize, blocks: usize, shape: &AttentionShape, ar
     unsafe { on.gpu.launch(&launch) };
 }
 
-/// How many blocks share the keys of one row, as few queries have too few blocks to occupy a GPU, and how many keys each has, at least
-/// about `min_keys`.
+/// Returns the number of blocks that share the keys of one row, and the number of keys of each, at least about
+/// `min_keys`. Few queries have too few blocks to occupy a GPU.
 fn parts(shape: &AttentionShape, min_keys: usize) -> (usize, usize) {
     let blocks = row_blocks(shape, TENSOR_BLOCK) * shape.num_kv_heads * shape.batch;
     let seen = shape.window.map_or(shape.kv_len, |window| shape.kv_len.min(window + shape.seq_len + TENSOR_BLOCK));
@@ -281,7 +305,7 @@ fn parts(shape: &AttentionShape, min_keys: usize) -> (usize, usize) {
     (seen.div_ceil(keys).max(1), keys)
 }
 
-/// The dot products of rows of outputs and their gradients, in the order of `lse`.
+/// Returns the dot products of the rows of outputs and their gradients, in the order of `lse`.
 fn row_dots(on: On<'_>, both: [&Tensor; 2], lse: &Tensor, shape: &AttentionShape) -> Tensor {
     let mut delta = on.empty(lse.shape(), DType::F32);
     let rows = shape.batch * shape.seq_len * shape.num_heads;
@@ -296,13 +320,14 @@ fn row_dots(on: On<'_>, both: [&Tensor; 2], lse: &Tensor, shape: &AttentionShape
     delta
 }
 
-/// As [`sinks_backward`](crate::attention::sinks_backward).
+/// Computes [`sinks_backward`](crate::attention::sinks_backward).
 pub(crate) fn sinks_backward(
     on: On<'_>,
     d_o: &Tensor,
-    (o, lse): (&Tensor, &Tensor),
+    Saved { o, lse }: Saved<'_>,
     sinks: &Tensor,
-    (shape, write): (&AttentionShape, Write),
+    shape: &AttentionShape,
+    write: Write,
     d_sinks: &mut Tensor,
 ) {
     let delta = row_dots(on, [d_o, o], lse, shape);
@@ -315,34 +340,36 @@ pub(crate) fn sinks_backward(
     unsafe { on.gpu.launch(&launch) };
 }
 
+/// Computes [`attention_backward`](crate::attention::attention_backward).
 pub(crate) fn backward(
     on: On<'_>,
     d_o: &Tensor,
-    (q, k, v): Inputs<'_>,
-    (o, lse): (&Tensor, &Tensor),
+    qkv: AttentionInputs<'_>,
+    Saved { o, lse }: Saved<'_>,
     shape: &AttentionShape,
 ) -> (Tensor, Tensor, Tensor) {
+    let AttentionInputs { q, k, v, .. } = qkv;
     let delta = row_dots(on, [d_o, o], lse, shape);
     let mut dq = on.empty(q.shape(), DType::F32);
     let (mut dk, mut dv) = (on.empty(k.shape(), DType::F32), on.empty(v.shape(), DType::F32));
     let plainly = |outputs: &[Arg<'_>], kernel: &str, blocks: usize| {
         let mut args = with_type(on, d_o).to_vec();
-        args.extend(inputs(on, (q, k, v)));
+        args.extend(typed_inputs(on, qkv));
         args.extend([on.read(lse), on.read(&delta)]);
         args.extend_from_slice(outputs);
         args.extend(sizes(shape));
-        launch(on, &format!("attention_backward_{kernel}_{}", dim(shape)), blocks, (shape, BACKWARD_TILES), &args);
+        launch(on, &format!("attention_backward_{kernel}_{}", dim(shape)), blocks, shape, BACKWARD_TILES, &args);
     };
     let (plain_keys, tensor_keys) = (shape.kv_capacity.div_ceil(BLOCK), shape.kv_capacity.div_ceil(TENSOR_BLOCK));
-    if is_for_tensor_cores(on, (q, k, v), shape) {
+    if is_for_tensor_cores(on, qkv, shape) {
         let rounded = (d_o.dtype() != DType::BF16).then(|| elementwise::cast(on, d_o, DType::BF16));
         let of = |outputs: &[Arg<'_>], kernel: &str, blocks: usize| {
             let mut args = vec![on.read(rounded.as_ref().unwrap_or(d_o))];
-            args.extend(plain_inputs(on, (q, k, v)));
+            args.extend(plain_inputs(on, qkv));
             args.extend([on.read(lse), on.read(&delta)]);
             args.extend_from_slice(outputs);
             args.extend(sizes(shape));
-            launch_tensor(on, kernel, blocks, (shape, tensor_bytes(shape, TENSOR_TILES_BACK)), &args);
+            launch_tensor(on, kernel, blocks, shape, tensor_bytes(shape, TENSOR_TILES_BACK), &args);
         };
         of(&[on.write(&mut dq)], "tensor_queries", row_blocks(shape, TENSOR_BLOCK));
         let outputs = [on.write(&mut dk), on.write(&mut dv)];

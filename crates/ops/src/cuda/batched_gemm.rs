@@ -1,5 +1,5 @@
-//! Batches several small GEMMs that share an input into one launch, because launch latency would dominate, and because one of them alone
-//! would keep only a small part of a GPU busy.
+//! Batches several small GEMMs that share an input into one launch, because launch latency would dominate, and
+//! because one of them alone would keep only a small part of a GPU busy.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -41,6 +41,7 @@ impl BatchedGemm<'_> {
     /// The most matrices that one launch takes.
     const MOST: usize = 3;
 
+    /// Returns the kernel that takes the batch; none if none does.
     fn kernel(&self) -> Option<BatchKernel> {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
         let is_one_type = self.bs.iter().all(|b| b.dtype() == dtype);
@@ -54,13 +55,13 @@ impl BatchedGemm<'_> {
             1..=MAX_ROWS if are_some && small_m_gemm::takes(dtype, depth) => {
                 Some(if is_narrow { BatchKernel::NarrowSmallM } else { BatchKernel::SmallM })
             }
-            // One alone has a kernel that does the same.
+            // One product alone has a kernel that does the same.
             1..=FEW_ROWS if !dtype.is_quantized() && self.bs.len() > 1 => Some(BatchKernel::Vec),
             _ => None,
         }
     }
 
-    /// The products as `out` (f32 or bf16), if there is a kernel for them.
+    /// Returns the products as `out` (f32 or bf16); none if there is no kernel for them.
     pub(super) fn products<const N: usize>(&self, on: On<'_>, out: DType) -> Option<[Tensor; N]> {
         let kernel = self.kernel()?;
         let mut ys: [Tensor; N] = std::array::from_fn(|i| on.empty(&[self.a.rows(), self.bs[i].rows()], out));
@@ -68,7 +69,7 @@ impl BatchedGemm<'_> {
         Some(ys)
     }
 
-    /// The layout of blocks that multiply on tensor cores.
+    /// Returns the layout of blocks that multiply on tensor cores.
     fn layout(&self, on: On<'_>, kernel: BatchKernel) -> Option<Layout> {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
         let row_tiles = rows.div_ceil(small_m_gemm::ROWS);
@@ -77,14 +78,15 @@ impl BatchedGemm<'_> {
         };
         match kernel {
             BatchKernel::Vec => None,
-            BatchKernel::SmallM => Some(Layout::new(on, (dtype, depth), (rows, true), blocks)),
-            BatchKernel::NarrowSmallM => Some(Layout::of_one_tile(on, dtype, blocks(small_m_gemm::LEAST_TILES))),
+            BatchKernel::SmallM => Some(Layout::new(on, dtype, depth, rows, true, blocks)),
+            BatchKernel::NarrowSmallM => Some(Layout::for_one_tile(on, dtype, blocks(small_m_gemm::LEAST_TILES))),
         }
     }
 
+    /// Writes the products to `ys`.
     fn store_to(&self, on: On<'_>, kernel: BatchKernel, ys: &mut [Tensor]) {
         let (rows, depth, dtype) = (self.a.rows(), self.a.cols(), self.bs[0].dtype());
-        let levels = small_m_gemm::in_levels(on, self.a, dtype, rows >= small_m_gemm::MANY_ROWS);
+        let levels = small_m_gemm::in_level_order(on, self.a, dtype, rows >= small_m_gemm::MANY_ROWS);
         let a = levels.as_ref().unwrap_or(self.a);
         let columns: Vec<usize> = self.bs.iter().map(|b| b.rows()).chain([0; Self::MOST]).take(Self::MOST).collect();
         let layout = self.layout(on, kernel);
@@ -99,8 +101,8 @@ impl BatchedGemm<'_> {
             BatchKernel::SmallM | BatchKernel::NarrowSmallM => small_m_gemm::kernel("batched", dtype),
         };
         let num_blocks = columns.iter().map(|columns| columns.div_ceil(width)).sum();
-        // Normed rows lie in shared memory as bf16.
-        let with_norm = layout.and_then(|layout| layout.with_norm(on, dtype, (rows, depth), num_blocks));
+        // Normed rows are stored in shared memory as bf16.
+        let with_norm = layout.and_then(|layout| layout.with_norm(on, dtype, rows, depth, num_blocks));
         let norm = with_norm.and_then(|layout| Some((fused_norm::take(on, on.read(a), rows)?, layout)));
         let layout = norm.as_ref().map(|(_, layout)| *layout).or(layout);
         let shared = layout.map_or(0, |layout| layout.shared);
@@ -123,8 +125,8 @@ impl BatchedGemm<'_> {
         }
         let grid = [num_blocks, rows.div_ceil(height), 1];
         let launch = Launch { source, kernel: &kernel, grid, threads: THREADS, shared, args: &args };
-        // SAFETY: a block reads its columns' rows of one matrix and the rows of A, and writes their sums; the base is as large as the
-        // first result.
+        // SAFETY: a block reads its columns' rows of one matrix and the rows of A, and writes their sums; the base is
+        // as large as the first result.
         unsafe { on.gpu.launch(&launch) };
     }
 }

@@ -1,18 +1,20 @@
-//! Weights in [blocks](crate::quantized) on a GPU: multiplied with as they lie by up to some rows (`small_m_gemm.rs`); turned into bf16 for
-//! more, anew for each product, of a layer's experts those that have rows. Activations are rounded to bf16, not to whole numbers as they
-//! are on the host.
+//! [Quantized](crate::quantized) weights on a GPU.
+//!
+//! Products of few rows read them as they are stored (`small_m_gemm.rs`). For more rows they are dequantised to bf16
+//! for each product; of a layer's experts only those that have rows. Activations are rounded to bf16, not to integers
+//! as on the host.
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::Apart;
+use super::grouped::Scattered;
 use super::small_m_gemm::row_bytes;
 use super::{On, THREADS};
 use crate::late::List;
 use moeworks_gpu::sources::BLOCKS;
 use moeworks_gpu::{Arg, Launch};
 
-/// How kernels call a type of blocks.
-fn code(dtype: DType) -> u32 {
+/// Returns the number by which kernels know a quantized type.
+fn type_code(dtype: DType) -> u32 {
     match dtype {
         DType::Q8 => 0,
         DType::Q4 => 1,
@@ -31,20 +33,27 @@ fn code(dtype: DType) -> u32 {
     }
 }
 
-/// The numbers of `blocks` `[groups, rows, width]` as bf16; with `offsets` `[groups + 1]` groups without rows are left out: what is in
-/// their place is unspecified. Of matrices that are `apart` there are those alone, one behind the other.
-pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apart: Option<Apart<'_>>) -> Tensor {
+/// Dequantises `blocks` `[groups, rows, width]` to bf16.
+///
+/// With `offsets` `[groups + 1]` groups without rows are skipped, and their elements are unspecified. With `apart`
+/// the result has the matrices of its groups alone, one behind the other.
+pub(super) fn to_bf16(
+    on: On<'_>,
+    blocks: &Tensor,
+    offsets: Option<&Tensor>,
+    scattered: Option<Scattered<'_>>,
+) -> Tensor {
     let (dtype, width) = (blocks.dtype(), blocks.cols());
     let groups = offsets.map_or(1, |offsets| offsets.len() - 1);
     let rows = blocks.len() / (groups * width).max(1);
-    let count = apart.map_or(groups, |apart| apart.groups.len());
+    let count = scattered.map_or(groups, |scattered| scattered.groups.len());
     let mut y = on.empty(&[count, rows, width], DType::BF16);
-    let names = apart.map(|apart| on.u32s(apart.groups));
+    let names = scattered.map(|scattered| on.u32s(scattered.groups));
     let args = [
-        on.read(apart.map_or(blocks, |apart| apart.addresses)),
+        on.read(scattered.map_or(blocks, |scattered| scattered.addresses)),
         on.write(&mut y),
         on.read_or_none(offsets),
-        code(dtype).into(),
+        type_code(dtype).into(),
         rows.into(),
         width.into(),
         row_bytes(dtype, width).into(),
@@ -57,12 +66,12 @@ pub(super) fn to_bf16(on: On<'_>, blocks: &Tensor, offsets: Option<&Tensor>, apa
     y
 }
 
-/// As [`dequantize`](crate::quantized::dequantize) to bf16.
+/// Computes [`dequantize`](crate::quantized::dequantize) to bf16.
 pub(crate) fn dequantized(on: On<'_>, blocks: &Tensor) -> Tensor {
     to_bf16(on, blocks, None, None).reshaped(blocks.shape())
 }
 
-/// Rows of a table in blocks; the ids are rows of it.
+/// Returns rows of a quantized table; the ids are rows of it.
 pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DType) -> Tensor {
     let (dtype, width) = (table.dtype(), table.cols());
     let (mut y, list) = (on.empty(&[ids.len(), width], out), on.list(ids));
@@ -71,7 +80,7 @@ pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DTy
         on.read(table),
         on.write(&mut y),
         (out == DType::BF16).into(),
-        code(dtype).into(),
+        type_code(dtype).into(),
         width.into(),
         row_bytes(dtype, width).into(),
     ];

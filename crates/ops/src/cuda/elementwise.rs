@@ -1,4 +1,5 @@
-//! [`elementwise`](crate::elementwise), [`adamw`](crate::adamw), [`embedding`](crate::embedding) and [`rope`](crate::rope) on a GPU.
+//! [`elementwise`](crate::elementwise), [`adamw`](crate::adamw), [`embedding`](crate::embedding) and
+//! [`rope`](crate::rope) on a GPU.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -11,7 +12,8 @@ use crate::random;
 use moeworks_gpu::sources::{ELEMENTWISE, NOISE};
 use moeworks_gpu::{Arg, Launch};
 
-/// Blocks for `len` elements: each thread takes some, so that launches of any length are of moderate size.
+/// Returns the number of blocks for `len` elements. Each thread takes some, so that launches of any length have a
+/// moderate size.
 fn blocks(len: usize) -> usize {
     len.div_ceil(THREADS * 8)
 }
@@ -33,7 +35,7 @@ pub(crate) fn cast_into(on: On<'_>, x: &Tensor, y: &mut Tensor) {
     unsafe { on.launch(&ELEMENTWISE, "cast_elements", blocks(len), &args) };
 }
 
-/// Zeros of any type of whole words of 32 bits.
+/// Fills a tensor of any type, of whole 32-bit words, with zeros.
 pub(crate) fn fill_with_zeros(on: On<'_>, y: &mut Tensor) {
     let len = y.num_bytes() / 4;
     let args = [on.write(y), 0.0_f32.into(), Arg::elements(len)];
@@ -48,8 +50,8 @@ pub(crate) fn fill(on: On<'_>, y: &mut Tensor, value: f32) {
     unsafe { on.launch(&ELEMENTWISE, "fill_elements", blocks(len), &args) };
 }
 
-/// Rows of whole 16-bit words.
-pub(crate) fn copy_rows(on: On<'_>, (x, first): (&Tensor, usize), (y, start): (&mut Tensor, usize), count: usize) {
+/// Copies `count` rows of whole 16-bit words.
+pub(crate) fn copy_rows(on: On<'_>, x: &Tensor, first: usize, y: &mut Tensor, start: usize, count: usize) {
     let words = x.cols() * x.dtype().size() / 2;
     let [first, start, len] = [first, start, count].map(|rows| Arg::elements(rows * words));
     let args = [on.read(x), on.write(y), first, start, len];
@@ -57,16 +59,11 @@ pub(crate) fn copy_rows(on: On<'_>, (x, first): (&Tensor, usize), (y, start): (&
     unsafe { on.launch(&ELEMENTWISE, "copy_words", blocks(count * words), &args) };
 }
 
-/// Bytes that a thread copies at once, if all that counts columns is a multiple of it.
+/// The numbers of bytes that a thread may copy at once, if all offsets and sizes are multiples of it.
 const UNITS: [usize; 3] = [16, 4, 2];
 
-/// As [`copy_columns`](crate::columns::copy_columns), of blocks that do not overlap.
-pub(crate) fn copy_columns(
-    on: On<'_>,
-    blocks: Blocks,
-    (from, at): (&Tensor, Columns),
-    (to, to_at): (&mut Tensor, Columns),
-) {
+/// Computes [`copy_columns`](crate::columns::copy_columns) of blocks that do not overlap.
+pub(crate) fn copy_columns(on: On<'_>, blocks: Blocks, from: &Tensor, at: Columns, to: &mut Tensor, to_at: Columns) {
     let size = to.dtype().size();
     let all = [blocks.width, from.cols(), at.start, at.step, to.cols(), to_at.start, to_at.step]
         .map(|columns| columns * size);
@@ -86,13 +83,8 @@ pub(crate) fn copy_columns(
     unsafe { on.gpu.launch(&launch) };
 }
 
-/// As [`add_columns`](crate::columns::add_columns): a thread has a column of all blocks, one after the other.
-pub(crate) fn add_columns(
-    on: On<'_>,
-    blocks: Blocks,
-    (from, at): (&Tensor, Columns),
-    (to, to_at): (&mut Tensor, Columns),
-) {
+/// Computes [`add_columns`](crate::columns::add_columns). A thread has a column of all blocks, one after the other.
+pub(crate) fn add_columns(on: On<'_>, blocks: Blocks, from: &Tensor, at: Columns, to: &mut Tensor, to_at: Columns) {
     let (rows, cols) = (to.rows(), to.cols());
     let mut args = vec![on.read(from), on.write(to)];
     args.extend(
@@ -102,11 +94,13 @@ pub(crate) fn add_columns(
     unsafe { on.launch(&ELEMENTWISE, "add_columns", rows * usize::from(blocks.count * blocks.width > 0), &args) };
 }
 
-/// The same of `rows` rows of each of `count` sequences.
+/// Copies `rows` rows of each of `count` sequences.
 pub(crate) fn copy_rows_of_each(
     on: On<'_>,
-    (x, first): (&Tensor, usize),
-    (y, start): (&mut Tensor, usize),
+    x: &Tensor,
+    first: usize,
+    y: &mut Tensor,
+    start: usize,
     rows: usize,
     count: usize,
 ) {
@@ -140,7 +134,7 @@ pub(crate) fn clip_assign(on: On<'_>, y: &mut Tensor, limit: f32) {
     unsafe { on.launch(&ELEMENTWISE, "clip_elements", blocks(len), &args) };
 }
 
-/// `limit` is what `y` has for it.
+/// Zeroes the gradients of clipped elements. `limit` is the limit that `y` was clipped to.
 pub(crate) fn clip_backward_assign(on: On<'_>, dy: &mut Tensor, y: &Tensor, limit: f32) {
     let len = y.len();
     let args = [on.write(dy), on.read(y), is_bf16(y).into(), limit.into(), Arg::elements(len)];
@@ -171,21 +165,21 @@ pub(crate) fn add_rows(on: On<'_>, y: &mut Tensor, bias: &Tensor) {
     unsafe { on.launch(&ELEMENTWISE, "add_bias", blocks(len), &args) };
 }
 
-/// Rows that one block adds up, at most.
+/// The most rows that one block sums.
 const SUMMED_ROWS: usize = 128;
 
 pub(crate) fn sum_rows(on: On<'_>, x: &Tensor, write: Write, sums: &mut Tensor) {
     let (rows, columns, parts) = (x.rows(), x.cols(), x.rows().div_ceil(SUMMED_ROWS));
     if parts > 1 {
         let mut partial = on.empty(&[parts, columns], DType::F32);
-        sum_columns(on, x, SUMMED_ROWS, Write::Replace, (&mut partial, parts));
+        sum_columns(on, x, SUMMED_ROWS, Write::Replace, &mut partial, parts);
         return sum_rows(on, &partial, write, sums);
     }
-    sum_columns(on, x, rows, write, (sums, 1));
+    sum_columns(on, x, rows, write, sums, 1);
 }
 
-/// The sums of every so many rows, one row of sums for each.
-fn sum_columns(on: On<'_>, x: &Tensor, rows_each: usize, write: Write, (sums, parts): (&mut Tensor, usize)) {
+/// Writes the sums of each `rows_each` rows, a row of sums for each of `parts` parts.
+fn sum_columns(on: On<'_>, x: &Tensor, rows_each: usize, write: Write, sums: &mut Tensor, parts: usize) {
     let (rows, columns, add) = (x.rows(), x.cols(), write == Write::Add);
     let args =
         [on.read(x), is_bf16(x).into(), on.write(sums), rows.into(), columns.into(), rows_each.into(), add.into()];
@@ -195,18 +189,19 @@ fn sum_columns(on: On<'_>, x: &Tensor, rows_each: usize, write: Write, (sums, pa
     unsafe { on.gpu.launch(&launch) };
 }
 
-/// Writes or adds the sum over the parts of each of so many rows, the last part first.
-pub(super) fn add_parts(on: On<'_>, parts: &Tensor, (rows, num_parts): (usize, usize), write: Write, to: &mut Tensor) {
+/// Writes or adds the sum over `num_parts` parts of each of `rows` rows, the last part first.
+pub(super) fn add_parts(on: On<'_>, parts: &Tensor, rows: usize, num_parts: usize, write: Write, to: &mut Tensor) {
     let (len, width) = (to.len(), to.len() / rows.max(1));
     let args = [on.read(parts), on.write(to), len.into(), width.into(), num_parts.into(), (write == Write::Add).into()];
     // SAFETY: a thread reads its numbers' parts and writes the numbers.
     unsafe { on.launch(&ELEMENTWISE, "add_parts", len.div_ceil(2 * THREADS), &args) };
 }
 
-/// Blocks that each add up a part of a tensor, at most: what is left to add up in the host stays small.
+/// The most blocks that sum a part of a tensor each, so that the host has few sums left to add.
 const MAX_SUMS: usize = 1024;
 
-/// The partial sums of all tensors come in one copy and are added up in order.
+/// Returns the sum of squares of each tensor. The partial sums of all tensors arrive in one copy and are added in
+/// order.
 pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Late<Vec<f64>> {
     let counts: Vec<usize> = tensors.iter().map(|x| blocks(x.len()).min(MAX_SUMS)).collect();
     let mut sums = on.empty(&[counts.iter().sum(), 2], DType::U32);
@@ -265,11 +260,11 @@ pub(crate) fn embedding(on: On<'_>, ids: List<'_, u32>, table: &Tensor, out: DTy
     y
 }
 
-/// Rows that one block adds up: those of an id that is everywhere are the work of many.
+/// Rows that one block sums, so that the rows of a frequent id are shared by many blocks.
 const ROWS_OF_PIECE: usize = 32;
 
-/// Tokens are put in the order of their ids first, so that one block has some rows of an id; the sums of these are then added to the
-/// id's row.
+/// Adds the gradient of the table. Tokens are sorted by id, so that one block sums some rows of one id; these sums
+/// are then added to the id's row.
 pub(crate) fn embedding_backward(on: On<'_>, ids: &[u32], dy: &Tensor, dtable: &mut Tensor) {
     let mut order: Vec<u32> = (0..ids.len() as u32).collect();
     order.sort_by_key(|&token| ids[token as usize]);
@@ -284,21 +279,24 @@ pub(crate) fn embedding_backward(on: On<'_>, ids: &[u32], dy: &Tensor, dtable: &
     starts.push(first);
     let mut pieces = on.empty(&[starts.len() - 1, dtable.cols()], DType::F32);
     let (starts, order) = (on.u32s(&starts), on.u32s(&order));
-    add_rows_of_ids(on, None, (&starts, Some(&order)), dy, &mut pieces);
+    add_rows_of_ids(on, None, &starts, Some(&order), dy, &mut pieces);
     let (used, pieces_of_used) = (on.u32s(&used), on.u32s(&pieces_of_used));
-    add_rows_of_ids(on, Some(&used), (&pieces_of_used, None), &pieces, dtable);
+    add_rows_of_ids(on, Some(&used), &pieces_of_used, None, &pieces, dtable);
 }
 
 pub(crate) fn sums_of_rows(on: On<'_>, x: &Tensor, starts: &[u32]) -> Tensor {
     let mut sums = on.empty(&[starts.len() - 1, x.cols()], DType::F32);
-    add_rows_of_ids(on, None, (&on.u32s(starts), None), x, &mut sums);
+    add_rows_of_ids(on, None, &on.u32s(starts), None, x, &mut sums);
     sums
 }
 
+/// Adds sums of rows of `dy` to rows of `table`: entry i of `starts` and the next bound the rows of sum i, named by
+/// `rows` if that is given. Sum i goes to row `ids[i]`, or replaces row i without ids.
 fn add_rows_of_ids(
     on: On<'_>,
     ids: Option<&Tensor>,
-    (starts, rows): (&Tensor, Option<&Tensor>),
+    starts: &Tensor,
+    rows: Option<&Tensor>,
     dy: &Tensor,
     table: &mut Tensor,
 ) {
@@ -316,7 +314,7 @@ fn add_rows_of_ids(
     unsafe { on.launch(&ELEMENTWISE, "add_rows_of_ids", count, &args) };
 }
 
-/// What a rotation needs besides the tensor and the positions.
+/// The arguments of a rotation besides the tensor and the positions.
 pub(crate) struct Rotation<'a> {
     /// `[positions, 2, half]`: cosines, then sines.
     pub(crate) angles: &'a Tensor,
@@ -345,7 +343,7 @@ pub(crate) fn rope(on: On<'_>, x: &mut Tensor, rotation: &Rotation<'_>, position
     unsafe { on.launch(&ELEMENTWISE, "rotate", positions.len(), &args) };
 }
 
-/// Numbers that one call for bytes and two for halves of words give, in a group of which sixteen threads have a part each.
+/// Consecutive factors that share their random draws. Sixteen threads have a part of a group each.
 const FACTOR_GROUP: u64 = 256;
 
 pub(crate) fn times_factors(on: On<'_>, x: &Tensor, factors: &random::Factors) -> Tensor {

@@ -1,10 +1,10 @@
-//! [`experts`](crate::experts) on a GPU: the same phases in the same order, each product with its epilogue as one launch, and the
-//! rows of a token added up by the one block that has the token.
+//! [`experts`](crate::experts) on a GPU: the phases of the host in the same order. Each product and its epilogue are
+//! one launch, and the rows of a token are summed by the block that has the token.
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::e4m3::{self, Packed};
-use super::grouped::{Apart, COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct};
+use super::grouped::{COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct, Scattered};
 use super::tile_list::TileLists;
 use super::wgrad::WgradProduct;
 use super::{Listed, On, THREADS, WARPS, small_m_gemm, takes_weights};
@@ -21,12 +21,12 @@ use moeworks_gpu::{
     Arg, COUNTERS, CapturedLaunch, ExpertStacks, Launch, Pending, PendingCombine, PendingProduct, ProductKernel,
 };
 
-/// Whether forward runs here.
+/// Returns whether there are kernels for the forward pass with these weights.
 pub(crate) fn takes(weights: ExpertWeights<'_>) -> bool {
     [weights.gate_up, weights.down].iter().all(|w| takes_weights(w.dtype()))
 }
 
-/// How kernels call an activation, with its two settings.
+/// Returns the number by which kernels know an activation, and its two settings.
 fn shape(activation: Activation) -> [Arg<'static>; 3] {
     let (kind, alpha, limit) = match activation {
         Activation::SwiGlu => (0, 0.0, 0.0),
@@ -38,7 +38,7 @@ fn shape(activation: Activation) -> [Arg<'static>; 3] {
     [Arg::from(kind as u32), alpha.into(), limit.into()]
 }
 
-/// The rows on the GPU, and where each expert's are.
+/// The map of rows to experts, on the GPU.
 pub(super) struct Rows<'a> {
     pub(super) offsets: Listed<'a>,
     pub(super) tokens: Listed<'a>,
@@ -48,18 +48,18 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    pub(super) fn of(on: On<'_>, rows: ExpertRows<'a>) -> Self {
+    pub(super) fn new(on: On<'_>, rows: ExpertRows<'a>) -> Self {
         let num_tokens = rows.token_rows.len() / rows.num_choices.max(1);
         Self {
             offsets: on.list(rows.offsets),
             tokens: on.list(rows.tokens),
             weights: on.list(rows.weights),
             num_tokens,
-            tiles: TileLists::of_few(rows.few_tiles, num_tokens),
+            tiles: TileLists::from_sort(rows.few_tiles, num_tokens),
         }
     }
 
-    /// A token has an expert at most once.
+    /// Returns the groups of rows. A token has an expert at most once, which bounds their lengths.
     pub(super) fn groups(&self) -> Groups<'_> {
         let (offsets, rows) = (self.offsets.tensor(), self.len());
         match offsets.len() {
@@ -76,11 +76,12 @@ impl<'a> Rows<'a> {
 /// Consecutive experts whose products are taken at once: all of them, or as many as the expert cache holds.
 #[derive(Default)]
 struct Part {
-    /// The first row of each expert and the end of the last one's, where this part's are, and only these, have rows.
+    /// The first row of each expert and the end of the last one's, clamped so that only this part's experts have
+    /// rows.
     offsets: Vec<u32>,
-    /// The experts among them that have rows; none without a cache, where there is one part.
+    /// The experts of the part that have rows; none without a cache, where there is one part.
     experts: Option<Vec<usize>>,
-    /// Whether another part comes before it.
+    /// Another part comes before it.
     is_later: bool,
 }
 
@@ -89,12 +90,13 @@ struct Part {
 struct LoadedPart {
     offsets: Option<Tensor>,
     addresses: Option<[Tensor; 2]>,
-    /// Whose matrices have addresses.
+    /// The experts whose matrices have addresses.
     experts: Vec<u32>,
     tiles: TileLists,
 }
 
 impl Part {
+    /// Cuts the experts into parts that the expert cache can hold.
     fn all(on: On<'_>, weights: ExpertWeights<'_>, rows: ExpertRows<'_>, is_fp8: bool) -> Vec<Self> {
         let num_experts = rows.offsets.len() - 1;
         let Some(cache) = on.gpu.expert_cache().filter(|_| !is_fp8 && num_experts > 1) else {
@@ -126,12 +128,13 @@ impl Part {
 }
 
 impl LoadedPart {
-    /// The matrices of a stack, if they are not all there.
-    fn apart(&self, stack: usize) -> Option<Apart<'_>> {
-        self.addresses.as_ref().map(|addresses| Apart { addresses: &addresses[stack], groups: &self.experts })
+    /// Returns the addresses of the matrices of a stack; none if all of the stack is on the GPU.
+    fn scattered(&self, stack: usize) -> Option<Scattered<'_>> {
+        self.addresses.as_ref().map(|addresses| Scattered { addresses: &addresses[stack], groups: &self.experts })
     }
 
-    /// The kernel that is taken does not depend on how many parts there are.
+    /// Returns the groups of rows of this part. Their bound is that of all parts, so that the choice of the kernel
+    /// does not depend on the number of parts.
     fn groups<'a>(&'a self, map: &'a Rows<'_>) -> Groups<'a> {
         match &self.offsets {
             None => map.groups(),
@@ -146,31 +149,33 @@ impl<'a> ExpertWeights<'a> {
     }
 }
 
-/// Prefetches the experts that `ids` name, if experts stay in the host's memory.
+/// Prefetches the experts named by `ids` into the expert cache, if there is one.
 pub(crate) fn prefetch(on: On<'_>, weights: ExpertWeights<'_>, num_experts: usize, ids: &[u32]) {
     let Some(cache) = on.gpu.expert_cache() else { return };
     let mut experts: Vec<usize> = ids.iter().map(|&id| id as usize).filter(|&e| e < num_experts).collect();
     experts.sort_unstable();
     experts.dedup();
-    // What is under way until then need not wait for the copies.
+    // Launches queued until now need not wait for the copies.
     on.gpu.flush();
     cache.prefetch(on.gpu, on.ctx.pool(), weights.stacks(num_experts), &experts);
 }
 
-/// How the experts' products take their operands.
+/// The form in which products take their operands.
 #[derive(Clone, Copy, PartialEq)]
 enum Numbers {
-    /// As they are.
+    /// The tensors as they are.
     Given,
-    /// Rounded to eight-bit floats, which bf16 numbers stand for.
+    /// Rounded to FP8, stored as bf16.
     Rounded,
-    /// As eight-bit floats, with scales.
+    /// FP8 bytes with scales.
     Fp8,
 }
 
 impl Numbers {
-    fn of(on: On<'_>, is_fp8: bool, (d, f): (usize, usize), map: &Rows<'_>) -> Self {
-        // Copies of 16 bytes, blocks that are whole in both directions where gate and up are side by side, and more than few rows.
+    /// Chooses the form for experts of width `f` and activations of width `d`.
+    fn choose(on: On<'_>, is_fp8: bool, d: usize, f: usize, map: &Rows<'_>) -> Self {
+        // FP8 products need copies of 16 bytes, whole blocks in both directions where gate and up are side by side,
+        // and more than a few rows.
         let has_kernel = d.is_multiple_of(16) && f.is_multiple_of(BLOCK) && map.groups().most() > FEW_ROWS;
         match is_fp8 {
             false => Self::Given,
@@ -179,6 +184,7 @@ impl Numbers {
         }
     }
 
+    /// Returns rows of activations in this form.
     fn rows(self, on: On<'_>, x: &Tensor) -> Operand {
         match self {
             Self::Given => x.clone().into(),
@@ -187,8 +193,8 @@ impl Numbers {
         }
     }
 
-    /// The experts' matrices of so many rows, of experts that have rows.
-    fn matrices(self, on: On<'_>, (weights, rows): (&Tensor, usize), map: &Rows<'_>) -> Operand {
+    /// Returns the experts' matrices of `rows` rows in this form, for experts that have rows.
+    fn matrices(self, on: On<'_>, weights: &Tensor, rows: usize, map: &Rows<'_>) -> Operand {
         let offsets = map.offsets.tensor();
         match self {
             Self::Given => weights.clone().into(),
@@ -197,16 +203,17 @@ impl Numbers {
         }
     }
 
-    /// The same for products with the matrices as they stand, which are those of eight-bit floats with the transposed ones.
-    fn matrices_of_backward(self, on: On<'_>, (weights, rows): (&Tensor, usize), map: &Rows<'_>) -> (Form, Operand) {
+    /// Returns the experts' matrices for products with their rows as the depth, and the form of those products. FP8
+    /// takes transposed matrices.
+    fn matrices_of_backward(self, on: On<'_>, weights: &Tensor, rows: usize, map: &Rows<'_>) -> (Form, Operand) {
         match self {
-            Self::Fp8 => (Form::Nt, e4m3::pack_turned_matrices(on, weights, rows, map.offsets.tensor()).into()),
-            _ => (Form::Nn, self.matrices(on, (weights, rows), map)),
+            Self::Fp8 => (Form::Nt, e4m3::pack_transposed_matrices(on, weights, rows, map.offsets.tensor()).into()),
+            _ => (Form::Nn, self.matrices(on, weights, rows, map)),
         }
     }
 }
 
-/// What a product takes, and its scales.
+/// An operand of a product, and its scales in FP8.
 struct Operand {
     data: Tensor,
     scales: Option<Tensor>,
@@ -224,59 +231,71 @@ impl From<Packed> for Operand {
     }
 }
 
+/// Returns the scales of both operands, if they have any.
 fn scales<'a>(a: &'a Operand, b: &'a Operand) -> Option<[&'a Tensor; 2]> {
     Some([a.scales.as_ref()?, b.scales.as_ref()?])
 }
 
+/// The inputs of the forward pass: activations, weights, the map of rows, and a summand of the result.
+#[derive(Clone, Copy)]
+pub(crate) struct ForwardInputs<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) weights: ExpertWeights<'a>,
+    pub(crate) biases: Option<ExpertBiases<'a>>,
+    pub(crate) rows: ExpertRows<'a>,
+    pub(crate) base: Option<&'a Tensor>,
+}
+
+/// Computes [`experts_forward_onto`](crate::experts::experts_forward_onto).
 pub(crate) fn forward(
     on: On<'_>,
-    x: &Tensor,
-    weights: ExpertWeights<'_>,
-    (biases, is_fp8): (Option<ExpertBiases<'_>>, bool),
-    rows: ExpertRows<'_>,
-    (base, is_forward_only): (Option<&Tensor>, bool),
+    inputs: ForwardInputs<'_>,
+    is_fp8: bool,
+    is_forward_only: bool,
 ) -> (Tensor, Option<ExpertsSaved>) {
-    let map = Rows::of(on, rows);
+    let ForwardInputs { x, weights, biases, rows, base } = inputs;
+    let map = Rows::new(on, rows);
     let (r, d, f, dtype) = (map.len(), x.cols(), weights.down.cols(), weights.gate_up.dtype().of_activations());
-    let inputs = weights.activation.num_inputs();
-    // Which kernels would round to bf16.
+    let num_inputs = weights.activation.num_inputs();
+    // The second product's kernels round to bf16 in any case.
     let type_of_a = if weights.down.dtype().is_quantized() { DType::BF16 } else { dtype };
-    let (mut h, mut a) = ((!is_forward_only).then(|| on.empty(&[r, inputs * f], dtype)), on.empty(&[r, f], type_of_a));
+    let (mut h, mut a) =
+        ((!is_forward_only).then(|| on.empty(&[r, num_inputs * f], dtype)), on.empty(&[r, f], type_of_a));
     let mut outputs = None;
-    let numbers = Numbers::of(on, is_fp8, (d, f), &map);
+    let numbers = Numbers::choose(on, is_fp8, d, f, &map);
     let of_x = numbers.rows(on, x);
     let parts = Part::all(on, weights, rows, is_fp8);
     let is_one_token = parts.len() == 1 && map.num_tokens == 1 && biases.is_none();
     for part in parts {
         let part = part.load(on, weights);
-        let gate_up = numbers.matrices(on, (weights.gate_up, f), &map);
+        let gate_up = numbers.matrices(on, weights.gate_up, f, &map);
         let up = RowsProduct {
             form: Form::Nt,
             a: &of_x.data,
             gather: Some(map.tokens.tensor()),
             b: &gate_up.data,
-            apart: part.apart(0),
-            group_rows: inputs * f,
+            scattered: part.scattered(0),
+            group_rows: num_inputs * f,
             columns: f,
             depth: d,
-            pair: (inputs == 2).then_some(f),
+            pair: (num_inputs == 2).then_some(f),
             compute: dtype,
             groups: part.groups(&map),
             a_in_levels: false,
             scales: scales(&of_x, &gate_up),
         };
-        // As the second product takes them, if the kernel of the first gives them so.
-        let in_levels = up.is_of_some(on) && up.reads_blocks(weights.down.dtype(), f);
-        let epilogue = activation(on, weights, biases, (h.as_mut(), (&mut a, in_levels)), dtype);
+        // The first product's kernel writes activations in the order that the second product takes, if it can.
+        let in_levels = up.is_small_m(on) && up.reads_blocks(weights.down.dtype(), f);
+        let epilogue = activation(on, weights, biases, h.as_mut(), &mut a, in_levels, dtype);
         // SAFETY: `h`, if it is there, and `a` have a row for each row, the bias one for each expert.
         unsafe { up.run(on, &epilogue) };
         drop(epilogue);
-        let (a, down) = (numbers.rows(on, &a), numbers.matrices(on, (weights.down, d), &map));
+        let (a, down) = (numbers.rows(on, &a), numbers.matrices(on, weights.down, d, &map));
         let down = RowsProduct {
             a: &a.data,
             gather: None,
             b: &down.data,
-            apart: part.apart(1),
+            scattered: part.scattered(1),
             group_rows: d,
             columns: d,
             depth: f,
@@ -298,12 +317,15 @@ pub(crate) fn forward(
     (combine_onto(on, &outputs, rows, Some(rows.weights), &[x.rows(), d], base), h.map(|h| ExpertsSaved { h }))
 }
 
-/// What becomes of the first products: `h`, if it is kept, and `a`, the activation of numbers of a type.
+/// Returns the epilogue of the first product: writes `h`, if it is kept, and `a`, the activation of numbers of type
+/// `dtype`.
 fn activation<'a>(
     on: On<'_>,
     weights: ExpertWeights<'a>,
     biases: Option<ExpertBiases<'a>>,
-    (h, (a, in_levels)): (Option<&'a mut Tensor>, (&'a mut Tensor, bool)),
+    h: Option<&'a mut Tensor>,
+    a: &'a mut Tensor,
+    in_levels: bool,
     dtype: DType,
 ) -> Epilogue<'a> {
     let kernels = match weights.activation.num_inputs() {
@@ -318,7 +340,7 @@ fn activation<'a>(
     Epilogue { kernels, args, stored: None }
 }
 
-/// Adds each row's expert's bias `[E, D]` to the row of `outputs`.
+/// Adds the bias of each row's expert, `[E, D]`, to the row of `outputs`.
 fn add_biases(on: On<'_>, outputs: &mut Tensor, bias: &Tensor, map: &Rows<'_>) {
     let offsets = map.offsets.tensor();
     let is_bf16 = Arg::from(outputs.dtype() == DType::BF16);
@@ -336,7 +358,7 @@ pub(crate) fn add_bias_row_weight_grads(
     rows: ExpertRows<'_>,
     d_row_weights: &mut Tensor,
 ) {
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let offsets = map.offsets.tensor();
     let args = [
         on.read(dy),
@@ -353,15 +375,17 @@ pub(crate) fn add_bias_row_weight_grads(
     unsafe { on.launch(&GROUPED, "add_bias_dots", map.len().div_ceil(WARPS), &args) };
 }
 
-/// The gradients of both biases.
+/// Computes the gradients of both biases.
 pub(crate) fn bias_grad(
     on: On<'_>,
-    (dy, dh): (&Tensor, &Tensor),
+    dy: &Tensor,
+    dh: &Tensor,
     rows: ExpertRows<'_>,
     write: Write,
-    (gate_up, down): (&mut Tensor, &mut Tensor),
+    gate_up: &mut Tensor,
+    down: &mut Tensor,
 ) {
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let offsets = map.offsets.tensor();
     let sum = |x: &Tensor, of_tokens: bool, sums: &mut Tensor| {
         let width = sums.cols();
@@ -377,21 +401,23 @@ pub(crate) fn bias_grad(
         ];
         let grid = [width.div_ceil(32), offsets.len() - 1, 1];
         let (source, kernel) = (&GROUPED, "sum_group_rows");
-        // SAFETY: a block reads its group's rows, or those of their tokens, and writes its columns of the group's sums.
+        // SAFETY: a block reads its group's rows, or those of their tokens, and writes its columns of the group's
+        // sums.
         unsafe { on.gpu.launch(&Launch { source, kernel, grid, threads: THREADS, shared: 0, args: &args }) };
     };
     sum(dh, false, gate_up);
     sum(dy, true, down);
 }
 
-/// Tokens whose rows are added up by the last blocks that make them: of more, a kernel of their own is quicker. (An H100: second products
-/// of eight of OLMoE's tokens with their sums went at 2.2 TB/s, of 64 without at 2.7, where the sums are 3 us.)
+/// The most tokens whose rows are summed by the last blocks that make them. With more a separate kernel is faster.
+/// (H100: second products of eight OLMoE tokens with their sums ran at 2.2 TB/s, of 64 tokens without sums at 2.7
+/// TB/s, where the sums take 3 us.)
 const MAX_COMBINED_BY_LAST: usize = 4;
 
-/// Columns that a block adds up.
+/// Columns that a block sums.
 const COMBINED_COLUMNS: usize = 8 * THREADS;
 
-/// `outputs` may be bf16, too.
+/// Computes [`combine`](crate::experts::combine). `outputs` may be bf16, too.
 pub(crate) fn combine(
     on: On<'_>,
     outputs: &Tensor,
@@ -402,7 +428,8 @@ pub(crate) fn combine(
     combine_onto(on, outputs, rows, weights, shape, None)
 }
 
-/// The product that makes the few rows to be combined, if it would be launched next: it is not, and the caller's kernel does it.
+/// Takes back the pending product that makes the few rows to be combined, if there is one. The caller's kernel does
+/// its work.
 fn product_of(on: On<'_>, outputs: &Tensor, num_tokens: usize) -> Option<CapturedLaunch> {
     if num_tokens > MAX_COMBINED_BY_LAST {
         return None;
@@ -419,7 +446,7 @@ fn product_of(on: On<'_>, outputs: &Tensor, num_tokens: usize) -> Option<Capture
     taken.map(|((), launch)| launch)
 }
 
-/// The same with what `base`, f32 of the same shape, has besides.
+/// Combines the rows and adds `base`, f32 of the same shape, if there is one.
 fn combine_onto(
     on: On<'_>,
     outputs: &Tensor,
@@ -437,7 +464,8 @@ fn combine_onto(
         args.truncate(args.len() - COMBINE_ARGS);
         args.extend([on.read(token_rows.tensor()), on.read_or_none(weights), on.read_or_none(base), on.write(&mut y)]);
         args.extend([shape[0].into(), rows.num_choices.into(), on.read(&counters)]);
-        // SAFETY: as of the product, after which the last block of some columns reads what all wrote there, and writes them of `y`.
+        // SAFETY: as of the product, after which the last block of some columns reads what all wrote there, and
+        // writes them of `y`.
         unsafe { on.gpu.launch(&Launch { args: &args, ..product.launch() }) };
         drop(args);
         return y;
@@ -470,24 +498,26 @@ pub(crate) fn choice_weight_grads(on: On<'_>, rows: ExpertRows<'_>, d_row_weight
     grads
 }
 
+/// Computes [`experts_backward`](crate::experts::experts_backward).
 pub(crate) fn backward(
     on: On<'_>,
     dy: &Tensor,
-    (weights, is_fp8): (ExpertWeights<'_>, bool),
+    weights: ExpertWeights<'_>,
+    is_fp8: bool,
     rows: ExpertRows<'_>,
     saved: &ExpertsSaved,
 ) -> ExpertsBackward {
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let (r, d, f, dtype) = (map.len(), dy.cols(), weights.down.cols(), weights.gate_up.dtype());
     let af = f * weights.activation.num_inputs();
-    let numbers = Numbers::of(on, is_fp8, (d, f), &map);
-    let (of_dy, (form, down)) = (numbers.rows(on, dy), numbers.matrices_of_backward(on, (weights.down, d), &map));
+    let numbers = Numbers::choose(on, is_fp8, d, f, &map);
+    let (of_dy, (form, down)) = (numbers.rows(on, dy), numbers.matrices_of_backward(on, weights.down, d, &map));
     let first = RowsProduct {
         form,
         a: &of_dy.data,
         gather: Some(map.tokens.tensor()),
         b: &down.data,
-        apart: None,
+        scattered: None,
         group_rows: if form == Form::Nt { f } else { d },
         columns: f,
         depth: d,
@@ -516,7 +546,7 @@ pub(crate) fn backward(
     let args = [on.read(&parts), on.write(&mut d_row_weights), r.into(), num_parts.into()];
     // SAFETY: a thread adds up its row's parts.
     unsafe { on.launch(&GROUPED, "add_row_parts", r.div_ceil(THREADS), &args) };
-    let (of_dh, (_, gate_up)) = (numbers.rows(on, &dh), numbers.matrices_of_backward(on, (weights.gate_up, f), &map));
+    let (of_dh, (_, gate_up)) = (numbers.rows(on, &dh), numbers.matrices_of_backward(on, weights.gate_up, f, &map));
     let second = RowsProduct {
         a: &of_dh.data,
         gather: None,
@@ -532,18 +562,27 @@ pub(crate) fn backward(
     ExpertsBackward { dx, d_row_weights, dh, weighed: Some(weighed) }
 }
 
-/// The gradients of the weights, from the `weighed` activations of [`backward`]; `keeps_unused` leaves those of experts without rows as
-/// they are.
+/// The rows of experts whose weights get gradients.
+#[derive(Clone, Copy)]
+pub(crate) struct WgradRows<'a> {
+    pub(crate) rows: ExpertRows<'a>,
+    /// Leaves the gradients of experts without rows as they are.
+    pub(crate) keeps_unused: bool,
+}
+
+/// Computes the gradients of the weights from the `weighed` activations of [`backward`]. With `keeps_unused` the
+/// gradients of experts without rows are left as they are.
 pub(crate) fn weight_grad(
     on: On<'_>,
-    (inputs, weighed): (WeightGradInputs<'_>, &Tensor),
+    inputs: WeightGradInputs<'_>,
+    weighed: &Tensor,
     activation: Activation,
-    (rows, keeps_unused): (ExpertRows<'_>, bool),
+    WgradRows { rows, keeps_unused }: WgradRows<'_>,
     write: Write,
     grads: ExpertGrads<'_>,
 ) {
     let WeightGradInputs { x, dy, dh, .. } = inputs;
-    let map = Rows::of(on, rows);
+    let map = Rows::new(on, rows);
     let (d, f) = (x.cols(), grads.down.cols());
     let (offsets, tokens, compute) = (map.offsets.tensor(), Some(map.tokens.tensor()), dh.dtype());
     let down =

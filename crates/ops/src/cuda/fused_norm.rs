@@ -3,19 +3,19 @@
 use super::On;
 use moeworks_gpu::{Arg, Pending, PendingNorm};
 
-/// Rows that kernels norm at most.
+/// The most rows that a product's kernel norms.
 const MAX_ROWS: usize = 8;
 
-/// The arguments of a kernel's norm.
+/// The arguments of a kernel that describe its norm.
 pub(super) type Norm = [Arg<'static>; 7];
 
-/// The arguments of a kernel that norms nothing.
+/// Returns the arguments of a kernel that norms nothing.
 pub(super) fn nothing() -> Norm {
     let none = Arg::none;
     [none(), none(), Arg::from(0.0), none(), none(), false.into(), false.into()]
 }
 
-/// The norm of `rows` rows that makes `y`, if it would be launched next: it is not, and the caller's kernel does it.
+/// Takes back the pending norm of `rows` rows that makes `y`, if there is one. The caller's kernel does its work.
 pub(super) fn take(on: On<'_>, y: Arg<'_>, rows: usize) -> Option<Norm> {
     let (norm, _) = on.gpu.fuse_with_last(|pending| match pending {
         Pending::Norm(norm) => (is_few(&norm) && norm.y == y && norm.rows == rows).then_some(norm),
@@ -25,7 +25,7 @@ pub(super) fn take(on: On<'_>, y: Arg<'_>, rows: usize) -> Option<Norm> {
     Some([x, weight, eps, y, inv_rms, x_is_bf16.into(), y_is_bf16.into()])
 }
 
-/// Whether a product's kernel can norm so many rows of this width.
+/// Returns whether a product's kernel can norm so many rows of this width.
 fn is_few(norm: &PendingNorm<'_>) -> bool {
     norm.rows <= MAX_ROWS && norm.width.is_multiple_of(4)
 }

@@ -10,35 +10,39 @@ use crate::gemm::Form;
 use crate::grouped_linear::GroupedRows;
 use crate::linear::Write;
 
-/// Whether the groups' matrices are where kernels look for them: from the weight's first row on.
+/// Returns whether the groups' matrices begin at the weight's first row, where kernels expect them.
 pub(crate) fn takes(groups: GroupedRows<'_>) -> bool {
     groups.first == 0
 }
 
 pub(crate) fn forward(on: On<'_>, x: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
-    let map = Rows::of(on, groups.rows);
-    product(&map, (Form::Nt, x, w), (groups.width, groups.width, x.cols())).store(on, map.len(), DType::F32)
+    let map = Rows::new(on, groups.rows);
+    product(&map, Form::Nt, x, w, groups.width, groups.width, x.cols()).store(on, map.len(), DType::F32)
 }
 
 pub(crate) fn backward_input(on: On<'_>, dy: &Tensor, w: &Tensor, groups: GroupedRows<'_>) -> Tensor {
-    let map = Rows::of(on, groups.rows);
-    let product = product(&map, (Form::Nn, dy, w), (groups.width, w.cols(), groups.width));
+    let map = Rows::new(on, groups.rows);
+    let product = product(&map, Form::Nn, dy, w, groups.width, w.cols(), groups.width);
     let rows = product.store(on, map.len(), DType::F32);
     combine(on, &rows, groups.rows, None, &[map.num_tokens, w.cols()])
 }
 
-/// The rows of a product with matrices of so many rows, and its columns and depth.
+/// Returns the product of rows with matrices of `group_rows` rows.
 fn product<'a>(
     map: &'a Rows<'_>,
-    (form, a, b): (Form, &'a Tensor, &'a Tensor),
-    (group_rows, columns, depth): (usize, usize, usize),
+    form: Form,
+    a: &'a Tensor,
+    b: &'a Tensor,
+    group_rows: usize,
+    columns: usize,
+    depth: usize,
 ) -> RowsProduct<'a> {
     RowsProduct {
         form,
         a,
         gather: (form == Form::Nt).then_some(map.tokens.tensor()),
         b,
-        apart: None,
+        scattered: None,
         group_rows,
         columns,
         depth,
@@ -58,7 +62,7 @@ pub(crate) fn backward_weight(
     write: Write,
     dw: &mut Tensor,
 ) {
-    let map = Rows::of(on, groups.rows);
+    let map = Rows::new(on, groups.rows);
     let (rows, columns, compute) = (groups.width, x.cols(), dy.dtype());
     let (a, b, offsets) = ((dy, None), (x, Some(map.tokens.tensor())), map.offsets.tensor());
     WgradProduct { a, b, rows, columns, offsets, compute, keeps_unused: write == Write::Add }.run(on, write, dw);

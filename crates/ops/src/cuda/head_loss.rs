@@ -1,4 +1,4 @@
-//! The loss of rows of logits on a GPU: see [`head_loss`](crate::head_loss). A block has a row.
+//! The loss of rows of logits on a GPU: see [`head_loss`](crate::head_loss). Each row has a block.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -6,18 +6,18 @@ use super::On;
 use moeworks_gpu::Arg;
 use moeworks_gpu::sources::HEAD_LOSS;
 
-/// What a row's loss is computed from, with the target's place among the others.
+/// The terms of a row's loss.
 pub(crate) struct Row {
     /// The sum of exponentials relative to the largest logit.
     pub(crate) sum: f32,
     /// The target's logit less the largest one.
     pub(crate) distance: f32,
-    /// Whether the target is the first of the largest.
+    /// The target is the first of the largest.
     pub(crate) is_correct: bool,
 }
 
-/// What each row gives, for [`rows`]; with a scale, the logits are replaced by their gradient, of a type. Of a row without a target
-/// nothing is said.
+/// Computes the terms of each row's loss, for [`rows`]. With `grads` the logits are replaced by their gradient, of
+/// its type. The terms of rows without a target are unspecified.
 pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], grads: Option<(f32, DType)>) -> Tensor {
     let (columns, list, grad_scale) = (logits.cols(), on.u32s(targets), grads.map(|(scale, _)| scale));
     let mut results = on.empty(&[targets.len(), 3], DType::F32);
@@ -39,7 +39,7 @@ pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], gra
     results
 }
 
-/// What [`softmax_rows`] said of each row.
+/// Returns the terms that [`softmax_rows`] computed.
 pub(crate) fn rows(results: &Tensor) -> impl Iterator<Item = Row> {
     let rows = results.f32s().as_chunks::<3>().0;
     rows.iter().map(|&[sum, distance, is_correct]| Row { sum, distance, is_correct: is_correct == 1.0 })

@@ -1,4 +1,4 @@
-//! [`heads`](crate::heads) on a GPU: kernels for the few rows that a step of decoding has.
+//! [`heads`](crate::heads) on a GPU: kernels for the few rows of a decoding step.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -8,21 +8,22 @@ use crate::heads::HeadParts;
 use moeworks_gpu::sources::HEADS;
 use moeworks_gpu::{Arg, Launch};
 
-/// Rows of a block, and columns of a block of the form `A B` (`heads.cu`).
+/// Rows of a block.
 const AT_ONCE: usize = 4;
+/// Columns of a block of the form `A B` (`heads.cu`).
 const COLUMNS: usize = 256;
 /// The most blocks of the grid's third dimension.
 const MAX_BLOCKS: usize = 65_535;
 
-/// Whether there are few enough rows for the kernels' grid.
+/// Returns whether there are few enough rows for the kernels' grid.
 pub(crate) fn takes(x: &Tensor) -> bool {
     x.rows().div_ceil(AT_ONCE) <= MAX_BLOCKS
 }
 
-/// Both products by head; rows and columns are checked.
-pub(crate) fn by_head(on: On<'_>, form: Form, (x, w): (&Tensor, &Tensor), parts: &HeadParts, y: &mut Tensor) {
+/// Computes either form of product by head; rows and columns have been checked.
+pub(crate) fn by_head(on: On<'_>, form: Form, x: &Tensor, w: &Tensor, parts: &HeadParts, y: &mut Tensor) {
     let rows = x.rows();
-    // Rows of w are whole: heads begin with one of them.
+    // Heads begin at a row of `w`, so its start within a row is 0.
     let starts = [x.cols(), parts.x.start, parts.x.step, w.cols()];
     let is_whole = starts.iter().all(|columns| columns.is_multiple_of(8));
     let (kernel, columns) = match form {

@@ -7,7 +7,7 @@ use crate::layer_norm::LayerNormWeights;
 use crate::linear::Write;
 use moeworks_gpu::sources::LAYER_NORM;
 
-/// Rows whose part of the gradients of weight and bias one block adds up.
+/// Rows whose part of the gradients of weight and bias one block sums.
 const ROWS_EACH: usize = 16;
 
 pub(crate) fn forward(on: On<'_>, x: &Tensor, weights: LayerNormWeights<'_>, eps: f32, out: DType) -> (Tensor, Tensor) {
@@ -30,13 +30,21 @@ pub(crate) fn forward(on: On<'_>, x: &Tensor, weights: LayerNormWeights<'_>, eps
     (y, statistics)
 }
 
+/// The input, the statistics of its rows and the weight, which backward needs.
+#[derive(Clone, Copy)]
+pub(crate) struct LayerNormSaved<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) statistics: &'a Tensor,
+    pub(crate) weight: &'a Tensor,
+}
+
 pub(crate) fn backward(
     on: On<'_>,
     dy: &Tensor,
-    (x, statistics): (&Tensor, &Tensor),
-    weight: &Tensor,
+    LayerNormSaved { x, statistics, weight }: LayerNormSaved<'_>,
     write: Write,
-    (dweight, dbias): (&mut Tensor, &mut Tensor),
+    dweight: &mut Tensor,
+    dbias: &mut Tensor,
 ) -> Tensor {
     let (width, rows) = (weight.len(), x.len() / weight.len());
     let parts = rows.div_ceil(ROWS_EACH);

@@ -1,8 +1,8 @@
-//! Launchers of the operations on a GPU, one file an operation, with the arguments and results of its twin on the CPU. The kernels and
-//! everything below a launch are in `moeworks_gpu`.
+//! Launchers of the operations on a GPU, one file an operation, with the arguments and results of their CPU versions.
+//! The kernels and everything below a launch are in `moeworks_gpu`.
 //!
-//! The twin has checked shapes before it calls these. Each launch's safety rests on that: kernels stay inside the sizes that
-//! they are given.
+//! The CPU version has checked shapes before it calls these. Each launch's safety rests on that: kernels stay inside
+//! the sizes that they are given.
 
 pub(crate) mod attention;
 mod batched_gemm;
@@ -39,7 +39,7 @@ const THREADS: usize = 256;
 /// Warps of such a block.
 const WARPS: usize = THREADS / 32;
 
-/// A context's GPU and its memory: what every operation here needs.
+/// A context's GPU and its memory, which every operation here needs.
 #[derive(Clone, Copy)]
 pub(crate) struct On<'a> {
     ctx: &'a Context,
@@ -47,17 +47,18 @@ pub(crate) struct On<'a> {
 }
 
 impl<'a> On<'a> {
-    /// The GPU of a context; none if it has none.
+    /// Returns the GPU of a context; none if it has none.
     pub(crate) fn of(ctx: &'a Context) -> Option<Self> {
         ctx.gpu().map(|gpu| Self { ctx, gpu })
     }
 
-    /// The GPU of a context, if it has kernels for weights of this type: floats of 16 or 32 bits, or any blocks.
+    /// Returns the GPU of a context if it has kernels for weights of this type: floats of 16 or 32 bits, or
+    /// quantized.
     pub(crate) fn taking_weights(ctx: &'a Context, dtype: DType) -> Option<Self> {
         Self::of(ctx).filter(|_| takes_weights(dtype))
     }
 
-    /// The GPU of a context, if its kernels take all of these types; the host computes with others.
+    /// Returns the GPU of a context if its kernels take all of these types; the host computes with others.
     pub(crate) fn taking(ctx: &'a Context, dtypes: &[DType]) -> Option<Self> {
         Self::of(ctx).filter(|_| dtypes.iter().all(|dtype| matches!(dtype, DType::F32 | DType::BF16)))
     }
@@ -66,7 +67,7 @@ impl<'a> On<'a> {
         self.gpu.empty(self.ctx.pool(), shape, dtype)
     }
 
-    /// The tensor as f32; for small ones that the kernels know in this type alone.
+    /// Returns the tensor as f32, for small tensors that kernels take in this type alone.
     fn f32s(self, tensor: &Tensor) -> Tensor {
         match tensor.dtype() {
             DType::F32 => tensor.clone(),
@@ -74,7 +75,7 @@ impl<'a> On<'a> {
         }
     }
 
-    /// A list where it is, or a copy of the host's.
+    /// Returns a list where it is, or a copy of the host's.
     fn list<E: Element>(self, list: List<'_, E>) -> Listed<'_> {
         match list {
             List::Tensor(tensor) => Listed::There(tensor),
@@ -82,17 +83,17 @@ impl<'a> On<'a> {
         }
     }
 
-    /// A list of whole numbers on the GPU.
+    /// Copies a list of integers to the GPU.
     fn u32s(self, values: &[u32]) -> Tensor {
         Tensor::from_slice(self.ctx.pool(), &[values.len()], values)
     }
 
-    /// A list of whole numbers that is copied to the GPU once, because it is needed again and again.
+    /// Returns a list of integers on the GPU. It is copied once and cached, because it recurs.
     fn cached_list(self, values: &[u32]) -> Tensor {
         self.gpu.cached_list(self.ctx.pool(), values)
     }
 
-    /// A list of floats on the GPU.
+    /// Copies a list of floats to the GPU.
     fn floats(self, values: &[f32]) -> Tensor {
         Tensor::from_slice(self.ctx.pool(), &[values.len()], values)
     }
@@ -113,7 +114,7 @@ impl<'a> On<'a> {
     ///
     /// # Safety
     ///
-    /// As for [`Gpu::launch`].
+    /// See [`Gpu::launch`].
     unsafe fn launch(self, source: &'static Source, kernel: &str, blocks: usize, args: &[Arg<'_>]) {
         let launch = Launch { source, kernel, grid: [blocks, 1, 1], threads: THREADS, shared: 0, args };
         // SAFETY: the caller's promise.
@@ -126,7 +127,7 @@ impl On<'_> {
     ///
     /// # Safety
     ///
-    /// That of [`Gpu::launch`].
+    /// See [`Gpu::launch`].
     unsafe fn launch_pending(
         self,
         source: &'static Source,
@@ -156,23 +157,23 @@ impl Listed<'_> {
     }
 }
 
-/// The product of this form for NVIDIA's library, with `[rows, columns, depth]`.
+/// Returns the product of this form with `[rows, columns, depth]`, as NVIDIA's library takes it.
 fn dense_product(form: Form, [rows, columns, depth]: [usize; 3], is_rounded: bool) -> DenseProduct {
     let (is_a_transposed, is_b_transposed) = (form == Form::Tn, form == Form::Nt);
     DenseProduct { is_a_transposed, is_b_transposed, rows, columns, depth, is_rounded }
 }
 
-/// An f64 that a kernel wrote in the place of two 32-bit numbers.
+/// Returns the f64 that a kernel wrote as two 32-bit numbers.
 fn double([low, high]: [u32; 2]) -> f64 {
     f64::from_bits(u64::from(low) | u64::from(high) << 32)
 }
 
-/// Whether products have kernels for weights of this type.
+/// Returns whether products have kernels for weights of this type.
 fn takes_weights(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16) || dtype.is_quantized()
 }
 
-/// The name of a float type in kernels' names.
+/// Returns the name of a float type in kernels' names.
 fn name(dtype: DType) -> &'static str {
     match dtype {
         DType::BF16 => "bf16",

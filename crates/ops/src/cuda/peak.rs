@@ -1,5 +1,5 @@
-//! [`peak`](crate::peak) of a GPU. The bf16 rate is that of the instruction that products use there: `wgmma` on Hopper, `mma.sync`
-//! elsewhere; that of eight-bit floats is Hopper's.
+//! [`peak`](crate::peak) of a GPU. The bf16 rate is that of the instruction that products use: `wgmma` on Hopper,
+//! `mma.sync` elsewhere. The FP8 rate is Hopper's.
 
 use moeworks_tensor::DType;
 
@@ -12,12 +12,15 @@ use moeworks_gpu::{Arg, Launch};
 const SUMS: usize = 8;
 /// Multiply-adds of a product by `mma.sync`.
 const PRODUCT: usize = 16 * 8 * 16;
-/// Multiply-adds of a group of four warps in a step on Hopper, of bf16 or of bytes, and the shared memory of bf16 operands.
+/// Multiply-adds of a step of four warps on Hopper in bf16.
 const HOPPER_PRODUCT: usize = 64 * 256 * 64;
+/// Multiply-adds of a step of four warps on Hopper in FP8.
 const HOPPER_BYTE_PRODUCT: usize = 64 * 128 * 128;
+/// Shared memory of the bf16 operands on Hopper in bytes.
 const HOPPER_SHARED: usize = (128 + 256) * 64 * 2;
 
-/// How much is done: enough to fill any GPU for about a millisecond, or little, where the emulation would take minutes.
+/// The amount of work: enough to fill any GPU for about a millisecond, or little, where the emulation would take
+/// minutes.
 struct Amount {
     blocks: usize,
     steps: usize,
@@ -45,7 +48,7 @@ pub(crate) fn measure(on: On<'_>) -> Peaks {
     }
 }
 
-/// Operations a second of a kernel that does `flops` in each of its steps; the best of a few tries.
+/// Returns the operations a second of a kernel that does `flops` in each of its steps, the best of a few tries.
 fn rate(on: On<'_>, amount: &Amount, kernel: &str, flops: usize) -> f64 {
     let mut results = on.empty(&[amount.blocks * THREADS], DType::F32);
     let mut args = vec![on.write(&mut results), amount.steps.into()];
@@ -59,7 +62,8 @@ fn rate(on: On<'_>, amount: &Amount, kernel: &str, flops: usize) -> f64 {
     (flops * amount.steps) as f64 / seconds
 }
 
-/// That of `wgmma`, whose steps are longer: of a kernel whose steps have so many multiply-adds.
+/// Returns the operations a second of a `wgmma` kernel whose steps have `product` multiply-adds. Its steps are longer
+/// than the others'.
 fn hopper_rate(on: On<'_>, amount: &Amount, kernel: &str, product: usize) -> f64 {
     let steps = amount.steps.div_ceil(16);
     let mut results = on.empty(&[amount.blocks * THREADS], DType::F32);
@@ -84,7 +88,7 @@ fn read_rate(on: On<'_>, amount: &Amount) -> f64 {
     amount.bytes as f64 / seconds
 }
 
-/// Bytes a second that are read and written.
+/// Returns the bytes that are read and written a second.
 fn copy_rate(on: On<'_>, amount: &Amount) -> f64 {
     let [from, mut to] = [(); 2].map(|()| on.empty(&[amount.bytes / 8], DType::U32));
     let args = [on.read(&from), on.write(&mut to), (amount.bytes / 32).into()];
@@ -95,7 +99,7 @@ fn copy_rate(on: On<'_>, amount: &Amount) -> f64 {
     amount.bytes as f64 / seconds
 }
 
-/// The shortest of a few runs after one that is not timed, in which kernels are compiled.
+/// Returns the shortest of a few runs, after an untimed one in which kernels are compiled.
 fn timed(on: On<'_>, mut run: impl FnMut()) -> f64 {
     let mut run = || {
         run();

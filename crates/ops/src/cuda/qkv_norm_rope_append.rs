@@ -9,10 +9,10 @@ use crate::qkv_norm_rope_append::{Kept, Placing};
 use moeworks_gpu::sources::QKV_NORM_ROPE_APPEND;
 use moeworks_gpu::{Arg, Launch, Pending, PendingQkvAppend};
 
-/// Elements of a row that a block has room for.
+/// The widest row that fits a block's shared memory.
 const MAX_WIDTH: usize = 8192;
 
-/// Whether there is a kernel for these.
+/// Returns whether there is a kernel for these projections.
 pub(crate) fn takes(projections: [&Tensor; 3]) -> bool {
     projections.iter().all(|x| {
         let is_float = matches!(x.dtype(), DType::F32 | DType::BF16);
@@ -54,13 +54,13 @@ pub(crate) fn run(
     let (grid, shared) = ([rows, 3, 1], 4 * [q, k, v].iter().map(|x| x.cols()).max().unwrap_or(0));
     let args = &args(&append);
     let launch = Launch { source: &QKV_NORM_ROPE_APPEND, kernel: &kernel, grid, threads: THREADS, shared, args };
-    // SAFETY: a block reads a row of one of the three and writes it to its place, which is within what is kept; positions are those of
-    // the table.
+    // SAFETY: a block reads a row of one of the three and writes it to its place, which is within what is kept;
+    // positions are those of the table.
     unsafe { on.gpu.launch_pending(&launch, Pending::QkvAppend(append)) };
     queries
 }
 
-/// The arguments of the kernel in its order.
+/// Returns the arguments of the kernel in its order.
 fn args<'a>(append: &PendingQkvAppend<'a>) -> [Arg<'a>; 23] {
     let &PendingQkvAppend { projections: [q, k, v], to: [queries, keys, values], norms, norm_widths, .. } = append;
     let [q_norm_width, k_norm_width] = norm_widths.map(Arg::from);
@@ -92,11 +92,11 @@ fn args<'a>(append: &PendingQkvAppend<'a>) -> [Arg<'a>; 23] {
     ]
 }
 
-/// The arguments of a kernel that does this beside its own work.
+/// The arguments of a kernel that does this in addition to its own work.
 pub(super) type Placed = [Arg<'static>; 16];
 
-/// The operation of one token of each sequence, in bf16, if it would be launched next and makes the queries, the last key and the last value
-/// `qkv` of an attention of this shape: it is not launched, and the caller's kernel does it.
+/// Takes back the pending operation of one token of each sequence, in bf16, if it makes the queries, the last key and
+/// the last value `qkv` of an attention of this shape. The caller's kernel does its work.
 pub(super) fn take(on: On<'_>, qkv: [Arg<'_>; 3], shape: &AttentionShape) -> Option<Placed> {
     let (append, _) = on.gpu.fuse_with_last(|pending| match pending {
         Pending::QkvAppend(append) => (append.to == qkv && is_for(&append, shape)).then_some(append),
@@ -113,7 +113,8 @@ pub(super) fn take(on: On<'_>, qkv: [Arg<'_>; 3], shape: &AttentionShape) -> Opt
     Some(placed)
 }
 
-/// Whether it places one token of each sequence of an attention, in bf16, with norms of whole rows or of heads.
+/// Returns whether the operation handles one token of each sequence of an attention, in bf16, with norms of whole
+/// rows or of heads.
 fn is_for(append: &PendingQkvAppend<'_>, shape: &AttentionShape) -> bool {
     let widths =
         [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim];

@@ -1,17 +1,19 @@
-//! [`rms_norm`](crate::rms_norm) on a GPU. Rows are read twice and come from the cache the second time.
+//! [`rms_norm`](crate::rms_norm) on a GPU. Rows are read twice, the second time from the cache.
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::{On, THREADS, WARPS, elementwise, name};
 use crate::linear::Write;
+use crate::rms_norm::RmsNormInputs;
 use moeworks_gpu::sources::{GROUPED, RMS_NORM};
 use moeworks_gpu::{Launch, Pending, PendingNorm};
 
-/// Rows that get a block each: more keep a GPU busy by warps. (512 rows of 2,048 by warps took an H100 14 us, 256 by blocks 5.)
+/// The most rows that get a block each; more rows occupy a GPU with a warp each. (H100: 512 rows of 2,048 took 14 us
+/// by warps, 256 rows 5 us by blocks.)
 const FEW: usize = 4096;
-/// Rows whose part of the weight's gradient one block adds up.
+/// Rows whose part of the weight's gradient one block sums.
 const ROWS_EACH: usize = 16;
-/// Elements of a row that is normed by the block that has made it, and keeps it in shared memory.
+/// The most elements of a row that is normed by the block that has made it, from shared memory.
 const MAX_KEPT: usize = 8192;
 
 pub(crate) fn forward(on: On<'_>, x: &Tensor, weight: &Tensor, eps: f32, out: DType) -> (Tensor, Tensor) {
@@ -40,8 +42,9 @@ pub(crate) fn forward(on: On<'_>, x: &Tensor, weight: &Tensor, eps: f32, out: DT
     (y, inv_rms)
 }
 
-/// Launches the kernel that combines experts' rows and norms the sums, instead of the combination that would be launched next if that makes
-/// the rows `x` of the norm. One row is left to the product that takes its norm ([`fused_norm`](super::fused_norm)).
+/// Launches the kernel that combines experts' rows and norms the sums, in place of a pending combination that makes
+/// the rows `x` of the norm. Returns whether it did. One row is left to the product that takes its norm
+/// ([`fused_norm`](super::fused_norm)).
 fn combine_and_norm(on: On<'_>, x: &Tensor, norm: &PendingNorm<'_>) -> bool {
     let PendingNorm { weight, eps, y, y_is_bf16, inv_rms, rows, width, .. } = *norm;
     let is_kept = (2..=FEW).contains(&rows) && width.is_multiple_of(8) && width <= MAX_KEPT && x.dtype() == DType::F32;
@@ -62,7 +65,7 @@ fn combine_and_norm(on: On<'_>, x: &Tensor, norm: &PendingNorm<'_>) -> bool {
 pub(crate) fn backward(
     on: On<'_>,
     dy: &Tensor,
-    (x, weight, inv_rms): (&Tensor, &Tensor, &Tensor),
+    RmsNormInputs { x, weight, inv_rms }: RmsNormInputs<'_>,
     base: Option<&Tensor>,
     write: Write,
     dweight: &mut Tensor,

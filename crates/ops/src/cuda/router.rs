@@ -1,8 +1,9 @@
-//! [`top_k`](crate::top_k), [`score_top_k`](mod@crate::score_top_k) and [`counting_sort`](crate::counting_sort) on a GPU.
+//! [`top_k`](crate::top_k), [`score_top_k`](mod@crate::score_top_k) and [`counting_sort`](crate::counting_sort) on a
+//! GPU.
 //!
-//! A warp has a row of scores. The sort counts choices by (expert, rank, block of 1,024 tokens), scans each expert's counts by a
-//! block, and gives rows out by warps that compare their lanes' experts: the order is that of the CPU, without atomics that
-//! could change it.
+//! Each row of scores has a warp. The sort counts choices by (expert, rank, block of 1,024 tokens), scans each
+//! expert's counts in a block, and assigns rows in warps that compare their lanes' experts. The order is that of the
+//! CPU, without atomics that could change it.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -16,23 +17,24 @@ use crate::top_k::{ChoiceSums, ScoreGrads, ScoreSums, TopK};
 use moeworks_gpu::sources::{ROUTE_FEW, ROUTER, SCORES};
 use moeworks_gpu::{Arg, CapturedLaunch, Launch, Pending, PendingProduct, ProductKernel};
 
-/// Rows that one block adds up, as on the CPU.
+/// Rows that one block sums, as on the CPU.
 const ROWS_EACH: usize = 128;
-/// Choices that one block adds up.
+/// Choices that one block sums.
 const SUMMED_CHOICES: usize = 512;
-/// Tokens of which a block of the sort has the choices of one rank.
+/// Tokens whose choices of one rank a block of the sort has.
 const SORT_TOKENS: usize = 1024;
-/// Choices that one block sorts.
+/// The most choices that one block sorts.
 const MAX_FEW_CHOICES: usize = 512;
-/// Rows for which a router's logits, choice and sort are one kernel.
+/// The most rows for which a router's logits, choice and sort are one kernel.
 const MAX_DECIDED: usize = 64;
 /// Columns of a block of `route_few`.
 const ROUTE_COLUMNS: usize = 4;
-/// Rows that a router's kernel norms itself, and bytes of them that are kept in shared memory. For each block to norm more of them takes
-/// longer than a kernel that does it once. (An H100, eight of OLMoE's tokens: 25 us so, 11 and 3 apart.)
+/// The most rows that a router's kernel norms itself. Each block norms them all, so for more rows a separate kernel
+/// is faster. (H100, eight OLMoE tokens: 25 us fused, 11 and 3 us apart.)
 const MAX_NORMED_ROWS: usize = 2;
+/// The most bytes of normed rows in shared memory.
 const MAX_NORMED_BYTES: usize = 64 << 10;
-/// With more experts the sort's counts do not fit into a block's shared memory.
+/// The most experts whose counts fit a block's shared memory in the sort.
 const MAX_SORTED_EXPERTS: usize = 1024;
 
 pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize: bool, are_sums_wanted: bool) -> TopK {
@@ -51,10 +53,10 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
         k.into(),
         normalize.into(),
     ];
-    // A step of decoding, whose choices are surely dispatched.
+    // A decoding step, whose choices will be dispatched.
     let is_few = !are_sums_wanted && (1..=MAX_DECIDED).contains(&rows) && rows * k <= MAX_FEW_CHOICES && sorts(width);
     let product = if is_few { product_of(on, args[0]) } else { None };
-    let mut sorted = (is_few && (rows <= WARPS || product.is_some())).then(|| FewChoices::new(on, (rows, k), width));
+    let mut sorted = (is_few && (rows <= WARPS || product.is_some())).then(|| FewChoices::new(on, rows, k, width));
     if let Some(sorted) = &mut sorted {
         args.extend(sorted.args(on));
         decide_for_few(on, product, rows, &args);
@@ -68,13 +70,13 @@ pub(crate) fn softmax_top_k(on: On<'_>, mut logits: Tensor, k: usize, normalize:
     TopK { probs: logits, ids, weights, lse, sums, sorted: sorted.map(FewChoices::sorted) }
 }
 
-/// A product that makes logits, and its launch, which was taken back.
+/// A pending product that makes logits, and its launch, which was taken back.
 struct LogitsProduct {
     product: PendingProduct<'static>,
     launch: CapturedLaunch,
 }
 
-/// The product that makes these logits, if it would be launched next: it is not, and the caller's kernel does it.
+/// Takes back the pending product that makes these logits, if there is one. The caller's kernel does its work.
 fn product_of(on: On<'_>, logits: Arg<'_>) -> Option<LogitsProduct> {
     let is_wanted = |product: &PendingProduct<'_>| {
         let is_few = product.kernel == ProductKernel::Vec && product.grid[1] <= MAX_DECIDED / WARPS;
@@ -87,8 +89,8 @@ fn product_of(on: On<'_>, logits: Arg<'_>) -> Option<LogitsProduct> {
     taken.map(|(product, launch)| LogitsProduct { product, launch })
 }
 
-/// A router's whole decision for few rows, with the product that makes its logits, and the norm that makes what is multiplied if that would
-/// be launched next.
+/// Launches a router's decision for few rows, fused with the product that makes its logits, and with a pending norm
+/// of that product's input, if there is one.
 fn decide_for_few(on: On<'_>, product: Option<LogitsProduct>, rows: usize, decision: &[Arg<'_>]) {
     let Some(LogitsProduct { product, launch }) = product else {
         // SAFETY: a warp of the one block reads and writes its row of each; of choices as `sort_few_choices`.
@@ -108,21 +110,21 @@ fn decide_for_few(on: On<'_>, product: Option<LogitsProduct>, rows: usize, decis
     args.extend_from_slice(decision);
     args.push(on.read(&counters));
     let launch = Launch { source: &ROUTE_FEW, kernel: "route_few", grid, threads: THREADS, shared, args: &args };
-    // SAFETY: what the three kernels may do; the last blocks have what they decide alone, and kernels that use the counters follow one
-    // another.
+    // SAFETY: what the three kernels may do; the last blocks have what they decide alone, and kernels that use the
+    // counters follow one another.
     unsafe { on.gpu.launch(&launch) };
 }
 
-/// What is added up over the rows: `[T, E]`, and `[T]` each.
+/// The tensors whose rows are summed: `[T, E]`, and `[T]` each.
 struct RowScores<'a> {
     probs: &'a Tensor,
     lse: &'a Tensor,
     entropy: &'a Tensor,
-    /// Squares of logits.
+    /// The squares of logits.
     squares: Option<&'a Tensor>,
 }
 
-/// Those that are not wanted are added up when they are looked at, if ever.
+/// Sums scores over the rows, at once or, unless `are_wanted`, when the sums are first read.
 fn sum_scores(on: On<'_>, rows: RowScores<'_>, are_wanted: bool) -> Late<ScoreSums> {
     if are_wanted {
         return start_sums(on, &rows);
@@ -136,6 +138,7 @@ fn sum_scores(on: On<'_>, rows: RowScores<'_>, are_wanted: bool) -> Late<ScoreSu
     })
 }
 
+/// Starts the sums over the rows on the GPU.
 fn start_sums(on: On<'_>, of: &RowScores<'_>) -> Late<ScoreSums> {
     let (rows, width) = (of.probs.rows(), of.probs.cols());
     let blocks = rows.div_ceil(ROWS_EACH);
@@ -168,7 +171,7 @@ pub(crate) fn score_top_k(on: On<'_>, mut logits: Tensor, rule: &ScoreRule<'_>) 
     let (rows, width, k) = (logits.rows(), logits.cols(), rule.top_k);
     let [mut probs, mut gates] =
         [true, rule.is_sigmoid].map(|is_there| on.empty(&[if is_there { rows } else { 0 }, width], DType::F32));
-    // What is ranked by, where that is not the logits, and the groups' scores.
+    // The scores that the choice ranks by, where these are not the logits, and the groups' scores.
     let (is_limited, is_ranked) = (rule.is_limited(), rule.is_limited() || rule.bias.is_some());
     let mut ranking = on.empty(&[if is_ranked { rows } else { 0 }, width], DType::F32);
     let mut groups = on.empty(&[if is_limited { rows } else { 0 }, rule.num_groups], DType::F32);
@@ -191,7 +194,7 @@ pub(crate) fn score_top_k(on: On<'_>, mut logits: Tensor, rule: &ScoreRule<'_>) 
     Scored { probs, gates: rule.is_sigmoid.then_some(gates), logits, lse, ids, weights, sums }
 }
 
-/// How weights are taken of scores, as kernels are told.
+/// Returns the arguments that say how weights follow from scores.
 fn weighing(rule: &ScoreRule<'_>) -> [Arg<'static>; 3] {
     [rule.is_normalized.into(), rule.scale.into(), rule.first_null.into()]
 }
@@ -273,24 +276,26 @@ pub(crate) fn softmax_top_k_backward(on: On<'_>, scores: &TopK, normalize: bool,
     dlogits
 }
 
-/// Whether the sort can be done here.
+/// Returns whether the sort can run on the GPU.
 pub(crate) fn sorts(num_experts: usize) -> bool {
     num_experts <= MAX_SORTED_EXPERTS
 }
 
-/// `limit` is that of each expert; with none every id is an expert's, and T K rows are known of beforehand.
+/// Sorts choices by expert. `limit` is the capacity of each expert; without it every id is an expert's, and the T K
+/// rows are known beforehand.
 pub(crate) fn sort_choices(
     on: On<'_>,
-    (ids, weights): (&Tensor, &Tensor),
+    ids: &Tensor,
+    weights: &Tensor,
     num_experts: usize,
     limit: Option<u32>,
 ) -> SortedChoices {
     let (num_tokens, k) = (ids.rows(), ids.cols());
     if limit.is_none() && (1..=MAX_FEW_CHOICES).contains(&ids.len()) {
-        return sort_few_choices(on, (ids, weights), num_experts);
+        return sort_few_choices(on, ids, weights, num_experts);
     }
     let last = if limit.is_none() { num_experts as u32 - 1 } else { NO_ROW };
-    let Counted { cells, counts, offsets } = count_choices(on, ids, (num_experts, last), limit.is_none());
+    let Counted { cells, counts, offsets } = count_choices(on, ids, num_experts, last, limit.is_none());
     let empty = |shape: &[usize], dtype| on.empty(shape, dtype);
     let mut sorted = match (limit, offsets) {
         (None, Some(offsets)) => {
@@ -298,8 +303,8 @@ pub(crate) fn sort_choices(
             let token_rows = empty(&[num_tokens, k], DType::U32);
             SortedChoices { counts, offsets, tokens, weights, token_rows, few_tiles: None }
         }
-        // The number of rows decides sizes: the one thing that the host waits for.
-        (limit, _) => SortedChoices::with_room(on.ctx, counts, limit.unwrap_or(NO_ROW), (num_tokens, k), empty),
+        // The number of rows decides sizes: it is the one thing that the host waits for.
+        (limit, _) => SortedChoices::with_room(on.ctx, counts, limit.unwrap_or(NO_ROW), num_tokens, k, empty),
     };
     debug_assert_eq!(NO_ROW, u32::MAX, "what the kernel writes for a choice without a row");
     let args = [
@@ -323,16 +328,16 @@ pub(crate) fn sort_choices(
     sorted
 }
 
-/// What the sort counts: `cells [E, K, blocks]`, the choices before those of an expert, rank and block of tokens; `counts [E]`; and, where
-/// they are wanted, `offsets [E + 1]`, the sums of the counts before each.
+/// The counts of the sort: `cells [E, K, blocks]`, the choices before those of an expert, rank and block of tokens;
+/// `counts [E]`; and, where they are wanted, `offsets [E + 1]`, the prefix sums of the counts.
 struct Counted {
     cells: Tensor,
     counts: Tensor,
     offsets: Option<Tensor>,
 }
 
-/// An id above `last` is taken for it.
-fn count_choices(on: On<'_>, ids: &Tensor, (num_experts, last): (usize, u32), are_offsets_wanted: bool) -> Counted {
+/// Counts choices. An id above `last` counts as `last`.
+fn count_choices(on: On<'_>, ids: &Tensor, num_experts: usize, last: u32, are_offsets_wanted: bool) -> Counted {
     let (num_tokens, k) = (ids.rows(), ids.cols());
     let num_blocks = num_tokens.div_ceil(SORT_TOKENS);
     let (mut cells, mut counts) =
@@ -351,25 +356,26 @@ fn count_choices(on: On<'_>, ids: &Tensor, (num_experts, last): (usize, u32), ar
     Counted { cells, counts, offsets }
 }
 
-/// The same of few choices, all of which have rows, by one kernel: what a step of decoding waits for.
-fn sort_few_choices(on: On<'_>, (ids, weights): (&Tensor, &Tensor), num_experts: usize) -> SortedChoices {
-    let mut sorted = FewChoices::new(on, (ids.rows(), ids.cols()), num_experts);
+/// Sorts few choices, all of which have rows, in one kernel, because a decoding step waits for it.
+fn sort_few_choices(on: On<'_>, ids: &Tensor, weights: &Tensor, num_experts: usize) -> SortedChoices {
+    let mut sorted = FewChoices::new(on, ids.rows(), ids.cols(), num_experts);
     let mut args = vec![on.read(ids), on.read(weights), ids.cols().into()];
     args.extend(sorted.args(on));
-    // SAFETY: the one block reads all choices, of which there are no more than it has room for, and gives each a row of its own.
+    // SAFETY: the one block reads all choices, of which there are no more than it has room for, and gives each a row
+    // of its own.
     unsafe { on.launch(&ROUTER, "sort_few_choices", 1, &args) };
     drop(args);
     sorted.sorted()
 }
 
-/// Room for what a kernel finds of few choices, and for the tiles of their rows.
+/// The memory of a kernel's results for few choices, and of the tiles of their rows.
 struct FewChoices {
     sorted: SortedChoices,
     tiles: Tensor,
 }
 
 impl FewChoices {
-    fn new(on: On<'_>, (num_tokens, k): (usize, usize), num_experts: usize) -> Self {
+    fn new(on: On<'_>, num_tokens: usize, k: usize, num_experts: usize) -> Self {
         let numbers = |shape: &[usize]| on.empty(shape, DType::U32);
         let sorted = SortedChoices {
             counts: numbers(&[num_experts]),
@@ -405,8 +411,8 @@ impl FewChoices {
     }
 }
 
-/// `num_tiles` triples (group, first row, rows): the tiles of at most `height` rows of the groups that begin at `offsets`, and after
-/// them tiles without rows. There must be no more tiles than that.
+/// Returns `num_tiles` triples (group, first row, rows): the tiles of at most `height` rows of the groups that begin
+/// at `offsets`, and behind them tiles without rows. There must be no more tiles than that.
 pub(super) fn list_tiles(on: On<'_>, offsets: &Tensor, height: usize, num_tiles: usize) -> Tensor {
     let mut tiles = on.empty(&[num_tiles, 3], DType::U32);
     let args = [on.read(offsets), on.write(&mut tiles), (offsets.len() - 1).into(), height.into(), num_tiles.into()];

@@ -1,4 +1,5 @@
-//! [`sampling`](crate::sampling) on a GPU: the host gets the tokens and not the logits, and the GPU need not wait until it has.
+//! [`sampling`](crate::sampling) on a GPU: the host gets the tokens and not the logits, and the GPU does not wait for
+//! the host.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -8,17 +9,17 @@ use crate::sampling::{Drawn, Filters};
 use moeworks_gpu::Launch;
 use moeworks_gpu::sources::SAMPLING;
 
-/// Threads of the block that has a row.
+/// Threads of a row's block.
 const THREADS: usize = 512;
-/// The bit of an answer that says that a logit is not a number.
+/// The bit of an answer that says that a logit is NaN.
 const HAS_NAN: u32 = 1 << 31;
 
-/// The ids `[R]`, and what the host gets.
+/// Returns the ids `[R]` on the GPU, and the drawn tokens once the host has them.
 pub(crate) fn draw_each(on: On<'_>, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> (Tensor, Late<Vec<Drawn>>) {
     let Filters { temperature, top_k, top_p, min_p } = *filters;
     let (rows, count) = (drawn.len(), logits.len() / drawn.len().max(1));
     let [mut ids, mut answers] = [(); 2].map(|()| on.empty(&[rows], DType::U32));
-    // One comes as an argument: nothing is copied.
+    // A single draw is passed as an argument, without a copy.
     let draws = (rows > 1).then(|| on.floats(drawn));
     let args = [
         on.read(logits),

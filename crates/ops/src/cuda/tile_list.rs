@@ -16,25 +16,27 @@ pub(super) struct TileLists {
     others: OnceCell<(usize, Tensor)>,
 }
 
-/// Rows of the tiles that are listed with the sort of so many tokens' choices: those of the kernels that most weights have then.
+/// Returns the rows of the tiles that the sort of the choices of `num_tokens` tokens lists: those of the kernels that
+/// most weights take then.
 pub(super) fn listed_height(num_tokens: usize) -> usize {
     if num_tokens <= FEW_ROWS { FEW_ROWS } else { small_m_gemm::ROWS }
 }
 
-/// The most tiles of at most `height` that so many rows of some groups can have: each group with rows has at most one that is not full.
+/// Returns the most tiles of at most `height` rows that `rows` rows of `groups` groups can have: each group with rows
+/// has at most one that is not full.
 pub(super) fn num_tiles(height: usize, rows: usize, groups: usize) -> usize {
     rows / height + rows.min(groups)
 }
 
 impl TileLists {
-    /// Begins with the tiles that the sort of so many tokens' choices listed, if there are any.
-    pub(super) fn of_few(tiles: Option<&Tensor>, num_tokens: usize) -> Self {
+    /// Begins with the tiles that the sort of the choices of `num_tokens` tokens listed, if there are any.
+    pub(super) fn from_sort(tiles: Option<&Tensor>, num_tokens: usize) -> Self {
         let few = tiles.map(|tiles| (listed_height(num_tokens), tiles.clone()));
         Self { few, others: OnceCell::new() }
     }
 
-    /// Returns the tiles of this height, which `list` makes if they are not there yet.
-    pub(super) fn of_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
+    /// Returns the tiles of this height. `list` makes them if they do not exist yet.
+    pub(super) fn with_height(&self, height: usize, list: impl Fn() -> Tensor) -> Tensor {
         if let Some((_, few)) = self.few.as_ref().filter(|few| few.0 == height) {
             return few.clone();
         }

@@ -8,18 +8,19 @@ use crate::gemm::Form;
 use crate::linear::Write;
 use moeworks_gpu::{Arg, BOX_COLUMNS, Matrices, Onto};
 
-/// Tiles that keep a GPU busy, and the fewest rows of depth that are worth a tile of their own.
+/// The number of tiles that keeps a GPU busy.
 const WANTED_TILES: usize = 128;
+/// The fewest rows of depth that are worth a tile of their own.
 const MIN_PART_DEPTH: usize = 512;
 
-/// In how many parts the sums `a^T b` over so many rows are taken: enough that there are tiles for all of a GPU. It depends on sizes
-/// alone.
+/// Returns the number of parts in which the sums `a^T b` over `depth` rows are taken, so that there are tiles for all
+/// of a GPU. It depends on sizes alone.
 fn parts_of_depth(rows: usize, columns: usize, depth: usize) -> usize {
     let num_tiles = rows.div_ceil(TILE) * columns.div_ceil(HOPPER_COLUMNS);
     (WANTED_TILES / num_tiles.max(1)).clamp(1, (depth / MIN_PART_DEPTH).max(1))
 }
 
-/// `a^T b` of `a [T, M]` and `b [T, N]` in parts of the rows, `[parts M, N]` f32, and how many.
+/// Returns `a^T b` of `a [T, M]` and `b [T, N]` in parts of the rows, `[parts M, N]` f32, and the number of parts.
 pub(super) fn sums_in_parts(on: On<'_>, a: &Tensor, b: &Tensor, compute: DType) -> (Tensor, usize) {
     let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
     let num_parts = parts_of_depth(rows, columns, depth);
@@ -31,33 +32,35 @@ pub(super) fn sums_in_parts(on: On<'_>, a: &Tensor, b: &Tensor, compute: DType) 
 }
 
 /// Writes or adds `a^T b` to `to`.
-pub(super) fn sums(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write: Write, to: &mut Tensor) {
+pub(super) fn sums(on: On<'_>, a: &Tensor, b: &Tensor, compute: DType, write: Write, to: &mut Tensor) {
     let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
     let is_whole = [rows, columns].iter().all(|size| size.is_multiple_of(8));
     if compute == DType::BF16 && is_whole && on.gpu.takes_dense() {
-        // What is not bf16 is rounded once, whoever takes the product.
+        // Tensors that are not bf16 are rounded once, whichever code multiplies them.
         let (a, b) = (&rounded(on, a), &rounded(on, b));
         let product = super::dense_product(Form::Tn, [rows, columns, depth], false);
         let onto = if write == Write::Add { Onto::Itself } else { Onto::Nothing };
         if !on.gpu.dense(product, [a, b], onto, to) {
-            sums_by_kernels(on, (a, b), compute, write, to);
+            sums_by_kernels(on, a, b, compute, write, to);
         }
         return;
     }
-    sums_by_kernels(on, (a, b), compute, write, to);
+    sums_by_kernels(on, a, b, compute, write, to);
 }
 
-fn sums_by_kernels(on: On<'_>, (a, b): (&Tensor, &Tensor), compute: DType, write: Write, to: &mut Tensor) {
+/// Writes or adds `a^T b` to `to`, by our own kernels.
+fn sums_by_kernels(on: On<'_>, a: &Tensor, b: &Tensor, compute: DType, write: Write, to: &mut Tensor) {
     let (depth, rows, columns) = (a.rows(), a.cols(), b.cols());
     if parts_of_depth(rows, columns, depth) > 1 {
         let (sums, num_parts) = sums_in_parts(on, a, b, compute);
-        return elementwise::add_parts(on, &sums, (1, num_parts), write, to);
+        return elementwise::add_parts(on, &sums, 1, num_parts, write, to);
     }
     let (a, b, offsets) = ((a, None), (b, None), &on.cached_list(&[0, depth as u32]));
     WgradProduct { a, b, rows, columns, offsets, compute, keeps_unused: false }.run(on, write, to);
 }
 
-/// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` f32, or bf16, to which sums are rounded once.
+/// Gradients of matrices: `dW_g = A_g^T B_g` over the rows of each group, `[E, rows, columns]` in f32, or in bf16
+/// with sums that are rounded once.
 pub(super) struct WgradProduct<'a> {
     /// `[.., rows]`, and which of its rows.
     pub(super) a: (&'a Tensor, Option<&'a Tensor>),
@@ -65,15 +68,16 @@ pub(super) struct WgradProduct<'a> {
     pub(super) b: (&'a Tensor, Option<&'a Tensor>),
     pub(super) rows: usize,
     pub(super) columns: usize,
-    /// `[E + 1]` u32: where each group's rows begin.
+    /// `[E + 1]` u32: the first row of each group.
     pub(super) offsets: &'a Tensor,
     pub(super) compute: DType,
-    /// Matrices of groups without rows stay as they are.
+    /// Leaves the matrices of groups without rows as they are.
     pub(super) keeps_unused: bool,
 }
 
-/// The map for tensor copies of rows that lie across the depth and follow one another, of as many columns at once as a tile has.
-fn depth_map(on: On<'_>, x: &Tensor, (width, tile): (usize, usize)) -> Option<Tensor> {
+/// Returns the TMA map of consecutive rows of `width` columns that lie across the depth, with boxes of a tile's
+/// columns.
+fn depth_map(on: On<'_>, x: &Tensor, width: usize, tile: usize) -> Option<Tensor> {
     let (address, box_blocks) = (on.gpu.address(x), tile / BOX_COLUMNS as usize);
     let rows = x.len() / width.max(1);
     let matrices = Matrices { address, columns: width, rows, count: 1, box_rows: HOPPER_DEPTH, box_blocks };
@@ -118,9 +122,9 @@ impl WgradProduct<'_> {
         let groups = self.offsets.len() - 1;
         let grid = [self.columns.div_ceil(tile_columns), self.rows.div_ceil(tile_rows), groups];
         args.extend(kernel.last_arg(self.compute, groups));
-        let operands = [(a, self.a.1, (self.rows, tile_rows)), (b, self.b.1, (self.columns, tile_columns))];
-        let maps = operands.map(|(x, gather, widths)| match (kernel.is_of_hopper(), gather) {
-            (true, None) => depth_map(on, x, widths),
+        let operands = [(a, self.a.1, self.rows, tile_rows), (b, self.b.1, self.columns, tile_columns)];
+        let maps = operands.map(|(x, gather, width, tile)| match (kernel.is_of_hopper(), gather) {
+            (true, None) => depth_map(on, x, width, tile),
             _ => None,
         });
         if kernel.is_of_hopper() {
@@ -128,8 +132,8 @@ impl WgradProduct<'_> {
         }
         let (source, name) = kernel.source_and_name(["wgrad_tn", "plain_wgrad_tn", ""]);
         let launch = kernel.launch(source, &name, grid, &args);
-        // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block writes its own
-        // tile of its group's matrix.
+        // SAFETY: offsets and gathered rows lie within the operands, as the operation's checks say, and each block
+        // writes its own tile of its group's matrix.
         unsafe { on.gpu.launch(&launch) };
     }
 }

@@ -1,4 +1,4 @@
-//! Biases of experts: added before the activation and behind the second product, and their gradients.
+//! Biases of experts, added before the activation and behind the second product, and their gradients.
 
 use moeworks_tensor::Tensor;
 
@@ -9,16 +9,16 @@ use crate::cuda::{self, On};
 use crate::linear::Write;
 use crate::parallel::PIECE;
 
-/// The biases of experts that have them (GPT-OSS), or of a dense network as one expert (GPT-2). f32.
+/// The biases of experts (GPT-OSS), or of a dense network as one expert (GPT-2), f32.
 #[derive(Clone, Copy)]
 pub struct ExpertBiases<'a> {
     /// `[E, A F]`: added before the activation.
     pub gate_up: &'a Tensor,
-    /// `[E, D]`: added to an expert's output, before the row's weight.
+    /// `[E, D]`: added to an expert's output before it is multiplied by the row's weight.
     pub down: &'a Tensor,
 }
 
-/// Adds each row's expert's bias `[E, D]` to the row of `outputs` `[R, D]`.
+/// Adds the bias of each row's expert, `[E, D]`, to the row of `outputs` `[R, D]`.
 pub(super) fn add_biases(ctx: &Context, outputs: &mut Tensor, rows: ExpertRows<'_>, bias: &Tensor) {
     let d = bias.cols();
     if outputs.is_empty() {
@@ -33,13 +33,13 @@ pub(super) fn add_biases(ctx: &Context, outputs: &mut Tensor, rows: ExpertRows<'
     });
 }
 
-/// The expert that a row belongs to.
+/// Returns the expert that a row belongs to.
 fn expert_of(rows: ExpertRows<'_>, row: usize) -> usize {
     rows.offsets.partition_point(|&offset| offset as usize <= row) - 1
 }
 
-/// The part of the gradient of the row weights `[R]` (f32) that the experts' second biases `down` `[E, D]` make: `<dy, b2>`
-/// is added. `dy` is `[T, D]`, f32 or bf16.
+/// Adds `<dy, b2>`, the contribution of the experts' second biases `down` `[E, D]`, to the gradient of the row
+/// weights `[R]` (f32). `dy` is `[T, D]`, f32 or bf16.
 pub fn add_bias_row_weight_grads(
     ctx: &Context,
     dy: &Tensor,
@@ -58,18 +58,20 @@ pub fn add_bias_row_weight_grads(
     }
 }
 
-/// The gradients of [`ExpertBiases`] (f32, same shapes), from the output's gradient `dy` `[T, D]` and what
-/// [`experts_backward`](super::experts_backward) found in `dh`. An expert without rows gets zeros with [`Write::Replace`].
+/// Writes the gradients of [`ExpertBiases`] (f32, same shapes) to `gate_up` and `down`. `dy` `[T, D]` is the gradient
+/// of the output, and `dh` comes from [`experts_backward`](super::experts_backward). An expert without rows gets
+/// zeros with [`Write::Replace`].
 pub fn experts_bias_grad(
     ctx: &Context,
-    (dy, dh): (&Tensor, &Tensor),
+    dy: &Tensor,
+    dh: &Tensor,
     rows: ExpertRows<'_>,
     write: Write,
-    grads: (&mut Tensor, &mut Tensor),
+    gate_up: &mut Tensor,
+    down: &mut Tensor,
 ) {
-    let (gate_up, down) = grads;
     if let Some(on) = On::taking(ctx, &[dy.dtype(), dh.dtype()]) {
-        return cuda::experts::bias_grad(on, (dy, dh), rows, write, (gate_up, down));
+        return cuda::experts::bias_grad(on, dy, dh, rows, write, gate_up, down);
     }
     let (af, d) = (gate_up.cols(), down.cols());
     let (dh, dy) = (dh.to_f32_vec(), dy.to_f32_vec());

@@ -1,29 +1,29 @@
-//! Which rows go through which expert.
+//! The map of rows to experts.
 
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
 use crate::late::List;
 
-/// Which rows go through which expert: R rows sorted by expert.
+/// The map of rows to experts: R rows, sorted by expert.
 #[derive(Clone, Copy)]
 pub struct ExpertRows<'a> {
-    /// `[E + 1]`: expert e has rows `offsets[e]..offsets[e + 1]`; the last entry is R.
+    /// `[E + 1]`: expert e has the rows `offsets[e]..offsets[e + 1]`; the last entry is R.
     pub offsets: List<'a, u32>,
     /// `[R]`: the token of each row.
     pub tokens: List<'a, u32>,
     /// `[R]`: the weight of each row in its token's sum.
     pub weights: List<'a, f32>,
-    /// `[T, K]`: the row of each choice of each token, [`NO_ROW`] where the choice was dropped.
+    /// `[T, K]`: the row of each choice of each token; [`NO_ROW`] where the choice was dropped.
     pub token_rows: List<'a, u32>,
-    /// K, the choices a token has.
+    /// K: the number of choices of a token.
     pub num_choices: usize,
     /// The tiles of rows that a GPU listed when it sorted few choices.
     pub few_tiles: Option<&'a Tensor>,
 }
 
 impl<'a> ExpertRows<'a> {
-    /// From lists of the host or tensors, in the order of the fields.
+    /// Makes a map from lists of the host or tensors, in the order of the fields.
     #[must_use]
     pub fn new(
         offsets: impl Into<List<'a, u32>>,
@@ -45,7 +45,7 @@ pub struct AllRows {
 }
 
 impl AllRows {
-    /// Those of so many tokens; a GPU keeps the lists of those that come again and again.
+    /// Makes the rows of `num_tokens` tokens. A GPU caches the lists of the last numbers of tokens.
     #[must_use]
     pub fn new(ctx: &Context, num_tokens: usize) -> Self {
         let make = || {
@@ -59,25 +59,25 @@ impl AllRows {
         Self { offsets: [0, num_tokens as u32], tokens, weights }
     }
 
-    /// The same with other weights, `[T]` f32.
+    /// Replaces the weights, `[T]` f32.
     #[must_use]
     pub fn weighed(self, weights: Tensor) -> Self {
         assert_eq!(weights.len(), self.tokens.len(), "weights of all rows");
         Self { weights, ..self }
     }
 
-    /// The weight of each row.
+    /// Returns the weight of each row.
     #[must_use]
     pub fn weights(&self) -> &Tensor {
         &self.weights
     }
 
-    /// What the operations on experts take.
+    /// Returns the map that the operations on experts take.
     #[must_use]
     pub fn rows(&self) -> ExpertRows<'_> {
         ExpertRows::new(&self.offsets, &self.tokens, &self.weights, &self.tokens, 1)
     }
 }
 
-/// In [`ExpertRows::token_rows`]: this choice has no row.
+/// The entry of [`ExpertRows::token_rows`] for a choice that has no row.
 pub const NO_ROW: u32 = u32::MAX;

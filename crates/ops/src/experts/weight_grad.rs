@@ -1,44 +1,44 @@
-//! The gradients of the experts' weights, alone or beside those of their inputs.
+//! The gradients of the experts' weights, alone or together with those of their inputs.
 
 use moeworks_tensor::{DType, Tensor};
 
 use super::{Expert, ExpertRows, ExpertsSaved, activate_row, all_experts, groups, used_experts};
 use crate::cuda::{self, On};
 use crate::elementwise::rounded_once;
-use crate::few_rows::{Gradients, product_with_gradients, weight_gradients};
 use crate::gemm::source::Source;
 use crate::gemm::{Compute, Finish, Form, Group, Product};
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::with_float;
+use crate::skinny_gemm::{Gradients, product_with_gradients, weight_gradients};
 use crate::{Activation, Context};
 
-/// Buffers for the gradients of [`ExpertWeights`](super::ExpertWeights), same shapes, f32, or bf16 where half the bytes are worth a rounding: sums are taken
-/// in f32 and rounded once.
+/// Buffers for the gradients of [`ExpertWeights`](super::ExpertWeights), same shapes. f32, or bf16 where half the
+/// bytes are worth a rounding: sums are f32 and rounded once.
 pub struct ExpertGrads<'a> {
-    /// Gradient of `gate_up`.
+    /// The gradient of `gate_up`.
     pub gate_up: &'a mut Tensor,
-    /// Gradient of `down`.
+    /// The gradient of `down`.
     pub down: &'a mut Tensor,
 }
 
-/// What [`experts_weight_grad`] computes from.
+/// The inputs of [`experts_weight_grad`].
 #[derive(Clone, Copy)]
 pub struct WeightGradInputs<'a> {
     /// `[T, D]`: the layer's input.
     pub x: &'a Tensor,
     /// `[T, D]`: the gradient of its output.
     pub dy: &'a Tensor,
-    /// What forward saved.
+    /// The activations that forward saved.
     pub saved: &'a ExpertsSaved,
-    /// `[R, A F]`: what backward found.
+    /// `[R, A F]`: the gradient of `h` that backward returned.
     pub dh: &'a Tensor,
-    /// `[R, F]`: [`ExpertsBackward::weighed`](super::ExpertsBackward::weighed); without it the host computes.
+    /// `[R, F]`: [`ExpertsBackward::weighed`](super::ExpertsBackward::weighed). Without it the host computes.
     pub weighed: Option<&'a Tensor>,
 }
 
-/// The gradients of the weights, from the input `x`, the output's gradient `dy` and what the two passes left. With
-/// [`Write::Replace`] an expert without rows gets zeros, with [`Write::Add`] it is not touched.
+/// Computes the gradients of the weights. With [`Write::Replace`] an expert without rows gets zeros; with
+/// [`Write::Add`] it is not touched.
 pub fn experts_weight_grad(
     ctx: &Context,
     inputs: WeightGradInputs<'_>,
@@ -47,12 +47,14 @@ pub fn experts_weight_grad(
     write: Write,
     grads: ExpertGrads<'_>,
 ) {
-    weight_grad(ctx, inputs, activation, (rows, write == Write::Add), write, grads);
+    weight_grad(ctx, inputs, activation, rows, write == Write::Add, write, grads);
 }
 
-/// As [`experts_weight_grad`] with [`Write::Replace`], but the gradients of experts without rows stay as they are: for a
-/// caller who knows that they are zeros, or who looks at those of the others alone. With few tokens most of the time of
-/// replacing goes into zeros.
+/// Computes [`experts_weight_grad`] with [`Write::Replace`], but leaves the gradients of experts without rows as they
+/// are.
+///
+/// For callers who know that these are zeros, or who do not read them. With few tokens most of the time of replacing
+/// goes into zeros.
 pub fn experts_weight_grad_of_used(
     ctx: &Context,
     inputs: WeightGradInputs<'_>,
@@ -60,15 +62,17 @@ pub fn experts_weight_grad_of_used(
     rows: ExpertRows<'_>,
     grads: ExpertGrads<'_>,
 ) {
-    weight_grad(ctx, inputs, activation, (rows, true), Write::Replace, grads);
+    weight_grad(ctx, inputs, activation, rows, true, Write::Replace, grads);
 }
 
-/// The gradients of the weights; with `keeps_unused` those of experts without rows stay as they are.
+/// Computes the gradients of the weights. With `keeps_unused` the gradients of experts without rows are left as they
+/// are.
 pub(super) fn weight_grad(
     ctx: &Context,
     inputs: WeightGradInputs<'_>,
     activation: Activation,
-    (rows, keeps_unused): (ExpertRows<'_>, bool),
+    rows: ExpertRows<'_>,
+    keeps_unused: bool,
     write: Write,
     grads: ExpertGrads<'_>,
 ) {
@@ -78,22 +82,24 @@ pub(super) fn weight_grad(
     let (r, dtype) = (rows.tokens.len(), dh.dtype());
     assert_eq!((saved.h.len(), dh.len(), dy.cols()), (r * af, r * af, d), "weight gradient of experts");
     if let Some((on, weighed)) = On::of(ctx).zip(weighed) {
-        return cuda::experts::weight_grad(on, (inputs, weighed), activation, (rows, keeps_unused), write, grads);
+        let rows = cuda::experts::WgradRows { rows, keeps_unused };
+        return cuda::experts::weight_grad(on, inputs, weighed, activation, rows, write, grads);
     }
     // An expert without rows is a product without depth: zeros.
     let experts = &if keeps_unused { used_experts(rows) } else { all_experts(rows) };
     let dy = &*rounded_once(ctx, dy, dtype);
     let of = GradOf { ctx, rows, experts, write, beside: None };
-    let a = weighed_activations(ctx, (saved, dtype), activation, rows, f);
-    of.down((dy, &a), grads.down);
+    let a = weighed_activations(ctx, saved, dtype, activation, rows, f);
+    of.down(dy, &a, grads.down);
     drop(a);
-    of.gate_up((dh, x), af, grads.gate_up);
+    of.gate_up(dh, x, af, grads.gate_up);
 }
 
-/// Each row's weight times its activations, `[R, F]`.
+/// Returns each row's weight times its activations, `[R, F]`.
 pub(super) fn weighed_activations(
     ctx: &Context,
-    (saved, dtype): (&ExpertsSaved, DType),
+    saved: &ExpertsSaved,
+    dtype: DType,
     activation: Activation,
     rows: ExpertRows<'_>,
     f: usize,
@@ -114,22 +120,22 @@ pub(super) fn weighed_activations(
     a
 }
 
-/// What the gradients of both stacks of matrices have in common.
+/// The parts that the gradients of both stacks of matrices have in common.
 #[derive(Clone, Copy)]
 pub(super) struct GradOf<'a> {
     pub(super) ctx: &'a Context,
     pub(super) rows: ExpertRows<'a>,
-    /// Whose gradients are written.
+    /// The experts whose gradients are written.
     pub(super) experts: &'a [Expert],
     pub(super) write: Write,
-    /// The product `A B` with the matrices whose gradients these are, for the same rows and with what becomes of it, if it is computed
-    /// beside.
+    /// The product `A B` of the same rows with the matrices whose gradients these are, and its epilogue, where both
+    /// are computed together.
     pub(super) beside: Option<(&'a Product<'a>, &'a dyn Finish)>,
 }
 
 impl GradOf<'_> {
-    /// `dy^T a` for each expert, of `dy [T, D]` and the weighed activations `[R, F]`.
-    pub(super) fn down(self, (dy, a): (&Tensor, &Tensor), grad: &mut Tensor) {
+    /// Computes `dy^T a` for each expert, from `dy [T, D]` and the weighed activations `a [R, F]`.
+    pub(super) fn down(self, dy: &Tensor, a: &Tensor, grad: &mut Tensor) {
         let product = groups(self.experts, |_, range| Group {
             a: Source::gathered(dy, &self.rows.tokens[range.clone()]),
             b: Source::rows(a, range.start),
@@ -137,11 +143,12 @@ impl GradOf<'_> {
             columns: a.cols(),
             depth: range.len(),
         });
-        self.product(&product, Compute::of(a.dtype()), (dy.cols(), a.cols()), grad);
+        self.product(&product, Compute::from_dtype(a.dtype()), dy.cols(), a.cols(), grad);
     }
 
-    /// `dh^T x` for each expert, of `dh [R, A F]`, whose shape without rows may be another, and `x [T, D]`.
-    pub(super) fn gate_up(self, (dh, x): (&Tensor, &Tensor), af: usize, grad: &mut Tensor) {
+    /// Computes `dh^T x` for each expert, from `dh [R, A F]` and `x [T, D]`. Without rows `dh` may have another
+    /// shape, so `af` is passed.
+    pub(super) fn gate_up(self, dh: &Tensor, x: &Tensor, af: usize, grad: &mut Tensor) {
         let product = groups(self.experts, |_, range| Group {
             a: Source::rows(dh, range.start),
             b: Source::gathered(x, &self.rows.tokens[range.clone()]),
@@ -149,17 +156,20 @@ impl GradOf<'_> {
             columns: x.cols(),
             depth: range.len(),
         });
-        self.product(&product, Compute::of(dh.dtype()), (af, x.cols()), grad);
+        self.product(&product, Compute::from_dtype(dh.dtype()), af, x.cols(), grad);
     }
 
-    fn product(self, groups: &[Group<'_>], compute: Compute, size: (usize, usize), grad: &mut Tensor) {
-        let offsets: Vec<_> = self.experts.iter().map(|(e, _)| e * size.0 * size.1).collect();
+    /// Computes the product of each expert's group, a gradient of `rows` by `columns`.
+    fn product(self, groups: &[Group<'_>], compute: Compute, rows: usize, columns: usize, grad: &mut Tensor) {
+        let offsets: Vec<_> = self.experts.iter().map(|(e, _)| e * rows * columns).collect();
         let product = Product { form: Form::Tn, compute, groups, is_paired: false };
         with_float!(grad.dtype(), T => {
             let to = Lent::new(grad.slice_mut::<T>());
-            let gradients = Gradients { to, offsets: &offsets, stride: size.1, write: self.write };
+            let gradients = Gradients { to, offsets: &offsets, stride: columns, write: self.write };
             match self.beside {
-                Some(beside) => product_with_gradients(self.ctx, beside, &product, gradients),
+                Some((forward, epilogue)) => {
+                    product_with_gradients(self.ctx, forward, epilogue, &product, gradients);
+                }
                 None => weight_gradients(self.ctx, &product, gradients),
             }
         });

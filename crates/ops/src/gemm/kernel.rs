@@ -1,10 +1,10 @@
 //! Micro-kernels: a tile of up to 8 rows and 3 vectors of columns, held in registers over the whole depth.
 //!
-//! Depth is counted in units of 32 bits: one f32, or a pair of bf16 that the dot-product instruction takes together. So
-//! one body serves both. A comes as a pointer for each row and a step between units, which covers rows of a row-major
-//! matrix wherever they lie (rows gathered by token need no copy) as well as packed panels. B comes packed, a row of
-//! vectors for each unit, or is packed by the way. The sums go to a small buffer from which the caller's epilogue takes
-//! them while it is in the first-level cache; that costs about 1% and keeps epilogues out of the kernels.
+//! Depth is counted in units of 32 bits: one f32, or a pair of bf16 that the dot-product instruction takes together,
+//! so that one body serves both. A is given as a pointer per row and a step between units, which covers rows in place
+//! (gathered rows need no copy) as well as packed panels. B is packed, a row of vectors for each unit, or is packed
+//! by the kernel on the way. Sums go to a small tile, from which the caller's epilogue takes them while it is in the
+//! L1 cache; that costs about 1% and keeps epilogues out of the kernels.
 
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -18,61 +18,69 @@ use crate::simd::{Baseline, Level};
 
 /// Rows of the largest tile.
 pub(crate) const MAX_ROWS: usize = 8;
-/// Rows of the largest tile of vectors of 8 lanes.
+/// Rows of the largest tile with vectors of 8 lanes.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const ROWS_OF_8: usize = 6;
 /// Vectors of the widest tile.
 pub(crate) const MAX_VECTORS: usize = 3;
-/// Columns of the widest tile of the widest vectors; rows of a [`Tile`] are this far apart.
+/// Columns of the widest tile with the widest vectors, and the distance between rows of a [`Tile`].
 pub(crate) const TILE_STRIDE: usize = 16 * MAX_VECTORS;
 
-/// Vectors of the widest tile of vectors of so many lanes. Sixteen registers hold 6 rows by 2 vectors or 4 by 3; the former load
-/// fewer bytes for each product.
+/// Returns the vectors of the widest tile for vectors of so many lanes. Sixteen registers hold 6 rows by 2 vectors or
+/// 4 by 3; the former load fewer bytes per product.
 #[inline(always)]
 pub(crate) const fn widest(lanes: usize) -> usize {
     if lanes == 8 { 2 } else { MAX_VECTORS }
 }
 
-/// Columns of the widest tile of a level's vectors: what lies behind them in the rows of a [`Tile`] nobody fills.
+/// Returns the columns of the widest tile for a level's vectors. Columns of a [`Tile`] beyond them are never filled.
 #[inline(always)]
 pub(crate) const fn tile_lanes<S: Level>() -> usize {
     S::WIDTH * widest(S::WIDTH)
 }
 
-/// Where a kernel leaves its sums.
+/// The sums of a kernel, up to 8 rows by 48 columns.
 #[derive(Clone)]
 #[repr(align(64))]
 pub(crate) struct Tile(pub(crate) [f32; MAX_ROWS * TILE_STRIDE]);
 
 impl Tile {
-    /// Asks for so many rows and columns to be brought close.
+    /// Prefetches so many rows and columns.
     #[inline(always)]
-    pub(crate) fn ask_for(&self, rows: usize, columns: usize) {
+    pub(crate) fn prefetch(&self, rows: usize, columns: usize) {
         for row in self.0.chunks_exact(TILE_STRIDE).take(rows) {
             row[..columns].iter().step_by(LINE).for_each(|at| prefetch(std::ptr::from_ref(at).cast()));
         }
     }
 }
 
-/// What a kernel is called with.
+/// A series of prefetches: any address, and the bytes from one prefetch to the next.
+#[derive(Clone, Copy)]
+pub(crate) struct Prefetch {
+    pub(crate) at: *const u8,
+    pub(crate) step: usize,
+}
+
+/// The arguments of a kernel.
 pub(crate) struct TileArgs {
     /// Units of depth.
     pub(crate) depth: usize,
     /// The first unit of each row of A.
     pub(crate) a: [*const u32; MAX_ROWS],
-    /// Units from one unit of a row of A to the next: 1, or [`Kernels::rows`] where rows are packed.
+    /// Units from one unit of a row of A to the next: 1, or [`Kernels::rows`] if rows are packed.
     pub(crate) a_step: usize,
-    /// The packed panel of B; for [`run_packing`](Kernels::run_packing) the columns' elements of the first row.
+    /// The packed panel of B; for [`run_packing`](Kernels::run_packing) the first row of the panel's columns in B
+    /// itself.
     pub(crate) b: *const u32,
-    /// What that does: words of 32 bits from the rows that are a unit to the next ones, and where the panel goes.
+    /// For [`run_packing`](Kernels::run_packing): the 32-bit words from the rows of a unit to those of the next, and
+    /// the panel to be packed.
     pub(crate) packing: (usize, *mut u32),
     /// The sums, rows [`TILE_STRIDE`] apart.
     pub(crate) tile: *mut f32,
-    /// Whether to go on from the sums that are in `tile`.
+    /// True if to continue the sums that are in `tile`.
     pub(crate) is_continued: bool,
-    /// Memory that a later task will read, to be brought closer meanwhile: any address, and bytes from the one asked for
-    /// with one unit, or with [`Kernels::at_once`] of them, to the next.
-    pub(crate) ahead: (*const u8, usize),
+    /// Memory that a later task will read, prefetched once per unit, or once per [`Kernels::at_once`] units.
+    pub(crate) ahead: Prefetch,
 }
 
 /// # Safety
@@ -80,8 +88,8 @@ pub(crate) struct TileArgs {
 /// rows, `b` at `depth` times its width (or as said of [`Kernels::run_packing`]), and `tile` must be a [`Tile`].
 type Kernel = unsafe fn(&TileArgs);
 
-/// All tile sizes of a kernel function. Those with more rows than the instruction set's largest tile, of `up to` so many, are never
-/// called, and stand for smaller ones.
+/// Lists all tile sizes of a kernel function. Sizes with more rows than the instruction set's largest tile (`up to`
+/// so many) are never called and repeat smaller ones.
 macro_rules! table {
     (halves $($function:tt)+) => {
         Some([
@@ -121,32 +129,33 @@ macro_rules! table {
 /// The kernels of one instruction set for one kind of unit.
 #[derive(Clone, Copy)]
 pub(crate) struct Kernels {
-    /// By rows and vectors, each less one.
+    /// Indexed by rows and vectors, each less one.
     table: [[Kernel; MAX_VECTORS]; MAX_ROWS],
     /// Rows of the largest tile.
     pub(crate) rows: usize,
     /// Lanes of a vector.
     pub(crate) lanes: usize,
-    /// What a unit holds.
+    /// The type that a unit holds.
     pub(crate) compute: Compute,
-    /// By rows less one and the whole vectors beside it, for half a vector, where halves are vectors, too.
+    /// Kernels whose last vector is half a vector, indexed by rows less one and whole vectors, on levels where half
+    /// vectors exist.
     pub(crate) halves: Option<[[Kernel; MAX_VECTORS]; MAX_ROWS]>,
-    /// By rows and vectors, each less one: kernels that read a B whose rows run across the depth where it lies, and pack it for the rows
-    /// of C that come after theirs.
+    /// Kernels, indexed by rows and vectors, each less one, that read a B with rows across the depth in place and
+    /// pack it for later rows of C.
     packing: Option<[[Kernel; MAX_VECTORS]; MAX_ROWS]>,
-    /// Whether these are the tiles of [`amx`](super::amx) instead, which have a table of their own.
+    /// True if these stand for the AMX tiles of [`amx`](super::amx), which have a table of their own.
     pub(crate) are_tiles: bool,
-    /// Parts of bf16 that they take elements in: one but for f32 in tiles.
+    /// Number of bf16 that an element is split into: three for f32 in tiles, otherwise one.
     pub(crate) parts: usize,
-    /// Units of depth for each line that kernels ask for ahead.
+    /// Units of depth for each line that kernels prefetch.
     pub(crate) at_once: usize,
-    /// How tasks whose rows of A are used in place are cut.
+    /// The sizes of tasks whose rows of A are used in place.
     pub(crate) blocking: Blocking,
 }
 
 impl Kernels {
-    /// The kernels for products in `compute` on `isa`. Where the instruction set has no bf16 product these are f32
-    /// kernels: the product of two bf16 is exact in f32, so results differ by the order of sums only.
+    /// Selects the kernels for products in `compute` on `isa`. Instruction sets without a bf16 product use f32
+    /// kernels: the product of two bf16 is exact in f32, so results differ only by the order of sums.
     pub(crate) fn select(isa: Isa, compute: Compute) -> Self {
         match (isa, compute) {
             #[cfg(target_arch = "x86_64")]
@@ -164,7 +173,7 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32, _) => {
                 let (halves, packing) = (table!(halves x86::half), Some(table!(x86::packing)));
-                let blocking = Blocking::of_f32(isa);
+                let blocking = Blocking::for_f32(isa);
                 Self { halves, packing, blocking, ..Self::vectors(table!(x86::avx512), 8, 16, Compute::F32) }
             }
             #[cfg(target_arch = "x86_64")]
@@ -178,8 +187,8 @@ impl Kernels {
         }
     }
 
-    /// Those that take products of f32 as several of bf16 in tiles: for groups of many rows.
-    pub(crate) fn in_parts(isa: Isa, compute: Compute) -> Option<Self> {
+    /// Selects the kernels that compute f32 as bf16x3 in tiles, for groups of many rows.
+    pub(crate) fn bf16x3(isa: Isa, compute: Compute) -> Option<Self> {
         #[cfg(target_arch = "x86_64")]
         if (isa, compute) == (Isa::AmxF32, Compute::F32) {
             return Some(Self { parts: super::amx::PARTS, ..Self::select(isa, Compute::Bf16) });
@@ -193,7 +202,7 @@ impl Kernels {
         Self { table, rows, lanes, compute, halves, packing, are_tiles: false, parts: 1, at_once: 1, blocking }
     }
 
-    /// What these kernels take of operands in `precision`.
+    /// Returns the format in which these kernels take operands of a product in `precision`.
     #[inline(always)]
     pub(crate) fn format(&self, precision: Compute) -> Format {
         Format { units: self.compute, precision, multiple: if self.are_tiles { 16 } else { 1 }, parts: self.parts }
@@ -209,17 +218,17 @@ impl Kernels {
         unsafe { self.table[rows - 1][vectors - 1](args) }
     }
 
-    /// Whether there is [`run_packing`](Self::run_packing).
+    /// Returns whether [`run_packing`](Self::run_packing) exists.
     #[inline(always)]
     pub(crate) fn can_pack(&self) -> bool {
         self.packing.is_some()
     }
 
-    /// As [`run`](Self::run) for a B that is not packed yet, which this does beside.
+    /// Runs the kernel for a B that is not packed yet, and packs it.
     ///
     /// # Safety
-    /// As there, but for B: the rows of `depth` units must be readable from `b` on for as many elements as the vectors have lanes, and the
-    /// panel must be writable.
+    /// As for [`run`](Self::run), except that rows of `depth` units, with as many elements as the vectors have lanes,
+    /// must be readable from `b` on, and the panel must be writable.
     #[inline(always)]
     pub(crate) unsafe fn run_packing(&self, rows: usize, vectors: usize, args: &TileArgs) {
         let packing = self.packing.as_ref().expect("kernels that pack");
@@ -230,10 +239,10 @@ impl Kernels {
 
 #[cfg(target_arch = "x86_64")]
 impl Kernels {
-    /// As [`run`](Self::run) for so many lanes: up to three whole vectors, or half a one and up to two before it.
+    /// Runs the kernel for so many lanes: up to three whole vectors, or half a vector after up to two whole ones.
     ///
     /// # Safety
-    /// As there. Only where there are halves.
+    /// As for [`run`](Self::run). The level must have half vectors.
     #[inline(always)]
     pub(crate) unsafe fn run_lanes(&self, rows: usize, lanes: usize, args: &TileArgs) {
         // SAFETY: the caller's promise is handed on.
@@ -246,7 +255,7 @@ impl Kernels {
     }
 }
 
-/// A step of a product on vectors of 32-bit units.
+/// One step of a product on vectors of 32-bit units.
 pub(crate) trait Math {
     /// A vector of sums.
     type Sums: Copy;
@@ -259,7 +268,7 @@ pub(crate) trait Math {
     unsafe fn load(from: *const f32) -> Self::Sums;
     unsafe fn store(to: *mut f32, sums: Self::Sums);
     unsafe fn units(from: *const u32) -> Self::Units;
-    /// The unit `at` units behind `row`, in all lanes.
+    /// Returns the unit `at` units after `row` in all lanes.
     unsafe fn splat(row: *const u32, at: usize) -> Self::Units;
     fn add_product(sums: Self::Sums, a: Self::Units, b: Self::Units) -> Self::Sums;
     fn prefetch(at: *const u32);
@@ -270,14 +279,14 @@ pub(crate) trait Math {
 trait Halves: Math {
     type Half: Math;
 
-    /// The first half of units that are all alike.
+    /// Returns the first half of units that are all equal.
     fn half(units: Self::Units) -> <Self::Half as Math>::Units;
 }
 
-/// A [`Math`] that makes units of rows that run across the depth, where these lie.
+/// A [`Math`] that makes units from rows across the depth in place.
 #[cfg(target_arch = "x86_64")]
 trait Across: Math {
-    /// The units of `VECTORS` vectors of columns from `row` on, of rows of which those of a unit take `step` words.
+    /// Returns the units of `VECTORS` vectors of columns from `row` on; the rows of a unit take `step` words.
     unsafe fn across<const VECTORS: usize>(row: *const u32, step: usize) -> [Self::Units; VECTORS];
 }
 
@@ -331,15 +340,15 @@ impl<S: Level> Math for F32<S> {
 /// Units in a cache line.
 const LINE: usize = 16;
 
-/// Bytes of B by which a kernel reads ahead of itself, so that panels stream from the second-level cache.
+/// Bytes of B that a kernel prefetches ahead of itself, so that panels stream from the L2 cache.
 const B_AHEAD: usize = 768;
 
-/// Units of depth in one round of a loop of kernels with 8 lanes. They ask for little beyond their operands, at one constant
-/// distance after another, so that few instructions besides products are left: where another program has the core's other
-/// thread, a kernel gets half of the places for instructions, and twelve products of 8 lanes are soon outnumbered.
+/// Units of depth per loop round of kernels with 8 lanes. These kernels prefetch little beyond their operands, at
+/// constant distances, to spend few instructions besides products: with another program on the core's second thread,
+/// a kernel gets half of the instruction slots, and instructions other than twelve products of 8 lanes soon dominate.
 pub(crate) const AT_ONCE: usize = 4;
 
-/// Sums of a tile, in registers.
+/// The sums of a tile, in registers.
 type Sums<M, const ROWS: usize, const VECTORS: usize> = [[<M as Math>::Sums; VECTORS]; ROWS];
 
 /// # Safety
@@ -351,7 +360,7 @@ unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs
         let mut sums = begin::<M, ROWS, VECTORS>(args);
         let mut b = args.b;
         let mut at = 0;
-        let (mut ahead, ahead_step) = args.ahead;
+        let Prefetch { at: mut ahead, step: ahead_step } = args.ahead;
         for _ in 0..args.depth {
             for line in 0..(VECTORS * M::WIDTH).div_ceil(LINE) {
                 M::prefetch(b.wrapping_add(B_AHEAD / 4 + line * LINE));
@@ -366,8 +375,8 @@ unsafe fn tile<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArgs
     }
 }
 
-/// As [`tile`] for a B that is not packed yet, which this does beside: bringing it to registers and to the panel takes the places that
-/// products leave.
+/// Computes a tile like [`tile`] from a B that is not packed yet, and packs it. Loading and storing B use execution
+/// slots that products leave idle.
 ///
 /// # Safety
 /// As for [`Kernels::run_packing`].
@@ -380,7 +389,7 @@ unsafe fn tile_packing<M: Across + Math<Sums = V, Units = V>, V: Copy, const ROW
     unsafe {
         let mut sums = begin::<M, ROWS, VECTORS>(args);
         let (mut b, (step, mut to)) = (args.b, args.packing);
-        let (mut ahead, ahead_step) = args.ahead;
+        let Prefetch { at: mut ahead, step: ahead_step } = args.ahead;
         for at in 0..args.depth {
             prefetch_far(ahead);
             ahead = ahead.wrapping_add(ahead_step);
@@ -395,13 +404,13 @@ unsafe fn tile_packing<M: Across + Math<Sums = V, Units = V>, V: Copy, const ROW
     }
 }
 
-/// As [`tile`] for `VECTORS` vectors and half of one behind them: they share what is loaded of A.
+/// Computes a tile like [`tile`] of `VECTORS` vectors and half of one after them, which share the loads of A.
 ///
 /// # Safety
 /// As for [`Kernel`].
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-unsafe fn tile_beside<M: Halves, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
+unsafe fn tile_with_half<M: Halves, const ROWS: usize, const VECTORS: usize>(args: &TileArgs) {
     // SAFETY: as in `tile`.
     unsafe {
         let whole = VECTORS * M::WIDTH;
@@ -410,7 +419,7 @@ unsafe fn tile_beside<M: Halves, const ROWS: usize, const VECTORS: usize>(args: 
         let mut half_sums = begin::<M::Half, ROWS, 1>(&half_args);
         let mut b = args.b;
         let mut at = 0;
-        let (mut ahead, ahead_step) = args.ahead;
+        let Prefetch { at: mut ahead, step: ahead_step } = args.ahead;
         for _ in 0..args.depth {
             for line in 0..=VECTORS {
                 M::prefetch(b.wrapping_add(B_AHEAD / 4 + line * LINE));
@@ -434,8 +443,8 @@ unsafe fn tile_beside<M: Halves, const ROWS: usize, const VECTORS: usize>(args: 
     }
 }
 
-/// As [`tile`], [`AT_ONCE`] units at a time, of rows of A whose units follow each other or lie as far apart as packed rows
-/// do. What is asked for ahead is a line for each round.
+/// Computes a tile like [`tile`], [`AT_ONCE`] units per round and one prefetch per round. Units of A are consecutive
+/// or as far apart as in packed rows.
 ///
 /// # Safety
 /// As for [`Kernel`].
@@ -461,7 +470,7 @@ unsafe fn rounds<M: Math, const ROWS: usize, const VECTORS: usize, const STEP: u
         let mut sums = begin::<M, ROWS, VECTORS>(args);
         let mut b = args.b;
         let mut at = 0;
-        let (mut ahead, ahead_step) = args.ahead;
+        let Prefetch { at: mut ahead, step: ahead_step } = args.ahead;
         for _ in 0..args.depth / AT_ONCE {
             prefetch_far(ahead);
             ahead = ahead.wrapping_add(ahead_step);
@@ -480,7 +489,7 @@ unsafe fn rounds<M: Math, const ROWS: usize, const VECTORS: usize, const STEP: u
     }
 }
 
-/// The sums to begin with.
+/// Loads the sums to continue, or zeros.
 ///
 /// # Safety
 /// As for [`Kernel`].
@@ -498,10 +507,10 @@ unsafe fn begin<M: Math, const ROWS: usize, const VECTORS: usize>(args: &TileArg
     sums
 }
 
-/// Adds the products of the units of A's rows that are `at` units behind their first with the units of a panel's columns.
+/// Adds the products of unit `at` of each row of A with a unit of a panel's columns.
 ///
 /// # Safety
-/// They must be readable.
+/// Both must be readable.
 #[inline(always)]
 unsafe fn add_unit<M: Math, const ROWS: usize, const VECTORS: usize>(
     sums: &mut Sums<M, ROWS, VECTORS>,
@@ -515,7 +524,7 @@ unsafe fn add_unit<M: Math, const ROWS: usize, const VECTORS: usize>(
     }
 }
 
-/// The units of so many vectors of columns.
+/// Loads the units of `VECTORS` vectors of columns.
 ///
 /// # Safety
 /// They must be readable.
@@ -531,10 +540,10 @@ unsafe fn units_of<M: Math, const VECTORS: usize>(b: *const u32) -> [M::Units; V
     }
 }
 
-/// [`add_unit`] with the columns' units at hand.
+/// Adds the products of unit `at` of each row of A with units of columns in registers.
 ///
 /// # Safety
-/// As there.
+/// The units of A must be readable.
 #[inline(always)]
 unsafe fn add_columns<M: Math, const ROWS: usize, const VECTORS: usize>(
     sums: &mut Sums<M, ROWS, VECTORS>,
@@ -551,7 +560,7 @@ unsafe fn add_columns<M: Math, const ROWS: usize, const VECTORS: usize>(
     }
 }
 
-/// Leaves the sums in the tile.
+/// Stores the sums to the tile.
 ///
 /// # Safety
 /// As for [`Kernel`].

@@ -1,59 +1,67 @@
-//! Grouped matrix products: one engine for linear layers and for experts, in all three forms.
+//! Grouped GEMMs: one engine for linear layers and for experts, in the three forms `A B^T`, `A B` and `A^T B`.
 //!
-//! A product is a list of groups, each `C [rows, columns] = A B` with sizes of its own (an expert and its tokens, or one
-//! group for a linear layer). A group is cut into tasks of some rows by some panels of columns. A task packs its panels
-//! of B into memory of its thread that the second-level cache holds, then goes through its rows eight at a time, each
-//! group of rows against all panels; what a kernel leaves for a tile goes to the product's [`Epilogue`] at once. A row
-//! of A is used where it lies whenever its type allows, so rows gathered by token cost nothing extra. Where B's rows run across
-//! the depth, kernels pack them beside the products of the first rows. Where they run along it and a group has so few rows that
-//! packing B would take as long as its products, it is A that is packed (`turned`). Where rows of both run across the depth, both are
-//! packed: a task's rows of A once, against which panels of B take turns.
+//! A product is a list of groups, each `C [rows, columns] = A B` with sizes of its own: an expert and its tokens, or
+//! the single group of a linear layer. A group is cut into tasks of some rows by some panels of columns. A task packs
+//! its panels of B into scratch that the L2 cache holds, then multiplies its rows, eight at a time, with all panels.
+//! Each tile of sums goes to the product's [`Epilogue`] at once.
 //!
-//! Every element is one sum over the depth in an order fixed by the depth alone, so results do not depend on how tasks
-//! are cut; the cut itself may therefore depend on the number of threads.
+//! Operands are used in place where their type and layout allow:
+//!
+//! - Rows of A along the depth are never packed, so that rows gathered by token cost nothing extra.
+//! - B with rows across the depth (`A B`) is packed by the kernels while they multiply the first rows.
+//! - With few rows packing B would take as long as multiplying, so A and B are swapped and A is packed instead
+//!   (`swap_ab`).
+//! - In `A^T B` rows of both operands run across the depth and both are packed: a task's rows of A once, panels of B
+//!   one after the other.
+//!
+//! Each element is one sum in an order that the depth alone fixes. Results therefore do not depend on the cut into
+//! tasks, which may depend on the number of threads.
 
-mod ahead;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
 pub(crate) mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod pack;
 pub(crate) mod plan;
+mod prefetch;
 pub(crate) mod row_pieces;
 pub(crate) mod scratch;
 pub(crate) mod source;
 pub(crate) mod store;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod swap_ab;
 mod tasks;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(crate) mod transpose;
-#[cfg(target_arch = "x86_64")]
-pub(crate) mod turned;
+
+use std::ops::Range;
 
 use moeworks_tensor::DType;
 
 use crate::simd::{Level, fence, kernel as compiled};
-use crate::{Context, Isa, few_rows};
-use kernel::{Kernels, MAX_ROWS, Tile, TileArgs, widest};
+use crate::{Context, Isa, skinny_gemm};
+use kernel::{Kernels, MAX_ROWS, Prefetch, Tile, TileArgs, widest};
 use plan::Chooser;
 use row_pieces::with_row_pieces;
 use scratch::{ScratchPool, ScratchSlot};
 use source::{Block, Format, Source};
-use store::Room;
+use store::Scratch;
 pub(crate) use tasks::Panels;
 use tasks::Task;
 
-/// The type in which products are taken; sums are f32.
+/// The type of the factors of a product; sums are f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compute {
     /// Products of f32.
     F32,
-    /// Products of bf16, to which operands of f32 are rounded.
+    /// Products of bf16; f32 operands are rounded to it.
     Bf16,
 }
 
 impl Compute {
-    /// Products with weights of this type. An f16 is exact as f32 and would lose three bits as bf16.
-    pub(crate) fn of(dtype: DType) -> Self {
+    /// Returns the type for products with weights of this type. An f16 is exact as f32 and would lose three bits as
+    /// bf16.
+    pub(crate) fn from_dtype(dtype: DType) -> Self {
         match dtype {
             DType::F32 | DType::F16 => Self::F32,
             DType::BF16 => Self::Bf16,
@@ -87,101 +95,125 @@ pub(crate) struct Group<'a> {
     /// Terms of each sum.
     pub(crate) depth: usize,
 }
+/// Consecutive rows, columns, panels or terms of sums: the first and their number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) first: usize,
+    pub(crate) len: usize,
+}
 
+impl Span {
+    #[inline(always)]
+    pub(crate) const fn new(first: usize, len: usize) -> Self {
+        Self { first, len }
+    }
+
+    /// Returns the place after the last.
+    #[inline(always)]
+    pub(crate) const fn end(self) -> usize {
+        self.first + self.len
+    }
+
+    #[inline(always)]
+    pub(crate) const fn range(self) -> Range<usize> {
+        self.first..self.end()
+    }
+}
 /// A list of products of one form.
 #[derive(Clone, Copy)]
 pub(crate) struct Product<'a> {
     pub(crate) form: Form,
     pub(crate) compute: Compute,
     pub(crate) groups: &'a [Group<'a>],
-    /// Columns come in pairs, c and `columns + c`, and the epilogue gets both tiles at once.
+    /// True if columns come in pairs, c and `columns + c`, whose two tiles the epilogue gets together.
     pub(crate) is_paired: bool,
 }
 
 impl Product<'_> {
-    /// Tiles that the epilogue gets at once.
+    /// Returns how many tiles the epilogue gets at once.
     #[inline(always)]
     pub(crate) fn num_tiles(&self) -> usize {
         if self.is_paired { 2 } else { 1 }
     }
 }
 
-/// Where a tile is.
+/// The place of a tile in the result.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) group: usize,
-    /// First row and number of rows.
-    pub(crate) rows: (usize, usize),
-    /// First column and number of columns.
-    pub(crate) columns: (usize, usize),
-    /// The number of the panel that the columns are: fixed by the number of columns.
+    pub(crate) rows: Span,
+    pub(crate) columns: Span,
+    /// The number of the panel that holds the columns, fixed by the group's number of columns.
     pub(crate) panel: usize,
 }
 
 impl Place {
-    /// Where the tiles of all `rows` rows of a panel of a group are, from the first on.
-    pub(crate) fn of_panel(
-        (group, rows): (usize, usize),
-        columns: (usize, usize),
+    /// Lists the places of the tiles of a panel, for all `rows` rows of a group in order.
+    pub(crate) fn tiles_of_panel(
+        group: usize,
+        rows: usize,
+        columns: Span,
         panel: usize,
     ) -> impl Iterator<Item = Self> + Clone {
-        let of_tile = move |first: usize| Self { group, rows: (first, (rows - first).min(MAX_ROWS)), columns, panel };
+        let of_tile =
+            move |first: usize| Self { group, rows: Span::new(first, (rows - first).min(MAX_ROWS)), columns, panel };
         (0..rows).step_by(MAX_ROWS).map(of_tile)
     }
 }
 
-/// What is done with the sums. Called once for each tile; tiles do not overlap.
+/// The consumer of sums. It is called once for each tile; tiles do not overlap.
 pub(crate) trait Epilogue: Sync {
-    /// `tile` has at most eight rows, and so has `second`, which is there for paired columns; both may be written to.
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room);
+    /// Takes a tile of at most eight rows, and a `second` one for paired columns. Both may be overwritten.
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch);
 
-    /// Called before a tile is computed: the time to ask for memory that [`tile`](Self::tile) will write to.
+    /// Is called before a tile is computed, to prefetch memory that [`tile`](Self::tile) will write to.
     #[inline(always)]
     fn prefetch(&self, at: Place) {
         let _ = at;
     }
 }
 
-/// An [`Epilogue`] as it is called by what goes through tiles, which is compiled once for all of them. A tile is thousands of
-/// products, so a call through a pointer costs nothing.
+/// An [`Epilogue`] behind a pointer, so that the code that goes through tiles is compiled once. A tile is thousands
+/// of products, so the indirect call costs nothing.
 pub(crate) trait Finish: Sync {
-    /// [`Epilogue::tile`], compiled for `isa`.
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room);
+    /// Calls [`Epilogue::tile`], compiled for `isa`.
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch);
 
-    /// [`Epilogue::prefetch`].
-    fn ask_ahead(&self, at: Place);
+    /// Calls [`Epilogue::prefetch`].
+    fn prefetch(&self, at: Place);
 }
 
 impl<E: Epilogue> Finish for E {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
-        finish(isa, self, at, tile, second, room);
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch) {
+        finish(isa, self, at, tile, second, scratch);
     }
 
-    fn ask_ahead(&self, at: Place) {
-        self.prefetch(at);
+    fn prefetch(&self, at: Place) {
+        Epilogue::prefetch(self, at);
     }
 }
 
-/// Tasks that write to places of their own and may be done in any order.
+/// Independent tasks, which may run in any order.
 #[derive(Clone, Copy)]
 pub(crate) struct Tasks<'a> {
     pub(crate) count: usize,
-    /// Does a task, whose number comes first; a thread will probably take the one so many further next.
+    /// Runs the task of the first number; the thread will probably run the one that is the second number further
+    /// next.
     pub(crate) run: &'a (dyn Fn(usize, usize) + Sync),
 }
 
 impl Tasks<'_> {
-    /// Does all of them.
+    /// Runs all tasks.
     pub(crate) fn run(self, ctx: &Context) {
         let ahead = ctx.threads().count().min(self.count);
         ctx.threads().run(self.count, |index| (self.run)(index, ahead));
     }
 
-    /// Does all of both, evenly mixed: where one kind reads from memory what the other writes there, both go on at a time.
-    pub(crate) fn run_beside(self, ctx: &Context, other: Self) {
+    /// Runs the tasks of both, evenly mixed: if one kind reads memory while the other writes it, the two overlap.
+    pub(crate) fn run_interleaved(self, ctx: &Context, other: Self) {
         let (all, num_threads) = (self.count + other.count, ctx.threads().count());
         let ahead = |count: usize| (num_threads * count).div_ceil(all.max(1));
-        // Of the first so many tasks these are our own.
+        // Among the first `index` tasks so many are of `self`.
         let own = |index: usize| index * self.count / all;
         ctx.threads().run(all, |index| {
             if own(index + 1) > own(index) {
@@ -198,12 +230,13 @@ pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     with_tasks(ctx, product, epilogue, None, |tasks| tasks.run(ctx));
 }
 
-/// Hands the tasks that compute all products of the list, and gradients of their matrices if there are any, to `work`.
+/// Calls `work` with the tasks that compute all products of the list and, if given, weight gradients of their
+/// matrices.
 pub(crate) fn with_tasks(
     ctx: &Context,
     product: &Product<'_>,
     epilogue: &dyn Finish,
-    gradients: Option<&dyn few_rows::StripGradients>,
+    gradients: Option<&dyn skinny_gemm::StripGradients>,
     work: impl FnOnce(Tasks<'_>),
 ) {
     let chooser = Chooser::new(ctx.isa(), product.compute, ctx.is_batch_invariant() && gradients.is_none());
@@ -213,55 +246,61 @@ pub(crate) fn with_tasks(
     }
     let kernels = chooser.kernels;
     let plan = tasks::cut(product, &plans, &chooser, ctx.threads().count());
-    let few = few_rows::Cut::new(product, (&plans, &kernels), gradients, ctx.threads().count());
-    let count = plan.tasks.len() + few.tasks.len();
+    let skinny = skinny_gemm::Cut::new(product, &plans, &kernels, gradients, ctx.threads().count());
+    let count = plan.tasks.len() + skinny.tasks.len();
     let num_threads = ctx.threads().count().min(count).max(1);
-    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(few.scratch_units)], DType::U32);
+    let mut scratch = ctx.empty(&[num_threads, plan.scratch_units.max(skinny.scratch_units)], DType::U32);
     let scratch = ScratchPool::new(&mut scratch, num_threads);
     let run = |index: usize, ahead: usize| {
         if let Some(task) = index.checked_sub(plan.tasks.len()) {
-            let next = few.tasks.get(task + ahead);
-            let work =
-                few_rows::Work { isa: ctx.isa(), product, task: &few.tasks[task], next, kernels: &kernels, gradients };
-            scratch.with(|scratch, held| few_rows::run_task(work, scratch, held, epilogue));
+            let next = skinny.tasks.get(task + ahead);
+            let work = skinny_gemm::Work {
+                isa: ctx.isa(),
+                product,
+                task: &skinny.tasks[task],
+                next,
+                kernels: &kernels,
+                gradients,
+            };
+            scratch.with(|scratch, held| skinny_gemm::run_task(work, scratch, held, epilogue));
             if gradients.is_some() {
                 fence();
             }
             return;
         }
-        // Tasks are taken in order, so this is about the one that this thread will take next.
+        // Tasks are handed out in order, so this is probably the thread's next one.
         let next = plan.tasks.get(index + ahead);
         let task = &plan.tasks[index];
         let kernels = chooser.bf16x3.filter(|_| task.kernel.is_bf16x3()).unwrap_or(kernels);
         let work = Work { product, group: &product.groups[task.group], task, next, kernels, isa: ctx.isa() };
         scratch.with(|scratch, held| work.run(scratch, held, epilogue));
-        // The epilogue may have written past the caches.
+        // The epilogue may have stored past the caches.
         fence();
     };
     work(Tasks { count, run: &run });
 }
 
-/// The number of panels that so many columns are cut into.
+/// Returns the number of panels that so many columns are cut into.
 pub(crate) fn num_panels(ctx: &Context, compute: Compute, columns: usize) -> usize {
-    Panels::of(columns, Kernels::select(ctx.isa(), compute).lanes).count
+    Panels::new(columns, Kernels::select(ctx.isa(), compute).lanes).count
 }
 
 compiled! {
     bf16
-    /// Hands a tile to the epilogue. This and packing are functions of their own, compiled for each instruction set; what is
-    /// between them only calls kernels, and is compiled once.
+    /// Hands a tile to the epilogue. This and packing are compiled for each instruction set; the code between them
+    /// only calls kernels and is compiled once.
     fn finish<S: Level, E: Epilogue>(
         epilogue: &E,
         at: Place,
         tile: &mut Tile,
         second: Option<&mut Tile>,
-        room: &mut Room,
+        scratch: &mut Scratch,
     ) {
-        epilogue.tile::<S>(at, tile, second, room);
+        epilogue.tile::<S>(at, tile, second, scratch);
     }
 }
 
-/// A task and what it belongs to.
+/// A task with its product and kernels.
 struct Work<'a> {
     product: &'a Product<'a>,
     group: &'a Group<'a>,
@@ -271,7 +310,7 @@ struct Work<'a> {
     isa: Isa,
 }
 
-/// What of the depth is summed at once.
+/// A part of the depth that is summed at once.
 #[derive(Clone, Copy)]
 struct Part {
     /// First element and number of elements.
@@ -282,26 +321,28 @@ struct Part {
     is_last: bool,
 }
 
-/// Columns of A packed at once: whole panels of 4, 6 and 8 rows. One line of each is written at a time, and a cache's set has places for 8.
+/// Columns of A packed at once: whole panels of 4, 6 and 8 rows. One cache line of each is written at a time, and a
+/// cache set has 8 ways.
 const A_COLUMNS: usize = 48;
 
-/// Some rows of C of a task: the first, counted from the task's, their number, the panels that they are multiplied with (the first and
-/// the number of them), and where their rows of A are.
+/// Some rows of C of a task: the first (counted from the task's), their number, the panels that they meet, and their
+/// rows of A.
 struct Rows {
     first: usize,
     count: usize,
-    panels: (usize, usize),
+    panels: Span,
     a: [*const u32; MAX_ROWS],
     a_step: usize,
-    /// Whether the panels of B are packed, or to be packed beside the products of these rows.
+    /// False if the panels of B are still to be packed, while these rows are multiplied.
     is_b_packed: bool,
 }
 
-/// How far a task is with what it asks for ahead, and room for its epilogue.
+/// The state of a task's prefetches, and its epilogue.
 struct Progress<'a> {
-    stream: ahead::Stream,
+    stream: prefetch::Stream,
     num_calls: usize,
-    room: &'a mut Room,
+    scratch: &'a mut Scratch,
+    epilogue: &'a dyn Finish,
 }
 
 impl Work<'_> {
@@ -314,68 +355,69 @@ impl Work<'_> {
         held.rows_of = None;
         #[cfg(target_arch = "x86_64")]
         if task.kernel.is_swapped() {
-            return self.run_turned(scratch, epilogue);
+            return self.run_swap_ab(scratch, epilogue);
         }
-        let (b_room, rest) = scratch.split_at_mut(task.b_units);
-        let (a_room, rest) = rest.split_at_mut(task.a_units);
-        // Sums wait here between parts of the depth; with one part a single place serves all tiles.
+        let (b_buffer, rest) = scratch.split_at_mut(task.b_units);
+        let (a_buffer, rest) = rest.split_at_mut(task.a_units);
+        // Partial sums are kept here between parts of the depth. With a single part one place serves all tiles.
         let tiles = tile_slice(rest);
         let num_parts = group.depth.div_ceil(task.part).max(1);
         let held = if num_parts > 1 { product.num_tiles() } else { 0 };
-        let mut room = Room::new();
+        let mut tile_scratch = Scratch::new();
         for index in 0..num_parts {
             let part = self.part(index, num_parts);
-            let stream = self.stream_after(part, b_room.as_ptr().cast());
-            let mut progress = Progress { stream, num_calls: 0, room: &mut room };
+            let stream = self.stream_after(part, b_buffer.as_ptr().cast());
+            let mut progress = Progress { stream, num_calls: 0, scratch: &mut tile_scratch, epilogue };
             let at_once = self.panels_at_once(part);
-            for first in (0..task.panels.1).step_by(at_once) {
-                let panels = (task.panels.0 + first, at_once.min(task.panels.1 - first));
+            for first in (0..task.panels.len).step_by(at_once) {
+                let panels = Span::new(task.panels.first + first, at_once.min(task.panels.len - first));
                 let tiles = &mut tiles[first * held..];
-                self.multiply_panels(part, panels, (a_room, b_room, tiles), &mut progress, epilogue);
+                self.multiply_panels(part, panels, a_buffer, b_buffer, tiles, &mut progress);
             }
         }
     }
 
-    /// The panels of B that are packed at once: as many as there is room for.
+    /// Returns how many panels of B are packed at once: as many as the scratch holds.
     fn panels_at_once(&self, part: Part) -> usize {
         let width = widest(self.kernels.lanes) * self.kernels.lanes * self.product.num_tiles();
-        (self.task.b_units / (part.num_units * width).max(1)).clamp(1, self.task.panels.1)
+        (self.task.b_units / (part.num_units * width).max(1)).clamp(1, self.task.panels.len)
     }
 
-    /// All rows of a task with some panels of B, which are packed first. Sums that wait have a place each in `tiles`, eight rows with all
-    /// panels of the task after the eight before them.
+    /// Multiplies all rows of a task with some panels of B, which are packed first. Partial sums have a tile each in
+    /// `tiles`: eight rows with all panels of the task, then the next eight rows.
     fn multiply_panels(
         &self,
         part: Part,
-        panels: (usize, usize),
-        (a_room, b_room, tiles): (&mut [u32], &mut [u32], &mut [Tile]),
+        panels: Span,
+        a_buffer: &mut [u32],
+        b_buffer: &mut [u32],
+        tiles: &mut [Tile],
         progress: &mut Progress<'_>,
-        epilogue: &dyn Finish,
     ) {
         let Self { product, task, ref kernels, .. } = *self;
-        let depth = (part.start, part.depth);
-        let held = if part.is_first && part.is_last { 0 } else { task.panels.1 * product.num_tiles() };
-        let is_packed_beside = self.packs_beside(part);
-        if !is_packed_beside {
-            pack_b(self.isa, self, depth, panels, b_room);
+        let depth = Span::new(part.start, part.depth);
+        let held = if part.is_first && part.is_last { 0 } else { task.panels.len * product.num_tiles() };
+        let is_packed_in_kernel = self.packs_in_kernel(part);
+        if !is_packed_in_kernel {
+            pack_b(self.isa, self, depth, panels, b_buffer);
         }
-        for (block, first) in (0..task.rows.1).step_by(kernels.rows).enumerate() {
-            let count = (task.rows.1 - first).min(kernels.rows);
+        for (block, first) in (0..task.rows.len).step_by(kernels.rows).enumerate() {
+            let count = (task.rows.len - first).min(kernels.rows);
             let (a, a_step) = if product.form == Form::Tn {
                 // The first panels find rows of A not packed yet.
-                if panels.0 == task.panels.0 && first % A_COLUMNS == 0 {
-                    pack_a(self.isa, self, depth, first, &mut a_room[first * part.num_units..]);
+                if panels.first == task.panels.first && first % A_COLUMNS == 0 {
+                    pack_a(self.isa, self, depth, first, &mut a_buffer[first * part.num_units..]);
                 }
-                (packed_rows(&a_room[first * part.num_units..], count), kernels.rows)
+                (packed_rows(&a_buffer[first * part.num_units..], count), kernels.rows)
             } else {
-                (self.rows_of_a(task.rows.0 + first, count, depth, a_room), 1)
+                (self.rows_of_a(Span::new(task.rows.first + first, count), depth, a_buffer), 1)
             };
-            let rows = Rows { first, count, panels, a, a_step, is_b_packed: !is_packed_beside || block > 0 };
-            self.multiply_rows(&rows, part, b_room, &mut tiles[block * held..], progress, epilogue);
+            let rows = Rows { first, count, panels, a, a_step, is_b_packed: !is_packed_in_kernel || block > 0 };
+            self.multiply_rows(&rows, part, b_buffer, &mut tiles[block * held..], progress);
         }
     }
 
-    /// A part of the depth of a task.
+    /// Returns part `index` of the depth of a task.
     #[inline(always)]
     fn part(&self, index: usize, num_parts: usize) -> Part {
         let start = index * self.task.part;
@@ -384,7 +426,7 @@ impl Work<'_> {
         Part { start, depth, num_units, is_first: index == 0, is_last: index + 1 == num_parts }
     }
 
-    /// The tiles of some rows with the panels of B that are packed. Sums that wait have a tile each in `tiles`.
+    /// Multiplies some rows with the packed panels of B. Partial sums have a tile each in `tiles`.
     #[inline(always)]
     fn multiply_rows(
         &self,
@@ -393,25 +435,24 @@ impl Work<'_> {
         mut b: &mut [u32],
         tiles: &mut [Tile],
         progress: &mut Progress<'_>,
-        epilogue: &dyn Finish,
     ) {
         let Self { product, group, task, ref kernels, .. } = *self;
-        let (panels, num_tiles) = (Panels::of(group.columns, kernels.lanes), product.num_tiles());
+        let (panels, num_tiles) = (Panels::new(group.columns, kernels.lanes), product.num_tiles());
         let Part { num_units, is_first, is_last, .. } = part;
-        let mut ahead = self.ahead_of(rows.first, part.start, part.depth);
+        let mut ahead = self.rows_ahead(rows.first, part.start, part.depth);
         let step = progress.stream.step(num_units);
-        for offset in 0..rows.panels.1 {
-            let panel = rows.panels.0 + offset;
+        for offset in 0..rows.panels.len {
+            let panel = rows.panels.first + offset;
             let (column, columns, width) = panels.panel(panel);
-            let rows_of_tile = (task.rows.0 + rows.first, rows.count);
-            let at = Place { group: task.group, rows: rows_of_tile, columns: (column, columns), panel };
+            let place_rows = Span::new(task.rows.first + rows.first, rows.count);
+            let at = Place { group: task.group, rows: place_rows, columns: Span::new(column, columns), panel };
             if is_last {
-                epilogue.ask_ahead(at);
+                progress.epilogue.prefetch(at);
             }
             ahead.advance();
             let first_tile = if is_first && is_last { 0 } else { offset * num_tiles };
-            if !is_first && offset + 1 < rows.panels.1 {
-                tiles[first_tile + num_tiles..][..num_tiles].iter().for_each(|tile| tile.ask_for(rows.count, width));
+            if !is_first && offset + 1 < rows.panels.len {
+                tiles[first_tile + num_tiles..][..num_tiles].iter().for_each(|tile| tile.prefetch(rows.count, width));
             }
             let tiles = &mut tiles[first_tile..first_tile + num_tiles];
             for tile in tiles.iter_mut() {
@@ -419,28 +460,29 @@ impl Work<'_> {
                 b = later;
                 let ahead = progress.stream.at_call(progress.num_calls, num_units, step);
                 progress.num_calls += 1;
-                self.multiply_panel(rows, part, (column, width), now, tile, ahead);
+                self.multiply_panel(rows, part, Span::new(column, width), now, tile, ahead);
             }
             if is_last {
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.finish(self.isa, at, &mut first[0], second.first_mut(), progress.room);
+                progress.epilogue.finish(self.isa, at, &mut first[0], second.first_mut(), progress.scratch);
             }
         }
     }
 
-    /// The tile of some rows with one panel of B, its first column and width, and the panel if it is packed beside.
+    /// Multiplies some rows with one panel of B, whose `columns` are as many as the panel is wide. The panel is
+    /// packed on the way if it is not yet.
     #[inline(always)]
     fn multiply_panel(
         &self,
         rows: &Rows,
         part: Part,
-        (column, width): (usize, usize),
+        columns: Span,
         panel: &mut [u32],
         tile: &mut Tile,
-        ahead: (*const u8, usize),
+        ahead: Prefetch,
     ) {
-        let (kernels, to) = (&self.kernels, panel.as_mut_ptr());
-        let in_place = if rows.is_b_packed { None } else { self.across(part, (column, width)) };
+        let (kernels, to, width) = (&self.kernels, panel.as_mut_ptr(), columns.len);
+        let in_place = if rows.is_b_packed { None } else { self.across(part, columns) };
         let args = TileArgs {
             depth: part.num_units,
             a: rows.a,
@@ -451,8 +493,9 @@ impl Work<'_> {
             is_continued: !part.is_first,
             ahead,
         };
-        // SAFETY: the kernels fit the context's instruction set; `a` points at as many rows of units as there are, checked where the
-        // pointers were made, as were those to rows of B, and `panel` is as long as its width and the units ask.
+        // SAFETY: the kernels fit the context's instruction set. `a` points at as many rows of units as there are,
+        // and so do the pointers to rows of B: both were checked when the pointers were made. `panel` has its width
+        // times the units.
         unsafe {
             match in_place {
                 Some(_) => kernels.run_packing(rows.count, width / kernels.lanes, &args),
@@ -461,19 +504,19 @@ impl Work<'_> {
         }
     }
 
-    /// Whether a part of B, whose rows run across the depth, is packed beside the products of the task's first rows: on its own packing
-    /// takes as long as the products of a dozen rows.
-    fn packs_beside(&self, part: Part) -> bool {
+    /// Returns whether a part of B, whose rows run across the depth, is packed while the task's first rows are
+    /// multiplied. Separate packing takes as long as multiplying a dozen rows.
+    fn packs_in_kernel(&self, part: Part) -> bool {
         self.kernels.can_pack()
             && self.product.form == Form::Nn
             && self.group.columns.is_multiple_of(self.kernels.lanes)
-            && self.across(part, (0, self.group.columns)).is_some()
+            && self.across(part, Span::new(0, self.group.columns)).is_some()
     }
 
-    /// Where some columns of a part of B lie, whole vectors of them.
+    /// Returns the address of some columns of a part of B, whole vectors of them.
     #[inline(always)]
-    fn across(&self, part: Part, columns: (usize, usize)) -> Option<*const u32> {
-        self.group.b.across((part.start, part.depth), columns, self.format())
+    fn across(&self, part: Part, columns: Span) -> Option<*const u32> {
+        self.group.b.across(Span::new(part.start, part.depth), columns, self.format())
     }
 
     #[inline(always)]
@@ -481,27 +524,21 @@ impl Work<'_> {
         self.kernels.format(self.product.compute)
     }
 
-    /// Pointers to rows of A, converted into `room` where they cannot be used in place.
+    /// Returns pointers to rows of A, converted to units in `buffer` if they cannot be used in place.
     #[inline(always)]
-    fn rows_of_a(
-        &self,
-        first: usize,
-        rows: usize,
-        (start, depth): (usize, usize),
-        room: &mut [u32],
-    ) -> [*const u32; MAX_ROWS] {
-        let num_units = self.format().units_of(depth);
-        let mut pointers = [room.as_ptr(); MAX_ROWS];
+    fn rows_of_a(&self, rows: Span, depth: Span, buffer: &mut [u32]) -> [*const u32; MAX_ROWS] {
+        let num_units = self.format().units_of(depth.len);
+        let mut pointers = [buffer.as_ptr(); MAX_ROWS];
         if num_units == 0 {
             return pointers;
         }
-        let mut rooms = room.chunks_exact_mut(num_units);
-        for (row, pointer) in pointers.iter_mut().enumerate().take(rows) {
-            let direct = self.group.a.direct(first + row, start, depth, self.format());
+        let mut buffers = buffer.chunks_exact_mut(num_units);
+        for (row, pointer) in pointers.iter_mut().enumerate().take(rows.len) {
+            let direct = self.group.a.direct(rows.first + row, depth.first, depth.len, self.format());
             *pointer = direct.unwrap_or_else(|| {
-                let room = rooms.next().expect("room for the rows of a tile");
-                convert_row(self.isa, &self.group.a, (first + row, start, depth), self.format(), room);
-                room.as_ptr()
+                let buffer = buffers.next().expect("buffer for the rows of a tile");
+                convert_row(self.isa, &self.group.a, rows.first + row, depth, self.format(), buffer);
+                buffer.as_ptr()
             });
         }
         pointers
@@ -510,24 +547,24 @@ impl Work<'_> {
 
 compiled! {
     bf16
-    /// Packs some of the task's panels of B, the first and the number of them, paired ones next to each other.
-    fn pack_b<S: Level>(work: &Work<'_>, depth: (usize, usize), panels_of: (usize, usize), to: &mut [u32]) {
+    /// Packs some of the task's panels of B, the two of a pair next to each other.
+    fn pack_b<S: Level>(work: &Work<'_>, depth: Span, of_panels: Span, to: &mut [u32]) {
         let Work { product, group, .. } = *work;
         let (format, mut to) = (work.format(), to);
-        let panels = Panels::of(group.columns, work.kernels.lanes);
-        let range = panels_of.0..panels_of.0 + panels_of.1;
+        let panels = Panels::new(group.columns, work.kernels.lanes);
+        let range = of_panels.range();
         if product.form != Form::Nt {
             return source::pack_straight::<S>(&group.b, depth, &panels, range, format, to);
         }
         for panel in range {
             let (column, columns, width) = panels.panel(panel);
             for pair in 0..product.num_tiles() {
-                let (now, later) = to.split_at_mut(format.units_of(depth.1) * width);
+                let (now, later) = to.split_at_mut(format.units_of(depth.len) * width);
                 to = later;
-                let block = Block { rows: (column + pair * group.columns, columns), columns: depth };
+                let block = Block { rows: Span::new(column + pair * group.columns, columns), columns: depth };
                 #[cfg(target_arch = "x86_64")]
                 if format.parts > 1 {
-                    amx::pack_columns(&group.b, block, (format, width), now);
+                    amx::pack_columns(&group.b, block, format, width, now);
                     continue;
                 }
                 source::pack_transposed::<S>(&group.b, block, format, width, now);
@@ -538,18 +575,20 @@ compiled! {
 
 compiled! {
     bf16
-    /// Packs [`A_COLUMNS`] of the task's rows of C from one on, which are columns of A, as panels as narrow as a kernel has rows.
-    fn pack_a<S: Level>(work: &Work<'_>, depth: (usize, usize), first: usize, to: &mut [u32]) {
+    /// Packs [`A_COLUMNS`] of the task's rows of C from `first` on, which are columns of A, in panels as narrow as a
+    /// kernel has rows.
+    fn pack_a<S: Level>(work: &Work<'_>, depth: Span, first: usize, to: &mut [u32]) {
         let (rows, width) = (work.task.rows, work.kernels.rows);
-        let panels = Panels::equal(rows.0 + (first + A_COLUMNS).min(rows.1), width);
-        source::pack_straight::<S>(&work.group.a, depth, &panels, (rows.0 + first) / width..panels.count, work.format(), to);
+        let panels = Panels::equal(rows.first + (first + A_COLUMNS).min(rows.len), width);
+        let range = (rows.first + first) / width..panels.count;
+        source::pack_straight::<S>(&work.group.a, depth, &panels, range, work.format(), to);
     }
 }
 
 compiled! {
     bf16
-    fn convert_row<S: Level>(source: &Source<'_>, at: (usize, usize, usize), format: Format, to: &mut [u32]) {
-        source.load::<S>(at.0, at.1, at.2, format, to);
+    fn convert_row<S: Level>(source: &Source<'_>, row: usize, columns: Span, format: Format, to: &mut [u32]) {
+        source.load::<S>(row, columns.first, columns.len, format, to);
     }
 }
 
@@ -558,7 +597,7 @@ fn packed_rows(panel: &[u32], rows: usize) -> [*const u32; MAX_ROWS] {
     std::array::from_fn(|row| panel.as_ptr().wrapping_add(row.min(rows - 1)))
 }
 
-/// Memory as tiles. The scratch comes from the pool, whose blocks are aligned as a tile asks.
+/// Views memory as tiles. Scratch comes from the pool, whose blocks are aligned for tiles.
 #[inline(always)]
 pub(crate) fn tile_slice(memory: &mut [u32]) -> &mut [Tile] {
     // SAFETY: every bit pattern is a valid f32, and `align_to_mut` returns only whole tiles at aligned addresses.

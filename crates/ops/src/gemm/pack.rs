@@ -1,7 +1,7 @@
-//! Packing with AVX-512: operands whose rows run across the depth, and rows that have to become pairs of bf16.
+//! Packing with AVX-512: operands whose rows run across the depth, and rows that are converted to pairs of bf16.
 //!
-//! Elements are read sixteen at a time from one row of the depth (units of f32) or from two (pairs of bf16), which gives a
-//! vector of 16 units. Rows are read from end to end, and all panels grow at once.
+//! Sixteen elements are read at a time from one row of the depth (units of f32) or from two (pairs of bf16), which
+//! gives a vector of 16 units. Rows are read from end to end, and all panels grow together.
 
 use core::arch::x86_64::{
     __m256bh, __m256i, __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm256_maskz_loadu_epi16, _mm512_add_epi16,
@@ -15,38 +15,38 @@ use std::ops::Range;
 
 use moeworks_tensor::DType;
 
-use super::Compute;
 use super::source::{Elements, Format, Source};
 use super::tasks::Panels;
+use super::{Compute, Span};
 use crate::prefetch::prefetch_far;
 use crate::simd::Float;
 
-/// Lanes of a vector, and its units.
+/// Lanes of a vector, each of one unit.
 pub(super) const LANES: usize = 16;
 
-/// Rows by which memory is asked for ahead of those that are packed.
+/// Rows that are prefetched ahead of those being packed.
 const ROWS_AHEAD: usize = 16;
 
-/// What is packed: rows `depth.0 .. depth.0 + depth.1` of the source, of these the columns that the panels `range` cut.
+/// The columns to pack: rows `depth` of the source, of these the columns of the panels `range`.
 pub(super) struct Columns<'a> {
     pub(super) source: &'a Source<'a>,
-    pub(super) depth: (usize, usize),
+    pub(super) depth: Span,
     pub(super) panels: &'a Panels,
     pub(super) range: Range<usize>,
     pub(super) format: Format,
 }
 
 impl Columns<'_> {
-    /// Packs panels, one after the other, each `[unit][width]`, zeros beyond the last column and the end of the depth.
-    /// `false` if that asks for more than this file does, which is rounding without a bf16 product.
+    /// Packs the panels one after the other, each `[unit][width]`, with zeros beyond the last column and the end of
+    /// the depth. Returns false if that needs rounding on a machine without a bf16 product, which is not done here.
     ///
     /// # Safety
     /// The machine must have AVX-512 F, BW, DQ and VL, and AVX-512 BF16 where units are pairs of bf16.
     #[inline(always)]
     pub(super) unsafe fn pack(&self, to: &mut [u32]) -> bool {
         if self.format.parts > 1 {
-            // SAFETY: elements are in parts only where there are tiles, and with them all these instructions.
-            unsafe { super::amx::pack_in_parts(self, to) };
+            // SAFETY: elements are split only where there are tiles, and with them all these instructions.
+            unsafe { super::amx::pack_bf16x3(self, to) };
             return true;
         }
         // SAFETY: the caller's promise is handed on.
@@ -63,44 +63,45 @@ impl Columns<'_> {
         true
     }
 
-    /// The rows of `x` that lie `unit` units of `SIZE` rows into the depth, from the first packed column to the last.
+    /// Returns the `SIZE` rows of unit `unit` of `x`, from the first packed column to the last.
     #[inline(always)]
     pub(super) fn rows<'x, T: Copy, const SIZE: usize>(&self, x: &'x [T], unit: usize) -> [&'x [T]; SIZE] {
         let (first, end) = self.span();
-        // A loop: closures of the library's functions on arrays stay calls here.
+        // A loop, because library functions that take closures would not be inlined here.
         let mut rows = [&x[..0]; SIZE];
-        for (row, to) in (SIZE * unit..).zip(&mut rows) {
-            *to = row_of(self.source, x, (self.depth.0 + row, row < self.depth.1), first, end - first);
+        for (index, to) in (SIZE * unit..).zip(&mut rows) {
+            let row = if index < self.depth.len { Some(self.depth.first + index) } else { None };
+            *to = row_of(self.source, x, row, first, end - first);
         }
         rows
     }
 
-    /// The first column, and the one after the last.
+    /// Returns the first column, and the one after the last.
     #[inline(always)]
     fn span(&self) -> (usize, usize) {
         let (last, columns, _) = self.panels.panel(self.range.end - 1);
         (self.panels.panel(self.range.start).0, last + columns)
     }
 
-    /// Asks for the rows that come [`ROWS_AHEAD`] after those of a unit.
+    /// Prefetches the rows that come [`ROWS_AHEAD`] after those of a unit.
     #[inline(always)]
     fn prefetch(&self, unit: usize, size: usize) {
-        for row in size * unit..(size * (unit + 1)).min(self.depth.1) {
+        for row in size * unit..(size * (unit + 1)).min(self.depth.len) {
             self.prefetch_row(row, ROWS_AHEAD);
         }
     }
 
-    /// Asks for the row that comes so many after one.
+    /// Prefetches the row that comes `ahead` rows after `row`.
     #[inline(always)]
     pub(super) fn prefetch_row(&self, row: usize, ahead: usize) {
         let (first, end) = self.span();
         let bytes = self.source.bytes_of(end - first);
-        let later = self.source.address_later(self.depth.0 + row, ahead, first);
+        let later = self.source.address_later(self.depth.first + row, ahead, first);
         (0..bytes).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
     }
 }
 
-/// A function for vectors, with these features.
+/// Defines a function compiled with the given CPU features.
 macro_rules! in_vectors {
     ($features:literal, $(#[$meta:meta])* $vis:vis fn $name:ident[$($T:tt)*]($($arg:tt)*) $(-> $result:ty)? $body:block) => {
         $(#[$meta])*
@@ -110,13 +111,13 @@ macro_rules! in_vectors {
     };
 }
 
-/// A function that packs columns, of units that `$fetch` makes of `$size` rows.
+/// Defines a function that packs columns, in units that `$fetch` makes of `$size` rows.
 macro_rules! packing {
     ($name:ident, $features:literal, $size:literal, $fetch:ident, $fill:ident) => {
         in_vectors! {
             $features,
             fn $name[T: Float](columns: &Columns<'_>, x: &[T], to: &mut [u32]) {
-                let num_units = columns.format.units_of(columns.depth.1);
+                let num_units = columns.format.units_of(columns.depth.len);
                 // Two units of a narrow panel fill a cache line.
                 for unit in (0..num_units).step_by(2) {
                     let rows: [[&[T]; $size]; 2] = [columns.rows(x, unit), columns.rows(x, unit + 1)];
@@ -159,7 +160,7 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
-    /// Stores the first halves of one or two vectors at one place, and their second halves at the other if there is one.
+    /// Stores the first halves of one or two vectors at one place, and their second halves at the other if it exists.
     fn store_halves[](low: __m512i, high: __m512i, num_rows: usize, places: &[usize], to: &mut [u32]) {
         let halves = [_mm512_shuffle_i64x2::<0x44>(low, high), _mm512_shuffle_i64x2::<0xee>(low, high)];
         for (&at, half) in places.iter().zip(halves) {
@@ -176,7 +177,7 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
-    /// Sixteen elements of a row from `at` on, zeros beyond its end.
+    /// Loads sixteen elements of a row from `at` on, zeros beyond its end.
     fn single[T: Float](rows: &[&[T]; 1], at: usize) -> __m512i {
         _mm512_castps_si512(widened(rows[0], at))
     }
@@ -184,7 +185,7 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
-    /// The elements of a row from `at` on, whole vectors of them.
+    /// Widens the elements of a row from `at` on, in whole vectors.
     fn singles[T: Float](rows: &[&[T]; 1], at: usize, to: &mut [u32]) {
         for (column, to) in (at..).step_by(LANES).zip(to.chunks_exact_mut(LANES)) {
             store(single(rows, column), to);
@@ -208,7 +209,7 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
-    /// Sixteen bf16 elements, zeros beyond the end, in the low halves of 16 lanes.
+    /// Loads sixteen bf16 elements into the low halves of 16 lanes, zeros beyond the end.
     fn stored_halves[T: Float](x: &[T]) -> __m512i {
         _mm512_cvtepu16_epi32(loaded_halves(x))
     }
@@ -216,11 +217,11 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2",
-    /// Sixteen elements of 16 bits, zeros beyond the end.
+    /// Loads sixteen elements of 16 bits, zeros beyond the end.
     fn loaded_halves[T: Float](x: &[T]) -> __m256i {
         assert!(size_of::<T>() == 2, "elements of 16 bits");
         if x.len() >= LANES {
-            // SAFETY: sixteen elements of 16 bits are there. Making a mask takes longer than the load.
+            // SAFETY: sixteen elements of 16 bits are there. Building a mask would take longer than the load.
             return unsafe { _mm256_loadu_si256(x.as_ptr().cast()) };
         }
         // SAFETY: the mask keeps the load to the elements of the slice, which are of 16 bits.
@@ -228,7 +229,7 @@ in_vectors! {
     }
 }
 
-/// The lanes that so many elements fill.
+/// Returns the mask of the lanes that so many elements fill.
 #[inline(always)]
 fn mask_of(len: usize) -> u16 {
     if len >= LANES { u16::MAX } else { (1 << len) - 1 }
@@ -236,7 +237,7 @@ fn mask_of(len: usize) -> u16 {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// Sixteen pairs of elements of two rows from `at` on, zeros beyond their ends.
+    /// Pairs sixteen elements of two rows from `at` on, zeros beyond their ends.
     fn pair[T: Float](rows: &[&[T]; 2], at: usize) -> __m512i {
         let [low, high] = [halves(rows[0], at), halves(rows[1], at)];
         _mm512_or_si512(low, _mm512_slli_epi32::<16>(high))
@@ -245,7 +246,7 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// Pairs of elements of two rows from `at` on, whole vectors of them.
+    /// Pairs the elements of two rows from `at` on, in whole vectors.
     fn pairs[T: Float](rows: &[&[T]; 2], at: usize, to: &mut [u32]) {
         let [low, high] = rows;
         let len = low.len().min(high.len());
@@ -261,9 +262,10 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// The 32 elements of 16 bits of two vectors in turn: pairs of the first sixteen of both, and of the others.
-    pub(super) fn in_turn[]([low, high]: [__m512i; 2]) -> [__m512i; 2] {
-        /// Of 32 elements and 32 others the first sixteen of both in turn; the other sixteen lie sixteen further.
+    /// Interleaves two vectors of 32 elements of 16 bits: pairs of the first sixteen of both, then of the others.
+    pub(super) fn interleave[]([low, high]: [__m512i; 2]) -> [__m512i; 2] {
+        /// Indices that interleave the first sixteen elements of two vectors of 32; those of the other sixteen are
+        /// sixteen higher.
         const TURNS: [u16; 2 * LANES] = {
             let mut turns = [0; 2 * LANES];
             let mut i = 0;
@@ -280,7 +282,7 @@ in_vectors! {
     }
 }
 
-/// Pairs of elements of 16 bits of two rows, two vectors of them at a time; the last two may overlap those before.
+/// Interleaves two rows of elements of 16 bits, two vectors at a time; the last two may overlap those before.
 ///
 /// # Safety
 /// The machine must have the instructions; each row must have as many elements as there are places, whole vectors and at least two.
@@ -293,7 +295,7 @@ unsafe fn pairs_in_place([low, high]: [*const u16; 2], to: &mut [u32]) {
         // SAFETY: loads and stores are inside what the caller promises.
         unsafe {
             let rows = [_mm512_loadu_si512(low.add(from).cast()), _mm512_loadu_si512(high.add(from).cast())];
-            let [first, second] = in_turn(rows);
+            let [first, second] = interleave(rows);
             let to = to.as_mut_ptr().add(from);
             if from == at {
                 _mm512_storeu_si512(to.cast(), first);
@@ -306,7 +308,7 @@ unsafe fn pairs_in_place([low, high]: [*const u16; 2], to: &mut [u32]) {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// Sixteen elements of a row as bf16 in the low halves of 16 lanes.
+    /// Converts sixteen elements of a row to bf16 in the low halves of 16 lanes.
     fn halves[T: Float](row: &[T], at: usize) -> __m512i {
         if T::DTYPE == DType::BF16 {
             return stored_halves(row.get(at..).unwrap_or(&[]));
@@ -318,27 +320,21 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// The elements `at..at + len`, at most 16, of one or two rows (or none), as 16 pairs.
-    pub(super) fn across[](source: &Source<'_>, (first, rows): (usize, usize), at: usize, len: usize) -> __m512i {
+    /// Pairs the elements `at..at + len`, at most 16, of one or two rows (or none).
+    pub(super) fn across[](source: &Source<'_>, rows: Span, at: usize, len: usize) -> __m512i {
+        let row = |r: usize| if r < rows.len { Some(rows.first + r) } else { None };
         match source.elements {
-            Elements::F32(x) => pair(&[0, 1].map(|r| row_of(source, x, (first + r, r < rows), at, len)), 0),
-            Elements::Bf16(x) => pair(&[0, 1].map(|r| row_of(source, x, (first + r, r < rows), at, len)), 0),
+            Elements::F32(x) => pair(&[0, 1].map(|r| row_of(source, x, row(r), at, len)), 0),
+            Elements::Bf16(x) => pair(&[0, 1].map(|r| row_of(source, x, row(r), at, len)), 0),
             Elements::F16(_) => unreachable!("f16 is multiplied in f32"),
         }
     }
 }
 
+/// Returns the elements `at..at + len` of a row, or nothing without a row.
 #[inline(always)]
-fn row_of<'x, T: Copy>(
-    source: &Source<'_>,
-    x: &'x [T],
-    (row, is_there): (usize, bool),
-    at: usize,
-    len: usize,
-) -> &'x [T] {
-    if !is_there {
-        return &[];
-    }
+fn row_of<'x, T: Copy>(source: &Source<'_>, x: &'x [T], row: Option<usize>, at: usize, len: usize) -> &'x [T] {
+    let Some(row) = row else { return &[] };
     let start = source.start(row) + at;
     &x[start..start + len]
 }
@@ -359,7 +355,7 @@ in_vectors! {
 
 in_vectors! {
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2",
-    /// The elements `at..at + len` of a row of a source, at most 32, as 16 pairs.
+    /// Loads the elements `at..at + len` of a row of a source, at most 32, as 16 pairs.
     pub(super) fn along[](source: &Source<'_>, row: usize, at: usize, len: usize) -> __m512i {
         let start = source.start(row) + at;
         let mask = ((1_u64 << len) - 1) as u32;

@@ -1,7 +1,7 @@
-//! The choice of the kernel that takes a product, as a value that can be printed.
+//! The choice of the kernel that computes a product, as a value that can be printed.
 //!
-//! Sizes, types and the layout of B's rows decide, with the instruction set: never what is in memory, nor the number of threads. How many
-//! tasks a product is cut into is decided later, and does not change the order of its sums.
+//! It depends on sizes, types, the layout of B's rows and the instruction set, never on the contents of memory or the
+//! number of threads. The cut into tasks comes later and does not change the order of sums.
 
 use std::fmt;
 
@@ -14,61 +14,62 @@ use crate::Isa;
 
 /// The most rows of a group that skinny kernels take.
 pub(crate) const MAX_SKINNY: usize = 16;
-/// The most that they take where swapping A and B is there, too, and of f32 with AVX-512 alone, whose machines keep up with memory longer.
+/// The most rows that they take if A and B can be swapped: in general, and in f32 with AVX-512 alone, where skinny
+/// kernels keep up with memory for more rows.
 const MAX_UNSWAPPED: usize = 4;
 const MAX_UNSWAPPED_AVX512: usize = 8;
-/// The most where pairs of bf16 are multiplied, which takes half the products, and rows of A lie in the first-level cache: where they have
-/// at most [`CLOSE_PAIRS`] elements.
+/// The most rows that they take where bf16 pairs are multiplied, which halves the products, and the rows of A, of at
+/// most [`CLOSE_PAIRS`] elements in all, stay in the L1 cache.
 const MAX_UNSWAPPED_PAIRS: usize = 12;
-/// Elements of rows of A that stay in two thirds of a first-level cache of 32 KiB beside the weights that pass by.
+/// Elements of A that fit two thirds of an L1 cache of 32 KiB, next to the weights that stream past.
 const CLOSE_PAIRS: usize = 10_000;
-/// Bytes of all groups' weights, about, from which on they hardly lie in a cache.
+/// Bytes of all groups' weights from which on they are assumed to come from memory and not from a cache.
 const MEMORY_BYTES: usize = 1 << 20;
-/// The most rows of a group for which packing them is better than packing B.
+/// The most rows of a group for which packing A is faster than packing B.
 pub(crate) const MAX_SWAPPED: usize = 256;
-/// Rows of a group up to which its B takes longer to fetch than to be multiplied in tiles.
+/// Rows of a group up to which fetching B takes longer than multiplying it in tiles.
 pub(super) const FEW_TILE_ROWS: usize = 160;
-/// The most rows (the depth of a gradient) that are taken as outer products; where vectors are wide and there are no tiles, since sums then
-/// go from registers to where they belong by whole lines; and where tiles take products of f32 in three parts.
+/// The most rows that outer products take (the depth of a weight gradient): in general; with 16 lanes and without
+/// tiles, where sums are written as whole lines; and next to tiles for f32 as three bf16.
 const MAX_OUTER: usize = 16;
 const MAX_OUTER_WIDE: usize = 256;
 const MAX_OUTER_BESIDE_BF16X3: usize = 96;
 /// Lanes of the widest vector.
 const WIDE_LANES: usize = 16;
 
-/// The kernels that there are for products.
+/// The kernels of products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GemmKernel {
-    /// Few rows of A: each weight is read once, where it lies, and nothing is packed.
+    /// Few rows of A: each weight is read once, in place, and nothing is packed.
     Skinny,
-    /// A gradient of few tokens: outer products, written past the caches.
+    /// A weight gradient of few tokens, as outer products whose stores bypass the caches.
     SkinnyGradient,
-    /// B is packed into panels, rows of A are used where they lie.
+    /// B is packed into panels, rows of A are used in place.
     Packed,
-    /// Both operands are packed, since rows of both run across the depth.
+    /// Both operands are packed, because rows of both run across the depth.
     BothPacked,
-    /// A is packed, so that lanes are its rows, and rows of B are read where they lie.
+    /// A and B are swapped: A is packed, so that its rows are lanes, and rows of B are used in place.
     SwapAb,
-    /// Tiles of AMX with B packed.
+    /// AMX tiles with B packed.
     TilesDirect,
-    /// Tiles of AMX with A and B swapped.
+    /// AMX tiles with A and B swapped.
     TilesSwapAb,
-    /// [`TilesDirect`](Self::TilesDirect) of f32 as three bf16 each.
+    /// [`TilesDirect`](Self::TilesDirect) for f32, each element as three bf16.
     Bf16x3Direct,
-    /// [`TilesSwapAb`](Self::TilesSwapAb) of f32 as three bf16 each.
+    /// [`TilesSwapAb`](Self::TilesSwapAb) for f32, each element as three bf16.
     Bf16x3SwapAb,
-    /// Blocks of weights by rows that are quantized to eight bits, in whole numbers.
+    /// Integer dot products of quantized weights with rows quantized to int8.
     QuantizedDot,
 }
 
 impl GemmKernel {
-    /// Returns whether A takes the place of B.
+    /// Returns whether A and B are swapped.
     #[must_use]
     pub fn is_swapped(self) -> bool {
         matches!(self, Self::SwapAb | Self::TilesSwapAb | Self::Bf16x3SwapAb)
     }
 
-    /// Returns whether an f32 is taken as three bf16.
+    /// Returns whether an f32 is split into three bf16.
     #[must_use]
     pub fn is_bf16x3(self) -> bool {
         matches!(self, Self::Bf16x3Direct | Self::Bf16x3SwapAb)
@@ -78,9 +79,9 @@ impl GemmKernel {
         self.is_bf16x3() || matches!(self, Self::TilesDirect | Self::TilesSwapAb)
     }
 
-    /// The tiles' kernel for a product of so many rows.
+    /// Returns the AMX kernel for a product whose elements are split into `parts` bf16.
     fn in_tiles(problem: &GemmProblem, parts: usize) -> Self {
-        // In parts neither operand can be used as it lies.
+        // Split operands cannot be used in place.
         let is_swapped = problem.form == Form::Nt && (parts == 1 || problem.rows <= FEW_TILE_ROWS);
         match (is_swapped, parts > 1) {
             (true, true) => Self::Bf16x3SwapAb,
@@ -91,12 +92,12 @@ impl GemmKernel {
     }
 }
 
-/// The way in which quantized weights become numbers for a product of floats.
+/// The time at which quantized weights are converted to floats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dequantize {
-    /// By the product itself, some rows at a time.
+    /// Inside the product, some rows at a time.
     InProduct,
-    /// Before the product, as bf16 in memory.
+    /// Before the product, to bf16 in memory.
     Before,
 }
 
@@ -111,14 +112,14 @@ pub struct RowLayout {
     pub stride: usize,
     /// Elements before the first row.
     pub offset: usize,
-    /// Further elements before later rows, if there are any.
+    /// Elements added to the offset of rows in the second half of the matrix, if its halves are apart.
     pub gap: usize,
-    /// Whether rows are gathered by index.
+    /// True if rows are gathered by index.
     pub is_gathered: bool,
 }
 
 impl RowLayout {
-    /// The layout of a whole matrix with rows of so many elements.
+    /// Returns the layout of a whole matrix with rows of `width` elements.
     #[must_use]
     pub fn whole(dtype: DType, width: usize) -> Self {
         Self {
@@ -131,7 +132,7 @@ impl RowLayout {
         }
     }
 
-    fn of(source: &Source<'_>, depth: usize) -> Self {
+    fn from_source(source: &Source<'_>, depth: usize) -> Self {
         Self {
             dtype: match source.elements {
                 Elements::F32(_) => DType::F32,
@@ -146,8 +147,8 @@ impl RowLayout {
         }
     }
 
-    /// Whether rows can be used in units of such kernels where they lie, or some at a time once they are widened: if places in a row are
-    /// whole units.
+    /// Returns whether rows can be used in units of these kernels, in place or after widening: all places in a row
+    /// must be whole units.
     fn is_in_units(&self, kernels: &Kernels, compute: Compute, depth: usize) -> bool {
         let format = kernels.format(compute);
         let elements = format.elements_of(1);
@@ -160,36 +161,36 @@ impl RowLayout {
     }
 }
 
-/// A product of a list, as far as the choice of its kernel depends on it.
+/// The properties of a product that the choice of its kernel depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmProblem {
     /// The layout of both operands.
     pub form: Form,
-    /// The type in which products are taken.
+    /// The type of the factors.
     pub compute: Compute,
     /// Rows of the result.
     pub rows: usize,
-    /// Columns of the result; of paired ones half.
+    /// Columns of the result; half of them if they are paired.
     pub columns: usize,
     /// Terms of each sum.
     pub depth: usize,
-    /// Whether columns come in pairs.
+    /// True if columns come in pairs.
     pub is_paired: bool,
-    /// Products of the list.
+    /// Number of products in the list.
     pub num_groups: usize,
-    /// The most rows of any of them.
+    /// The most rows of any product in the list.
     pub most_rows: usize,
     /// The layout of B's rows.
     pub b: RowLayout,
-    /// Whether the result is a gradient in whole rows, which outer products may write.
+    /// True if the result is a weight gradient in whole rows, which outer products may write.
     pub is_gradient: bool,
 }
 
 impl GemmProblem {
-    /// A linear layer's forward, `x [rows, depth] w^T` with `w [columns, depth]` of some type.
+    /// Describes a linear layer's forward: `x [rows, depth] w^T`, with `w [columns, depth]` of type `weights`.
     #[must_use]
     pub fn linear([rows, columns, depth]: [usize; 3], weights: DType) -> Self {
-        let compute = if weights.is_quantized() { Compute::Bf16 } else { Compute::of(weights) };
+        let compute = if weights.is_quantized() { Compute::Bf16 } else { Compute::from_dtype(weights) };
         Self {
             form: Form::Nt,
             compute,
@@ -204,7 +205,7 @@ impl GemmProblem {
         }
     }
 
-    /// The gradient of its input, `dy [rows, depth] w` with `w [depth, columns]`.
+    /// Describes the gradient of its input: `dy [rows, depth] w`, with `w [depth, columns]`.
     #[must_use]
     pub fn linear_backward_input(sizes: [usize; 3], weights: DType) -> Self {
         let [_, columns, _] = sizes;
@@ -212,13 +213,13 @@ impl GemmProblem {
         Self { form: Form::Nn, b, ..Self::linear(sizes, weights) }
     }
 
-    /// The gradient of its weights, `dy^T x` with `dy [depth, rows]` and `x [depth, columns]`.
+    /// Describes the gradient of its weights: `dy^T x`, with `dy [depth, rows]` and `x [depth, columns]`.
     #[must_use]
     pub fn linear_backward_weight(sizes: [usize; 3], compute: DType) -> Self {
         Self { form: Form::Tn, is_gradient: true, ..Self::linear_backward_input(sizes, compute) }
     }
 
-    pub(crate) fn of(product: &Product<'_>, group: &Group<'_>, most_rows: usize) -> Self {
+    pub(crate) fn from_group(product: &Product<'_>, group: &Group<'_>, most_rows: usize) -> Self {
         Self {
             form: product.form,
             compute: product.compute,
@@ -228,7 +229,7 @@ impl GemmProblem {
             is_paired: product.is_paired,
             num_groups: product.groups.len(),
             most_rows,
-            b: RowLayout::of(&group.b, group.depth),
+            b: RowLayout::from_source(&group.b, group.depth),
             is_gradient: false,
         }
     }
@@ -237,7 +238,7 @@ impl GemmProblem {
         if self.is_paired { 2 } else { 1 }
     }
 
-    /// Whether A and B can change places in the kernels' vectors, or in their tiles.
+    /// Returns whether A and B can be swapped.
     fn can_swap(&self, kernels: &Kernels) -> bool {
         (kernels.halves.is_some() || kernels.are_tiles)
             && self.form == Form::Nt
@@ -247,8 +248,8 @@ impl GemmProblem {
             && self.rows <= MAX_SWAPPED
     }
 
-    /// Whether rows of f32 had better be packed as lanes: from some rows on that is faster than loading vectors of each of them for every
-    /// vector of weights, where these come from memory. Sums with weights in caches stay in many lanes, which round less.
+    /// Returns whether swapping is faster than a skinny kernel once there are enough rows, which holds for weights
+    /// from memory. Products with cached weights stay with skinny kernels, whose sums over many lanes round less.
     fn is_better_swapped(&self, kernels: &Kernels) -> bool {
         let bytes = self.b.row_bytes * self.columns * self.num_tiles() * self.num_groups;
         bytes >= MEMORY_BYTES && self.can_swap(kernels)
@@ -257,7 +258,7 @@ impl GemmProblem {
     fn is_skinny(&self, kernels: &Kernels, isa: Isa) -> bool {
         let most = match self.compute {
             _ if !self.is_better_swapped(kernels) => MAX_SKINNY,
-            // Rows of weights would be widened for few products.
+            // Rows of weights would have to be widened for few products.
             _ if kernels.compute == Compute::F32 && self.b.dtype == DType::BF16 => MAX_SKINNY,
             Compute::F32 if isa == Isa::Avx512 => MAX_UNSWAPPED_AVX512,
             Compute::F32 => MAX_UNSWAPPED,
@@ -267,11 +268,11 @@ impl GemmProblem {
         self.form != Form::Tn && (1..=most).contains(&self.rows) && self.columns > 0 && self.depth > 0
     }
 
-    /// Whether products of f32 are faster as several of bf16 in tiles: where the operands' elements are used often enough to make up for
-    /// splitting them.
+    /// Returns whether f32 is faster as bf16x3 in tiles: operands must be used often enough to pay for splitting
+    /// them.
     fn is_worth_bf16x3(&self) -> bool {
         const MIN: usize = 96;
-        /// Rows across the depth are split as they are paired.
+        /// Rows across the depth are split while they are paired.
         const MIN_ACROSS: usize = 48;
         let rows = if self.form == Form::Nn { MIN_ACROSS } else { MIN };
         self.rows >= rows && self.columns * self.num_tiles() >= MIN && self.depth >= MIN
@@ -283,9 +284,9 @@ impl GemmProblem {
 pub struct GemmPlan {
     /// The kernel.
     pub kernel: GemmKernel,
-    /// The most rows that it gets at once, if groups are cut into pieces of rows: all groups of a list are, or none.
+    /// The most rows per piece, if groups are cut into pieces of rows: all groups of a list are cut, or none.
     pub row_pieces: Option<usize>,
-    /// The way in which weights in blocks become floats, if they do.
+    /// The time at which quantized weights are converted to floats, if they are.
     pub dequantize: Option<Dequantize>,
     level: &'static str,
     /// Rows and columns of the kernel's largest tile.
@@ -294,8 +295,8 @@ pub struct GemmPlan {
 }
 
 impl GemmPlan {
-    /// Chooses the kernel for a product with an instruction set. With batch invariance all numbers of rows get kernels that sum in one
-    /// order.
+    /// Chooses the kernel for a product on an instruction set. A batch-invariant choice sums in one order for all
+    /// numbers of rows.
     #[must_use]
     pub fn choose(problem: &GemmProblem, isa: Isa, is_batch_invariant: bool) -> Self {
         Chooser::new(isa, problem.compute, is_batch_invariant).choose(problem)
@@ -312,14 +313,14 @@ pub(crate) struct Chooser {
 
 impl Chooser {
     pub(crate) fn new(isa: Isa, compute: Compute, is_batch_invariant: bool) -> Self {
-        let (kernels, bf16x3) = (Kernels::select(isa, compute), Kernels::in_parts(isa, compute));
+        let (kernels, bf16x3) = (Kernels::select(isa, compute), Kernels::bf16x3(isa, compute));
         Self { isa, is_batch_invariant, kernels, bf16x3 }
     }
 
     /// Chooses for all groups of a list.
     pub(crate) fn choose_all(&self, product: &Product<'_>) -> Vec<GemmPlan> {
         let most_rows = product.groups.iter().map(|group| group.rows).max().unwrap_or(0);
-        product.groups.iter().map(|group| self.choose(&GemmProblem::of(product, group, most_rows))).collect()
+        product.groups.iter().map(|group| self.choose(&GemmProblem::from_group(product, group, most_rows))).collect()
     }
 
     pub(crate) fn choose(&self, problem: &GemmProblem) -> GemmPlan {
@@ -332,7 +333,7 @@ impl Chooser {
             let row_pieces = is_cut.then_some(MAX_SKINNY);
             return GemmPlan { row_pieces, ..self.plan(problem, GemmKernel::QuantizedDot, &self.kernels) };
         }
-        // Eight blocks at a time become units beside products with A and B swapped, where vectors are wide.
+        // Eight rows of blocks at a time become units inside products with A and B swapped, if vectors have 16 lanes.
         let can_swap = self.kernels.halves.is_some() && !self.kernels.are_tiles;
         let is_in_product = self.isa >= Isa::Avx512 && can_swap && problem.rows <= MAX_SWAPPED;
         let dequantize = if is_in_product { Dequantize::InProduct } else { Dequantize::Before };
@@ -343,7 +344,7 @@ impl Chooser {
     fn choose_float(&self, problem: &GemmProblem) -> GemmPlan {
         let kernels = &self.kernels;
         let is_invariant = self.is_batch_invariant && problem.form != Form::Tn;
-        // All kernels but the skinny ones sum in one order, if A and B can be swapped or there are tiles.
+        // All kernels except the skinny ones sum in one order, if A and B can be swapped or there are tiles.
         let has_one_order = kernels.halves.is_some() || kernels.are_tiles;
         if is_invariant && !has_one_order && problem.most_rows > MAX_SKINNY {
             let rows = problem.rows.min(MAX_SKINNY);
@@ -367,7 +368,7 @@ impl Chooser {
         self.plan(problem, kernel, kernels)
     }
 
-    /// The most tokens of a gradient that is taken as outer products.
+    /// Returns the most tokens of a weight gradient that is computed as outer products.
     fn most_outer(&self) -> usize {
         match self.bf16x3 {
             Some(_) => MAX_OUTER_BESIDE_BF16X3,

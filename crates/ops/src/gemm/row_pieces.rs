@@ -1,12 +1,12 @@
-//! Groups cut into pieces of few rows, so that all rows meet the same kernel: batch invariance where only the kernels for few rows read
-//! weights where they lie.
+//! Groups cut into pieces of few rows, for batch invariance: every row then meets the same kernel. Needed where only
+//! the skinny kernels use weights in place.
 
 use crate::gemm::kernel::Tile;
-use crate::gemm::store::Room;
-use crate::gemm::{Finish, Group, Place, Product, Tasks, with_tasks};
+use crate::gemm::store::Scratch;
+use crate::gemm::{Finish, Group, Place, Product, Span, Tasks, with_tasks};
 use crate::{Context, Isa};
 
-/// Some consecutive rows of a group.
+/// Consecutive rows of a group.
 #[derive(Clone, Copy)]
 pub(crate) struct RowPiece {
     pub(crate) group: usize,
@@ -14,7 +14,7 @@ pub(crate) struct RowPiece {
     pub(crate) rows: usize,
 }
 
-/// Cuts groups of these numbers of rows into pieces of at most `most` rows.
+/// Cuts groups, given by their numbers of rows, into pieces of at most `most` rows.
 pub(crate) fn row_pieces(rows_of_groups: impl Iterator<Item = usize>, most: usize) -> Vec<RowPiece> {
     let of_group = |(group, rows): (usize, usize)| {
         (0..rows).step_by(most).map(move |first| RowPiece { group, first, rows: (rows - first).min(most) })
@@ -22,7 +22,7 @@ pub(crate) fn row_pieces(rows_of_groups: impl Iterator<Item = usize>, most: usiz
     rows_of_groups.enumerate().flat_map(of_group).collect()
 }
 
-/// The epilogue of a list of pieces: passes each tile to that of the whole groups.
+/// The epilogue of a list of pieces: passes each tile on to the epilogue of the whole groups.
 pub(crate) struct OfPieces<'a> {
     pub(crate) inner: &'a dyn Finish,
     pub(crate) pieces: &'a [RowPiece],
@@ -31,21 +31,21 @@ pub(crate) struct OfPieces<'a> {
 impl OfPieces<'_> {
     fn place(&self, at: Place) -> Place {
         let piece = self.pieces[at.group];
-        Place { group: piece.group, rows: (piece.first + at.rows.0, at.rows.1), ..at }
+        Place { group: piece.group, rows: Span::new(piece.first + at.rows.first, at.rows.len), ..at }
     }
 }
 
 impl Finish for OfPieces<'_> {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
-        self.inner.finish(isa, self.place(at), tile, second, room);
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch) {
+        self.inner.finish(isa, self.place(at), tile, second, scratch);
     }
 
-    fn ask_ahead(&self, at: Place) {
-        self.inner.ask_ahead(self.place(at));
+    fn prefetch(&self, at: Place) {
+        self.inner.prefetch(self.place(at));
     }
 }
 
-/// Hands the tasks of all products to `work` in pieces of at most `most` rows.
+/// Calls `work` with the tasks of all products, in pieces of at most `most` rows.
 pub(super) fn with_row_pieces(
     ctx: &Context,
     product: &Product<'_>,

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use moeworks_tensor::Tensor;
 
-use super::store::Room;
+use super::store::Scratch;
 use crate::parallel::Lent;
 
 /// Scratch memory for as many tasks as run at a time.
@@ -18,19 +18,20 @@ pub(crate) struct ScratchPool<'a> {
 #[derive(Default)]
 pub(crate) struct ScratchSlot {
     slot: usize,
-    room: Option<Box<Room>>,
-    /// The group and the first row of the rows of A that are laid out in the slot's memory.
+    scratch: Option<Box<Scratch>>,
+    /// The group and the first row of the operand rows that are laid out in the slot's memory.
     pub(crate) rows_of: Option<(usize, usize)>,
 }
 
 impl ScratchSlot {
-    /// Room for epilogues.
-    pub(crate) fn room(&mut self) -> &mut Room {
-        self.room.get_or_insert_with(|| Box::new(Room::new()))
+    /// Returns scratch for epilogues.
+    pub(crate) fn scratch(&mut self) -> &mut Scratch {
+        self.scratch.get_or_insert_with(|| Box::new(Scratch::new()))
     }
 }
 
 impl<'a> ScratchPool<'a> {
+    /// Divides a tensor into `num_slots` equal parts.
     pub(crate) fn new(tensor: &'a mut Tensor, num_slots: usize) -> Self {
         let memory = tensor.slice_mut::<u32>();
         let len = memory.len() / num_slots;
@@ -38,6 +39,7 @@ impl<'a> ScratchPool<'a> {
         Self { memory: Lent::new(memory), len, free: Mutex::new(free.collect()) }
     }
 
+    /// Calls `run` with a free slot and its memory.
     pub(crate) fn with(&self, run: impl FnOnce(&mut [u32], &mut ScratchSlot)) {
         let lock = || self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut held = lock().pop().expect("a slot for each thread");

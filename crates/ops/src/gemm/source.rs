@@ -1,14 +1,14 @@
-//! Where a product finds its elements, and how they are brought into the form that kernels take.
+//! The operands of a product and their conversion to the form that kernels take.
 //!
-//! A unit is one f32 or a pair of bf16 that are neighbours along the depth (see [`kernel`](super::kernel)). Packing turns
-//! elements of any type into units of either kind; a matrix whose precision is bf16 has its f32 elements rounded here.
+//! A unit is one f32 or a pair of bf16 that are consecutive along the depth (see [`kernel`](super::kernel)). Packing
+//! turns elements of any type into units of either kind. If the precision is bf16, f32 elements are rounded here.
 
 use std::ops::Range;
 
 use moeworks_tensor::{DType, Element, Tensor, bf16, f16};
 
-use super::Compute;
 use super::tasks::Panels;
+use super::{Compute, Span};
 use crate::quantized::Blocks;
 use crate::simd::{Float, Level};
 
@@ -33,7 +33,7 @@ macro_rules! with_elements {
 pub(crate) use with_elements;
 
 impl<'a> Elements<'a> {
-    pub(crate) fn of(tensor: &'a Tensor) -> Self {
+    pub(crate) fn from_tensor(tensor: &'a Tensor) -> Self {
         match tensor.dtype() {
             DType::F32 => Self::F32(tensor.f32s()),
             DType::BF16 => Self::Bf16(tensor.bf16s()),
@@ -42,18 +42,19 @@ impl<'a> Elements<'a> {
         }
     }
 
-    /// The span of two tensors of one type, and where each begins.
+    /// Returns the slice that spans two tensors of one type, and the place of each in it.
     fn span(first: &'a Tensor, second: &Tensor) -> Option<(Self, [usize; 2])> {
         fn of<'a, T: Element>(
-            tensors: (&'a Tensor, &Tensor),
+            first: &'a Tensor,
+            second: &Tensor,
             make: impl Fn(&'a [T]) -> Elements<'a>,
         ) -> Option<(Elements<'a>, [usize; 2])> {
-            tensors.0.span(tensors.1).map(|(elements, places)| (make(elements), places))
+            first.span(second).map(|(elements, places)| (make(elements), places))
         }
         match first.dtype() {
-            DType::F32 => of((first, second), Self::F32),
-            DType::BF16 => of((first, second), Self::Bf16),
-            _ => of((first, second), Self::F16),
+            DType::F32 => of(first, second, Self::F32),
+            DType::BF16 => of(first, second, Self::Bf16),
+            _ => of(first, second, Self::F16),
         }
     }
 
@@ -66,7 +67,7 @@ impl<'a> Elements<'a> {
         }
     }
 
-    /// Where element `at` would lie, in bytes from anywhere.
+    /// Returns the address that element `at` would have, even outside the slice.
     #[inline(always)]
     fn address(self, at: usize) -> *const u8 {
         with_elements!(self, x => x.as_ptr().wrapping_add(at).cast())
@@ -81,26 +82,25 @@ pub(crate) struct Source<'a> {
     pub(crate) offset: usize,
     /// Elements from one row to the next, at least the row's length.
     pub(crate) stride: usize,
-    /// Rows from this one on lie so many elements further (modulo all counts) than the stride says: the second half of a
-    /// matrix whose halves are apart in a file. All rows without.
+    /// The first row of the second half, and the elements (modulo 2^64) that its rows lie further than the stride
+    /// says: for a matrix whose halves are apart in a file.
     pub(crate) gap: Option<(usize, usize)>,
-    /// Which row of the matrix each row is; the same one without.
+    /// The matrix row of each row, if rows are gathered.
     pub(crate) indices: Option<&'a [u32]>,
-    /// Rows in blocks of small integers instead of the elements, of which there are none then: what products with `turned`
-    /// weights alone take.
+    /// Rows of quantized blocks, if there are no elements. Only swapped products (`swap_ab`) take them as B.
     pub(crate) blocks: Option<Blocks<'a>>,
 }
 
 impl<'a> Source<'a> {
-    /// The rows of a tensor from row `first` on.
+    /// Describes the rows of a tensor from row `first` on.
     pub(crate) fn rows(tensor: &'a Tensor, first: usize) -> Self {
         let stride = tensor.cols();
-        let elements = Elements::of(tensor);
+        let elements = Elements::from_tensor(tensor);
         Self { elements, offset: first * stride, stride, gap: None, indices: None, blocks: None }
     }
 
-    /// The rows of matrix `index` of a stack whose matrices have `rows` rows each. One of [pieces](Tensor::pieces) has as many
-    /// in every matrix, one or two halves in the same memory, or is gathered.
+    /// Describes matrix `index` of a stack of matrices of `rows` rows. In a stack of [pieces](Tensor::pieces) it has
+    /// as many in every matrix: one, or two halves in the same memory; otherwise it is gathered.
     pub(crate) fn matrix(stack: &'a Tensor, index: usize, rows: usize) -> Self {
         match matrix_pieces(stack, index, rows) {
             Some([whole]) => Self::rows(whole, 0),
@@ -111,31 +111,32 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Rows of weights in blocks.
+    /// Describes rows of quantized weights.
     pub(crate) fn blocks(blocks: Blocks<'a>, depth: usize) -> Self {
         let elements = Elements::Bf16(&[]);
         Self { elements, offset: 0, stride: depth, gap: None, indices: None, blocks: Some(blocks) }
     }
 
-    /// Rows like those of `first`, which begin at one place among the elements, and as many more at another.
+    /// Describes rows like those of `first`, which begin at one place among the elements, and as many more at
+    /// another.
     fn halves(elements: Elements<'a>, [offset, second]: [usize; 2], first: &Tensor) -> Self {
         let (rows, stride) = (first.rows(), first.cols());
         let gap = Some((rows, second.wrapping_sub(offset + rows * stride)));
         Self { elements, offset, stride, gap, indices: None, blocks: None }
     }
 
-    /// The rows of a tensor that `indices` name.
+    /// Describes the rows of a tensor that `indices` name.
     pub(crate) fn gathered(tensor: &'a Tensor, indices: &'a [u32]) -> Self {
         Self { indices: Some(indices), ..Self::rows(tensor, 0) }
     }
 
-    /// The rows from `first` on.
+    /// Skips the rows before `first`.
     pub(crate) fn skip_rows(self, first: usize) -> Self {
         if let Some(indices) = self.indices {
             return Self { indices: Some(&indices[first..]), ..self };
         }
         let gap = self.gap.map(|(row, gap)| (row.saturating_sub(first), gap));
-        // Rows that all lie behind the gap have it in their offset.
+        // If all rows are in the second half, the gap becomes part of the offset.
         match self.gap {
             Some((row, gap)) if first >= row => {
                 Self { offset: (self.offset + first * self.stride).wrapping_add(gap), gap: None, ..self }
@@ -150,7 +151,7 @@ impl<'a> Source<'a> {
         self.place(row)
     }
 
-    /// Where a row of the matrix begins.
+    /// Returns the first element of a matrix row.
     #[inline(always)]
     fn place(&self, row: usize) -> usize {
         let start = self.offset + row * self.stride;
@@ -160,7 +161,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The first unit of a row from element `at`, if `len` elements can be used where they lie.
+    /// Returns the first unit of a row from element `at`, if `len` elements can be used in place.
     #[inline(always)]
     pub(crate) fn direct(&self, row: usize, at: usize, len: usize, format: Format) -> Option<*const u32> {
         let start = self.start(row) + at;
@@ -175,26 +176,22 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Of rows across the depth, which are `depth.0 .. depth.0 + depth.1`, `len` elements from one on: where those of the first row lie,
-    /// if all can be made units of where they lie, each row as far from the one before as the stride says.
+    /// Returns the address of `columns` in the first of the rows `depth`, which run across the depth, if all of them
+    /// can become units in place and are `stride` apart.
     #[inline(always)]
-    pub(crate) fn across(
-        &self,
-        depth: (usize, usize),
-        (column, len): (usize, usize),
-        format: Format,
-    ) -> Option<*const u32> {
-        let num_steps = depth.1.checked_sub(1)?;
-        let (first, last) = (self.start(depth.0), self.start(depth.0 + num_steps));
+    pub(crate) fn across(&self, depth: Span, columns: Span, format: Format) -> Option<*const u32> {
+        let num_steps = depth.len.checked_sub(1)?;
+        let (first, last) = (self.start(depth.first), self.start(depth.first + num_steps));
         let is_even = self.indices.is_none() && last == first + num_steps * self.stride;
-        let is_whole = depth.1.is_multiple_of(format.elements_of(1)) && self.stride.is_multiple_of(2);
+        let is_whole = depth.len.is_multiple_of(format.elements_of(1)) && self.stride.is_multiple_of(2);
         if !is_even || !is_whole || self.blocks.is_some() || !self.is_direct(format) {
             return None;
         }
+        let Span { first: column, len } = columns;
         Some(with_elements!(self.elements, x => x[first + column..last + column + len].as_ptr().cast()))
     }
 
-    /// Whether rows of an even length can be used where they lie.
+    /// Returns whether rows of an even length can be used in place.
     #[inline(always)]
     pub(crate) fn is_direct(&self, format: Format) -> bool {
         match self.elements {
@@ -204,7 +201,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Whether rows are to be widened before they can be used.
+    /// Returns whether rows have to be widened before use.
     #[inline(always)]
     pub(crate) fn is_widened(&self, format: Format) -> bool {
         match self.elements {
@@ -214,7 +211,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Where the elements of a row from `at` on lie, in bytes from anywhere.
+    /// Returns the address of element `at` of a row.
     #[inline(always)]
     pub(crate) fn address(&self, row: usize, at: usize) -> *const u8 {
         if let Some(blocks) = &self.blocks {
@@ -223,7 +220,7 @@ impl<'a> Source<'a> {
         self.elements.address(self.start(row) + at)
     }
 
-    /// Where element `at` lies of the row that comes `ahead` rows later: any address, not to be read. Behind the last row of
+    /// Returns the address of element `at` of the row `ahead` rows later, for prefetches only. After the last row of
     /// a matrix of a stack comes the first of the next one.
     #[inline(always)]
     pub(crate) fn address_later(&self, row: usize, ahead: usize, at: usize) -> *const u8 {
@@ -234,7 +231,7 @@ impl<'a> Source<'a> {
         self.elements.address(start + at)
     }
 
-    /// Bytes that so many elements take.
+    /// Returns the bytes that so many elements take.
     #[inline(always)]
     pub(crate) fn bytes_of(&self, len: usize) -> usize {
         if let Some(blocks) = &self.blocks {
@@ -243,12 +240,12 @@ impl<'a> Source<'a> {
         self.elements.size() * len
     }
 
-    /// Bytes from one row to the next.
+    /// Returns the bytes from one row to the next.
     pub(crate) fn row_step(&self) -> usize {
         self.blocks.map_or_else(|| self.bytes_of(self.stride), |blocks| blocks.row_step())
     }
 
-    /// Brings `len` elements of a row from `at` on into units.
+    /// Converts `len` elements of a row from `at` on to units.
     #[inline(always)]
     pub(crate) fn load<S: Level>(&self, row: usize, at: usize, len: usize, format: Format, to: &mut [u32]) {
         #[cfg(target_arch = "x86_64")]
@@ -259,7 +256,7 @@ impl<'a> Source<'a> {
         let start = self.start(row) + at;
         match self.elements {
             Elements::F16(x) if format.units == Compute::F32 => widen_row::<S>(&x[start..start + len], to),
-            // In either precision they are what they are.
+            // A bf16 is exact in either precision.
             Elements::Bf16(x) if format.units == Compute::F32 => {
                 to.iter_mut().zip(&x[start..start + len]).for_each(|(to, x)| *to = u32::from(x.to_bits()) << 16);
             }
@@ -268,26 +265,27 @@ impl<'a> Source<'a> {
     }
 }
 
-/// The pieces of matrix `index` of a stack of matrices of `rows` rows, if it is in such.
+/// Returns the pieces of matrix `index` of a stack of matrices of `rows` rows, if the stack is in such pieces.
 pub(crate) fn matrix_pieces(stack: &Tensor, index: usize, rows: usize) -> Option<&[Tensor]> {
     let (pieces, per_matrix) = (stack.pieces()?, rows.checked_div(stack.pieces()?.first()?.rows())?);
     let pieces = pieces.get(index * per_matrix..(index + 1) * per_matrix)?;
     pieces.iter().all(|piece| piece.rows() * per_matrix == rows).then_some(pieces)
 }
 
-/// What units hold and in which precision products are taken.
+/// The type that units hold, and the precision of products.
 #[derive(Clone, Copy)]
 pub(crate) struct Format {
     pub(crate) units: Compute,
     pub(crate) precision: Compute,
-    /// Units that the depth is filled up to a multiple of.
+    /// Units to a multiple of which the depth is padded.
     pub(crate) multiple: usize,
-    /// How many bf16 an element is the sum of: blocks of `multiple` units are followed by as many with the next part of each element.
+    /// Number of bf16 that an element is split into: blocks of `multiple` units are followed by as many with the next
+    /// part of each element.
     pub(crate) parts: usize,
 }
 
 impl Format {
-    /// Units that `len` elements fill.
+    /// Returns the units that `len` elements fill.
     #[inline(always)]
     pub(crate) fn units_of(self, len: usize) -> usize {
         match self.units {
@@ -296,7 +294,7 @@ impl Format {
         }
     }
 
-    /// Elements that so many units hold, which are whole blocks where elements are in parts.
+    /// Returns the elements that so many units hold, which are whole blocks if elements are split.
     #[inline(always)]
     pub(crate) fn elements_of(self, units: usize) -> usize {
         match self.units {
@@ -305,7 +303,7 @@ impl Format {
         }
     }
 
-    /// The f32 that stands for an element.
+    /// Returns an element as f32, rounded to the precision.
     #[inline(always)]
     fn value<T: Float>(self, x: T) -> f32 {
         match self.precision {
@@ -324,7 +322,7 @@ fn half<T: Float>(x: T) -> u32 {
 fn widen_row<S: Level>(from: &[f16], to: &mut [u32]) {
     let (whole, to) = (from.len() / S::WIDTH * S::WIDTH, &mut to[..from.len()]);
     for at in (0..whole).step_by(S::WIDTH) {
-        // SAFETY: a vector of elements is there, and room for as many words.
+        // SAFETY: a vector of elements is there, and as many words may be written.
         unsafe { S::store(to.as_mut_ptr().add(at).cast(), S::load_halves(from.as_ptr().add(at))) };
     }
     to[whole..].iter_mut().zip(&from[whole..]).for_each(|(to, &x)| *to = x.load().to_bits());
@@ -350,22 +348,22 @@ fn load_row<T: Float>(from: &[T], format: Format, to: &mut [u32]) {
     }
 }
 
-/// A block of a source: rows `rows.0 .. rows.0 + rows.1`, elements `columns.0 .. columns.0 + columns.1` of each.
+/// A block of a source: some rows, and some elements of each.
 #[derive(Clone, Copy)]
 pub(crate) struct Block {
-    pub(crate) rows: (usize, usize),
-    pub(crate) columns: (usize, usize),
+    pub(crate) rows: Span,
+    pub(crate) columns: Span,
 }
 
-/// Columns that are converted at a time: long loops vectorise well, and the row stays in the first-level cache.
+/// Columns converted at a time: long loops vectorise well, and the row stays in the L1 cache.
 const BATCH: usize = 1024;
 
-/// Packs panels of a source whose rows run across the depth: rows `depth.0 .. depth.0 + depth.1`, of these the columns
-/// that the panels `range` cut, each as `[unit][width]`, one after the other, with zeros beyond the last column.
+/// Packs panels of a source whose rows run across the depth: the rows `depth`, of these the columns of the panels
+/// `range`, each panel as `[unit][width]` with zeros beyond the last column.
 #[inline(always)]
 pub(crate) fn pack_straight<S: Level>(
     source: &Source<'_>,
-    depth: (usize, usize),
+    depth: Span,
     panels: &Panels,
     range: Range<usize>,
     format: Format,
@@ -386,15 +384,16 @@ pub(crate) fn pack_straight<S: Level>(
 fn straight<T: Float>(
     source: &Source<'_>,
     x: &[T],
-    (first, depth): (usize, usize),
+    depth: Span,
     panels: &Panels,
     range: Range<usize>,
     format: Format,
     mut to: &mut [u32],
 ) {
+    let Span { first, len: depth } = depth;
     let num_units = format.units_of(depth);
     let is_copy = T::DTYPE == DType::F32 && format.units == Compute::F32 && format.precision == Compute::F32;
-    let mut room = [0; BATCH];
+    let mut buffer = [0; BATCH];
     let mut batch = range;
     while !batch.is_empty() {
         let (column, ..) = panels.panel(batch.start);
@@ -406,7 +405,7 @@ fn straight<T: Float>(
         let (now, later) = to.split_at_mut(num_units * width);
         to = later;
         for unit in 0..num_units {
-            let units = &mut room[..columns];
+            let units = &mut buffer[..columns];
             match format.units {
                 Compute::F32 if is_copy => {}
                 Compute::F32 => load_values(row(unit), format, units),
@@ -439,7 +438,7 @@ fn load_values<T: Float>(from: &[T], format: Format, to: &mut [u32]) {
     to.iter_mut().zip(from).for_each(|(to, &x)| *to = format.value(x).to_bits());
 }
 
-/// Copies a row of a panel and fills it up with zeros.
+/// Copies a row of a panel and pads it with zeros.
 #[inline(always)]
 fn copy(from: &[u32], to: &mut [u32]) {
     #[inline(always)]
@@ -452,7 +451,7 @@ fn copy(from: &[u32], to: &mut [u32]) {
             _ => false,
         }
     }
-    // A copy of a length known to the compiler is a few moves; others are a call.
+    // Copies of lengths known to the compiler are a few moves; others are a call.
     let is_copied = whole::<48>(from, to)
         || whole::<16>(from, to)
         || whole::<8>(from, to)
@@ -467,7 +466,7 @@ fn copy(from: &[u32], to: &mut [u32]) {
     }
 }
 
-/// Packs a block whose rows run across the depth, that is transposes it: `to[unit][width]`, zeros beyond the block's rows.
+/// Packs a block whose rows run along the depth, transposed: `to[unit][width]`, zeros beyond the block's rows.
 #[inline(always)]
 pub(crate) fn pack_transposed<S: Level>(
     source: &Source<'_>,
@@ -488,7 +487,7 @@ fn transposed<S: Level, T: Float>(
     width: usize,
     to: &mut [u32],
 ) {
-    let ((first, rows), (column, depth)) = (block.rows, block.columns);
+    let (Span { first, len: rows }, Span { first: column, len: depth }) = (block.rows, block.columns);
     let num_units = format.units_of(depth);
     let to = &mut to[..num_units * width];
     let lanes = S::WIDTH.max(8);

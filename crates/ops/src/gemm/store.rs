@@ -1,27 +1,28 @@
-//! The plain epilogue, sums to a matrix, and how any epilogue moves rows between tiles and matrices.
+//! The plain epilogue, which stores sums to a matrix, and helpers that move rows between tiles and matrices.
 //!
-//! Arithmetic in an epilogue goes over all elements of a tile as one array, also those beyond its last row or column: a
-//! loop of a length that the compiler knows becomes straight vector code. Where the level's vectors leave most of a tile unused
-//! it goes row by row over as many as they fill. Only the copies from and to matrices know the tile's true size.
+//! Arithmetic in an epilogue runs over all elements of a tile as one array, including those beyond the last row or
+//! column, because the compiler turns a loop of known length into straight vector code. On levels whose vectors fill
+//! little of a tile it runs row by row over the filled part. Only copies from and to matrices use the tile's true
+//! size.
 
 use std::ops::Range;
 
 use moeworks_tensor::DType;
 
 use super::kernel::{MAX_ROWS, TILE_STRIDE, Tile, tile_lanes};
-use super::{Epilogue, Place};
+use super::{Epilogue, Place, Span};
 use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::{Float, Level, store_all};
 
-/// Tiles that an epilogue may use as it likes; they keep whatever was left in them.
-pub(crate) struct Room {
+/// Tiles that an epilogue may use as scratch. They keep whatever was left in them.
+pub(crate) struct Scratch {
     pub(crate) tiles: [Tile; 3],
-    /// For elements in the type that they are stored in.
+    /// A tile of elements in their stored type.
     pub(crate) stored: Tile,
 }
 
-impl Room {
+impl Scratch {
     #[inline(always)]
     pub(crate) fn new() -> Self {
         let zero = || Tile([0.0; MAX_ROWS * TILE_STRIDE]);
@@ -29,7 +30,8 @@ impl Room {
     }
 }
 
-/// Calls `work` with the places of all elements of a tile that may be filled in `rows` rows: at once, or row by row.
+/// Calls `work` with the ranges of tile elements that may be filled in the first `rows` rows: one range, or one per
+/// row.
 #[inline(always)]
 pub(crate) fn filled<S: Level>(rows: usize, mut work: impl FnMut(Range<usize>)) {
     let lanes = tile_lanes::<S>();
@@ -41,12 +43,13 @@ pub(crate) fn filled<S: Level>(rows: usize, mut work: impl FnMut(Range<usize>)) 
     }
 }
 
-/// Writes the rows of a tile out: `to(row)` is where the row belongs.
+/// Writes the rows of a tile to `to(row)`, converted to `T`.
 #[inline(always)]
 pub(crate) fn write_rows<'a, S: Level, T: Float>(
     tile: &Tile,
     stored: &mut Tile,
-    (rows, columns): (usize, usize),
+    rows: usize,
+    columns: usize,
     to: impl Fn(usize) -> &'a mut [T],
 ) {
     let values = stored_rows::<S, T>(tile, stored, rows);
@@ -55,7 +58,7 @@ pub(crate) fn write_rows<'a, S: Level, T: Float>(
     }
 }
 
-/// The rows of a tile as they are stored, `TILE_STRIDE` elements apart; in `stored` if that is not what they are.
+/// Returns the rows of a tile in their stored type, [`TILE_STRIDE`] elements apart. Converted rows are in `stored`.
 #[inline(always)]
 fn stored_rows<'a, S: Level, T: Float>(tile: &'a Tile, stored: &'a mut Tile, rows: usize) -> &'a [T] {
     if T::DTYPE == DType::F32 {
@@ -65,7 +68,7 @@ fn stored_rows<'a, S: Level, T: Float>(tile: &'a Tile, stored: &'a mut Tile, row
     bytemuck::cast_slice(&stored.0)
 }
 
-/// Rounds the rows of a tile to what they would be stored as, if that is not what they are.
+/// Converts the rows of a tile to `T` in `stored`, unless `T` is f32.
 #[inline(always)]
 pub(crate) fn round_rows<S: Level, T: Float>(tile: &Tile, stored: &mut Tile, rows: usize) {
     if T::DTYPE != DType::F32 {
@@ -74,12 +77,13 @@ pub(crate) fn round_rows<S: Level, T: Float>(tile: &Tile, stored: &mut Tile, row
     }
 }
 
-/// Reads rows into a tile: `from(row)` is where the row is found.
+/// Reads the rows `from(row)` into a tile.
 #[inline(always)]
 pub(crate) fn read_rows<'a, S: Level, T: Float>(
     tile: &mut Tile,
     stored: &mut Tile,
-    (rows, columns): (usize, usize),
+    rows: usize,
+    columns: usize,
     from: impl Fn(usize) -> &'a [T],
 ) {
     let is_f32 = T::DTYPE == DType::F32;
@@ -92,7 +96,7 @@ pub(crate) fn read_rows<'a, S: Level, T: Float>(
     }
 }
 
-/// Makes the elements of a tile those that are stored.
+/// Loads a tile from the stored elements.
 #[inline(always)]
 pub(crate) fn load_stored<S: Level, T: Float>(tile: &mut Tile, stored: &Tile, rows: usize) {
     let stored: &[T] = bytemuck::cast_slice(&stored.0);
@@ -101,8 +105,8 @@ pub(crate) fn load_stored<S: Level, T: Float>(tile: &mut Tile, stored: &Tile, ro
     });
 }
 
-/// Copies up to three vectors, or as many bytes as fit in them. Written out, since a copy of a length that the compiler does
-/// not know is a call.
+/// Copies a row of a tile: up to three vectors, or as many bytes. A copy of a length unknown to the compiler would be
+/// a call.
 #[inline(always)]
 fn copy<S: Level, T: Float>(from: &[T], to: &mut [T]) {
     assert_eq!(from.len(), to.len(), "a row's length");
@@ -130,12 +134,12 @@ fn copy<S: Level, T: Float>(from: &[T], to: &mut [T]) {
     }
 }
 
-/// Writes sums to row-major matrices of one buffer, or adds them.
+/// Stores sums to row-major matrices in one buffer, or adds them.
 pub(crate) struct Store<'a, T> {
     pub(crate) to: Lent<'a, T>,
     /// Elements before each group's matrix.
     pub(crate) offsets: &'a [usize],
-    /// Columns of all of them.
+    /// Columns of each matrix.
     pub(crate) stride: usize,
     pub(crate) write: Write,
 }
@@ -143,56 +147,57 @@ pub(crate) struct Store<'a, T> {
 impl<T: Float> Epilogue for Store<'_, T> {
     #[inline(always)]
     fn prefetch(&self, at: Place) {
-        for row in 0..at.rows.1 {
-            let start = self.offsets[at.group] + (at.rows.0 + row) * self.stride + at.columns.0;
-            self.to.prefetch(start, at.columns.1);
+        for row in 0..at.rows.len {
+            let start = self.offsets[at.group] + (at.rows.first + row) * self.stride + at.columns.first;
+            self.to.prefetch(start, at.columns.len);
         }
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
-        let (column, columns) = at.columns;
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, scratch: &mut Scratch) {
+        let Span { first: column, len: columns } = at.columns;
         let row_of = |row: usize| {
-            let start = self.offsets[at.group] + (at.rows.0 + row) * self.stride + column;
+            let start = self.offsets[at.group] + (at.rows.first + row) * self.stride + column;
             // SAFETY: tiles do not overlap and neither do the matrices, so this part of a row is this call's alone.
             unsafe { self.to.range(start..start + columns) }
         };
-        let size = (at.rows.1, columns);
+        let num_rows = at.rows.len;
         if self.write == Write::Add {
-            let old = &mut room.tiles[0];
-            read_rows::<S, T>(old, &mut room.stored, size, |row| &*row_of(row));
-            filled::<S>(at.rows.1, |part| {
+            let old = &mut scratch.tiles[0];
+            read_rows::<S, T>(old, &mut scratch.stored, num_rows, columns, |row| &*row_of(row));
+            filled::<S>(num_rows, |part| {
                 tile.0[part.clone()].iter_mut().zip(&old.0[part]).for_each(|(sum, old)| *sum += old);
             });
         }
-        write_rows::<S, T>(tile, &mut room.stored, size, row_of);
+        write_rows::<S, T>(tile, &mut scratch.stored, num_rows, columns, row_of);
     }
 }
 
-/// Writes sums to row-major matrices of one buffer, past the caches: for results that are larger than these. A store that goes
-/// through them first fetches the line that it overwrites. That remains where a row of a tile begins or ends within a vector.
+/// Stores sums to row-major matrices in one buffer, bypassing the caches, for results larger than these. A store
+/// through the caches first fetches the line that it overwrites. Partial vectors at the ends of a tile's rows are
+/// still stored that way.
 pub(crate) struct Stream<'a, T> {
     pub(crate) to: Lent<'a, T>,
     /// Elements before each group's matrix.
     pub(crate) offsets: &'a [usize],
-    /// Columns of all of them.
+    /// Columns of each matrix.
     pub(crate) stride: usize,
 }
 
 impl<T: Float> Stream<'_, T> {
-    /// The first element of a row of a tile.
+    /// Returns the first element of a row of a tile.
     #[inline(always)]
     fn start(&self, at: Place, row: usize) -> usize {
-        self.offsets[at.group] + (at.rows.0 + row) * self.stride + at.columns.0
+        self.offsets[at.group] + (at.rows.first + row) * self.stride + at.columns.first
     }
 }
 
 impl<T: Float> Epilogue for Stream<'_, T> {
     #[inline(always)]
     fn prefetch(&self, at: Place) {
-        for row in 0..at.rows.1 {
+        for row in 0..at.rows.len {
             let start = self.start(at, row);
-            for place in [start, start + at.columns.1] {
+            for place in [start, start + at.columns.len] {
                 if !self.to.is_line(place) {
                     self.to.prefetch(place, 1);
                 }
@@ -201,11 +206,11 @@ impl<T: Float> Epilogue for Stream<'_, T> {
     }
 
     #[inline(always)]
-    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, room: &mut Room) {
-        let columns = at.columns.1;
+    fn tile<S: Level>(&self, at: Place, tile: &mut Tile, _second: Option<&mut Tile>, scratch: &mut Scratch) {
+        let columns = at.columns.len;
         let of_vector = 4 * S::WIDTH / size_of::<T>();
-        let sums = stored_rows::<S, T>(tile, &mut room.stored, at.rows.1);
-        for (row, sums) in sums.chunks_exact(TILE_STRIDE).enumerate().take(at.rows.1) {
+        let sums = stored_rows::<S, T>(tile, &mut scratch.stored, at.rows.len);
+        for (row, sums) in sums.chunks_exact(TILE_STRIDE).enumerate().take(at.rows.len) {
             let (start, sums) = (self.start(at, row), &sums[..columns]);
             // SAFETY: tiles do not overlap and neither do the matrices, so this part of a row is this call's alone.
             let to = unsafe { self.to.range(start..start + columns) };
@@ -215,7 +220,8 @@ impl<T: Float> Epilogue for Stream<'_, T> {
             let whole = to.len() / of_vector * of_vector;
             let ((to, last), (sums, last_sums)) = (to.split_at_mut(whole), sums.split_at(whole));
             for (to, sums) in to.chunks_exact_mut(of_vector).zip(sums.chunks_exact(of_vector)) {
-                // SAFETY: a vector is there on both sides, aligned where it is written; whoever runs a task ends it with a fence.
+                // SAFETY: a vector is there on both sides, aligned where it is written; whoever runs a task ends it
+                // with a fence.
                 unsafe { S::stream(to.as_mut_ptr().cast(), S::load(sums.as_ptr().cast())) };
             }
             copy_part::<S, T>(last_sums, last);
@@ -223,7 +229,7 @@ impl<T: Float> Epilogue for Stream<'_, T> {
     }
 }
 
-/// Copies what is less than a vector, most often nothing or half of one.
+/// Copies less than a vector, most often nothing or half of one.
 #[inline(always)]
 fn copy_part<S: Level, T: Float>(from: &[T], to: &mut [T]) {
     if from.len() == 16 && S::WIDTH == 16 {

@@ -1,8 +1,9 @@
-//! Transposition in registers, for packing weights that run across the depth.
+//! Transposition in registers, for packing rows that run along the depth.
 
-/// The body of a function of `$rows` rows that writes unit u of row r to `$to[u * width + r]` for as many units as whole blocks cover, and
-/// returns their number, or does nothing where elements would have to be rounded. A macro, as what it calls has the instructions of the
-/// function that it stands in: `$transpose` of rows' pointers, `$widened` into the two elements of each pair, `$store` to a unit's place.
+/// The body of a function that writes unit u of each of `$count` rows r to `$to[u * width + r]`, as far as whole
+/// blocks go, and returns the number of units. It does nothing and returns 0 if elements would have to be rounded. It
+/// is a macro so that `$transpose` (of the rows' pointers), `$widened` (splits a vector of pairs into its elements)
+/// and `$store` are inlined into a function with the CPU features.
 macro_rules! write_blocks {
     ($count:literal, $rows:ident, $format:ident, ($width:ident, $to:ident), $transpose:expr, $widened:expr, $store:expr) => {{
         let Some(steps) = $crate::gemm::transpose::steps($rows, $format) else { return 0 };
@@ -13,8 +14,8 @@ macro_rules! write_blocks {
             for (from, row) in from.iter_mut().zip($rows) {
                 *from = row[block * $count * elements_per_step..].as_ptr().cast();
             }
-            // SAFETY: as many steps of each row as there are rows, and as many lanes of each unit's place, are inside the slices, as
-            // checked above; the machine has the instructions by the caller's promise.
+            // SAFETY: as many steps of each row as there are rows, and as many lanes of each unit's place, are inside
+            // the slices, as checked above; the machine has the instructions by the caller's promise.
             unsafe {
                 let columns = $transpose(&from);
                 let to = $to.as_mut_ptr().add(block * $count * units_per_step * $width);
@@ -50,7 +51,8 @@ use super::Compute;
 use super::source::Format;
 use crate::simd::Float;
 
-/// How elements become units in steps of 32 bits: elements of f32, pairs of the others, which may become a unit each.
+/// The steps of 32 bits in which elements become units: one f32, or a pair of the other types, which may become a
+/// unit each.
 struct Steps {
     elements_per_step: usize,
     units_per_step: usize,
@@ -59,7 +61,7 @@ struct Steps {
     num_units: usize,
 }
 
-/// Nothing where elements would have to be rounded, or there is no whole block.
+/// Returns nothing if elements would have to be rounded or there is no whole block.
 #[inline(always)]
 fn steps<T: Float, const ROWS: usize>(rows: &[&[T]; ROWS], format: Format) -> Option<Steps> {
     let depth = rows.iter().map(|row| row.len()).min().unwrap_or(0);

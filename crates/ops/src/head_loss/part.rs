@@ -1,8 +1,9 @@
-//! The loss where several ranks hold the output layer's rows between them (Megatron-LM, 1909.08053, section 3).
+//! The loss of a vocabulary that is sharded over ranks (Megatron-LM, 1909.08053, section 3).
 //!
-//! Each rank has the logits of its part of the vocabulary. Of a token it tells the others the largest, the sum of exponentials
-//! against it, and the target's logit if it has it; from all ranks' it finds the same loss as they, and the gradients of its own
-//! logits. One collective a chunk of tokens carries this: the sums are brought to the common largest logit afterwards.
+//! Each rank has the logits of its part of the vocabulary. For each token a rank shares its largest logit, the sum of
+//! exponentials relative to it, and the target's logit if the target is in its part. From the shares of all ranks
+//! each rank computes the loss and the gradients of its own logits. There is one collective for each chunk of tokens;
+//! the sums are rescaled to the largest logit of all ranks afterwards.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -15,30 +16,32 @@ use crate::late::Late;
 use crate::linear::Write;
 use crate::simd::kernel;
 
-/// A rank's part of a vocabulary whose parts lie one after another in the order of ranks.
+/// A rank's part of a vocabulary whose parts are consecutive in the order of ranks.
 pub struct VocabularyPart<'a> {
-    /// The first class of each rank's part, and the end of the last.
+    /// The first class of each rank's part, and the end of the last part.
     pub starts: &'a [usize],
     /// This rank's number.
     pub rank: usize,
-    /// Gives everybody's numbers, of which all ranks have as many, in the order of ranks. All ranks call it as often.
+    /// Gathers the numbers of all ranks in the order of ranks. Each rank passes equally many, and all ranks call it
+    /// equally often.
     pub gather: &'a mut dyn FnMut(&[f32]) -> Vec<f32>,
 }
 
 impl VocabularyPart<'_> {
-    /// The same on every rank, as their collectives must meet.
+    /// Returns the tokens of a chunk. All ranks use the same number, because their collectives must match.
     fn tokens_of_chunk(&self, ctx: &Context) -> usize {
         let largest = self.starts.windows(2).map(|pair| pair[1] - pair[0]).max();
         tokens_of_chunk(ctx, largest.unwrap_or(0))
     }
 }
 
-/// What a rank tells of a token: its largest logit, the sum of `exp(logit - largest)`, the target's logit if it is here, and
-/// whether that is the first of the largest.
+/// The share of a rank for a token: its largest logit, the sum of `exp(logit - largest)`, the target's logit if the
+/// target is in its part, and 1 if that is the first of the largest.
 type Told = [f32; 4];
 
-/// As [`head_loss_biased`](super::head_loss_biased) with the rows `w [V', D]` and the bias `[V']` of this rank's `part`, and `targets`
-/// among all ranks' classes: the loss of the whole vocabulary, on every rank.
+/// Computes [`head_loss_biased`](super::head_loss_biased) of a sharded vocabulary: the loss of the whole vocabulary,
+/// on every rank. `w` `[V', D]` and `bias` `[V']` are the rows of this rank's `part`; `targets` are classes of the
+/// whole vocabulary.
 pub fn head_loss_of_part(
     ctx: &Context,
     x: &Tensor,
@@ -51,9 +54,11 @@ pub fn head_loss_of_part(
     forward(ctx, x, weights, (targets, step), softmax)
 }
 
-/// As [`head_loss_backward_biased`](super::head_loss_backward_biased) with the rows `w [V', D]` and the bias `[V']` of this rank's
-/// `part`, and `targets` among all ranks' classes. The loss is that of the whole vocabulary; the gradient of `x` is this rank's
-/// share, to be summed over the ranks; those of the weights are of this rank's rows.
+/// Computes [`head_loss_backward_biased`](super::head_loss_backward_biased) of a sharded vocabulary. `w` `[V', D]`
+/// and `bias` `[V']` are the rows of this rank's `part`; `targets` are classes of the whole vocabulary.
+///
+/// The loss is that of the whole vocabulary. The gradient of `x` is this rank's share, to be summed over the ranks;
+/// the gradients of the weights are those of this rank's rows.
 pub fn head_loss_backward_of_part(
     ctx: &Context,
     x: &Tensor,
@@ -69,8 +74,8 @@ pub fn head_loss_backward_of_part(
     backward(ctx, x, weights, (targets, step), (write, softmax), grads)
 }
 
-/// The loss of a chunk; with a scale, the logits of this rank's classes are replaced by their gradient, rounded to the type that
-/// products take them in.
+/// Computes the loss of a chunk. With `grads` the logits of this rank's classes are replaced by their gradient,
+/// rounded to the type that products take.
 fn softmax_rows(
     ctx: &Context,
     logits: &mut Tensor,
@@ -97,7 +102,8 @@ fn softmax_rows(
     loss
 }
 
-/// The loss of a chunk by what all ranks told, and of each token what makes probabilities of this rank's exponentials.
+/// Computes the loss of a chunk from the shares of all ranks, and for each token the factor that turns this rank's
+/// exponentials into probabilities.
 fn combine(all: &[&[Told]], targets: &[u32], part: &VocabularyPart<'_>) -> (HeadLoss, Vec<f32>) {
     let mut loss = HeadLoss::default();
     let mut factors = vec![0.0; targets.len()];
@@ -117,7 +123,7 @@ fn combine(all: &[&[Told]], targets: &[u32], part: &VocabularyPart<'_>) -> (Head
     (loss, factors)
 }
 
-/// What this rank tells of each token; its logits become their exponentials. Zeros of tokens that do not count.
+/// Returns this rank's share for each token and replaces its logits by their exponentials. Ignored tokens get zeros.
 fn tell(
     ctx: &Context,
     logits: &mut Tensor,

@@ -1,22 +1,23 @@
-//! Blocks of weights from numbers.
+//! Quantization of numbers to blocks of weights.
 
 use moeworks_tensor::{BLOCK_LEN, Element, Q4Block, Q8Block, f16};
 
 use super::layouts::Block;
 
-/// A block that numbers can be turned into.
+/// A block that numbers can be quantized to.
 pub(super) trait FromNumbers: Block + Element {
-    /// The block nearest to the numbers, or nearly so. A number that is not finite makes the scale NaN, hence all elements.
+    /// Returns a block near the numbers. A number that is not finite makes the scale NaN, hence all elements.
     fn quantize(x: &[f32; BLOCK_LEN]) -> Self;
 }
 
-/// The largest number that an f16 holds.
+/// The largest finite f16.
 const MAX_HALF: f32 = 65_504.0;
 
-/// The f16 nearest to a number, the largest if it would overflow: in whole vectors, for which it is a few operations of numbers.
+/// Returns the f16 nearest to a number, as f32; the largest one if it would overflow. It is written as f32 arithmetic
+/// so that it vectorises.
 #[inline(always)]
 fn nearest_half(x: f32) -> f32 {
-    // The smallest that has all its digits there; below, halves are multiples of 2^-24, as are floats from 0.5 to 1.
+    // The smallest normal f16. Below it, f16 are multiples of 2^-24, as f32 are from 0.5 to 1.
     const MIN_NORMAL: f32 = 1.0 / 16_384.0;
     let x = x.clamp(-MAX_HALF, MAX_HALF);
     let bits = x.to_bits();
@@ -25,18 +26,18 @@ fn nearest_half(x: f32) -> f32 {
     if x.abs() < MIN_NORMAL { small } else { normal }
 }
 
-/// As it is stored, a scale that [`nearest_half`] gave.
+/// Returns the bytes of a scale that [`nearest_half`] rounded.
 #[inline(always)]
 fn stored(scale: f32) -> [u8; 2] {
     f16::from_f32(scale).to_le_bytes()
 }
 
-/// The largest magnitude with its sign, of equal ones that of the first; NaN if a number is not finite.
+/// Returns the number of largest magnitude, the first of several; NaN if a number is not finite.
 #[inline(always)]
 fn largest(x: &[f32; BLOCK_LEN]) -> f32 {
     const INFINITE: u32 = f32::INFINITY.to_bits();
     let size = |x: f32| x.to_bits() & 0x7fff_ffff;
-    // Of whole numbers, which have an order that vectors know.
+    // Compared as integers, whose maximum vectors have.
     let mut most = 0;
     for &x in x {
         most = most.max(size(x));
@@ -53,22 +54,22 @@ fn inverse(scale: f32) -> f32 {
     if scale == 0.0 || scale.is_nan() { 0.0 } else { 1.0 / scale }
 }
 
-/// To a number below 2^22 it adds what leaves no digits behind the point: the nearest whole number is in the last bits, ties to even.
+/// Added to a number below 2^22 it leaves no fraction bits: the nearest integer, ties to even, is in the last bits.
 const WHOLE: f32 = 12_582_912.0;
 
-/// The nearest whole number of one below 2^22.
+/// Rounds a number below 2^22 to the nearest integer.
 #[inline(always)]
 fn nearest(x: f32) -> f32 {
     (x + WHOLE) - WHOLE
 }
 
-/// The last byte of a whole number below 2^22.
+/// Returns the last byte of an integer below 2^22.
 #[inline(always)]
 fn byte(x: f32) -> u8 {
     (x + WHOLE).to_bits() as u8
 }
 
-// Loops instead of closures, which would not have the instructions of the function that they are called from.
+// Loops instead of closures, because closures are compiled without the CPU features of the function that calls them.
 
 impl FromNumbers for Q8Block {
     #[inline(always)]
@@ -83,22 +84,22 @@ impl FromNumbers for Q8Block {
     }
 }
 
-/// Scales that are tried for a block of four bits: those that map the largest magnitude to numbers a tenth apart, about -8.
+/// The scales tried for a block of four bits, which map the largest magnitude to numbers 0.1 apart around -8.
 const TRIED: usize = 13;
 
-/// How many tenths the first of these numbers is from -8.
+/// The distance of the first of these numbers from -8, in tenths.
 const FIRST: f32 = -4.0;
 
-/// Those and others, which are the last once more: whole vectors.
+/// The tried scales, the last one repeated to fill whole vectors.
 const LANES: usize = TRIED.next_multiple_of(16);
 
-/// The whole number of four bits nearest to a number of scales.
+/// Returns the four-bit integer nearest to a number divided by the scale.
 #[inline(always)]
 fn four_bits(x: f32) -> f32 {
     nearest(x).clamp(-8.0, 7.0)
 }
 
-/// For each scale the sum of the squares of what numbers are off by.
+/// Returns the sum of squared errors for each scale.
 #[inline(always)]
 fn errors(x: &[f32; BLOCK_LEN], scales: &[f32; LANES]) -> [f64; LANES] {
     let mut inverses = [0.0; LANES];
@@ -116,7 +117,7 @@ fn errors(x: &[f32; BLOCK_LEN], scales: &[f32; LANES]) -> [f64; LANES] {
 }
 
 impl FromNumbers for Q4Block {
-    /// The scale is the best in squares of [`TRIED`] ones, the first of equally good ones.
+    /// Takes the scale of the least squared error among [`TRIED`], the first of equally good ones.
     #[inline(always)]
     fn quantize(x: &[f32; BLOCK_LEN]) -> Self {
         let largest = largest(x);
@@ -124,7 +125,7 @@ impl FromNumbers for Q4Block {
         for (i, scale) in scales.iter_mut().enumerate() {
             *scale = nearest_half(largest / (-8.0 + 0.1 * (FIRST + i.min(TRIED - 1) as f32)));
         }
-        // No error is less than NaN, nor is NaN less than one.
+        // Comparisons with NaN are false, so NaN never wins.
         let (mut least, mut scale) = (f64::INFINITY, f32::NAN);
         for (error, tried) in errors(x, &scales).into_iter().zip(scales) {
             if error < least {

@@ -1,4 +1,4 @@
-//! Blocks turned into the bf16 numbers nearest to what they stand for, for products of many rows.
+//! Conversion of quantized weights to the nearest bf16, for products of many rows.
 
 #[cfg(target_arch = "x86_64")]
 use bytemuck::cast_slice_mut;
@@ -8,46 +8,46 @@ use moeworks_tensor::{DType, bf16};
 use super::octet_rows;
 #[cfg(target_arch = "x86_64")]
 use super::put::{ByWords, Widened};
-use super::weights::{Layout, Weights};
+use super::weights::{Layout, RowBytes, Weights};
 use super::{blocks_of, row_kernel, with_values};
 use crate::gemm::Compute;
 use crate::parallel::PIECE;
 use crate::{Context, Isa};
 
-/// Writes the numbers of so many rows of so many weights to `to`. Those too small for a normal bf16 may become zero.
-pub(super) fn to_bf16(ctx: &Context, weights: Weights<'_>, (rows, depth): (usize, usize), to: &mut [bf16]) {
+/// Converts `rows` rows of `depth` weights. Numbers below the smallest normal bf16 may become zero.
+pub(super) fn to_bf16(ctx: &Context, weights: Weights<'_>, rows: usize, depth: usize, to: &mut [bf16]) {
     assert_eq!(rows * depth, to.len(), "room for rows of weights");
     let rows_per_task = (PIECE / depth.max(1)).max(1);
     ctx.threads().run_pieces(to, rows_per_task * depth.max(1), |task, to| {
         for (row, to) in to.chunks_exact_mut(depth.max(1)).enumerate() {
             let row = task * rows_per_task + row;
-            row_to_bf16(ctx.isa(), (weights.numbers.row(row), weights.scales.row(row)), weights.layout, to);
+            row_to_bf16(ctx.isa(), weights.row(row), weights.layout, to);
         }
     });
 }
 
-fn row_to_bf16(isa: Isa, (numbers, scales): (&[u8], &[u8]), layout: Layout, to: &mut [bf16]) {
+fn row_to_bf16(isa: Isa, row: RowBytes<'_>, layout: Layout, to: &mut [bf16]) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: each level has the instructions of what is called with it.
     unsafe {
         match isa {
-            // Eight-bit floats are simple enough for loops.
-            Isa::Avx2 if layout.dtype != DType::F8 => return octet_rows::write_row((numbers, scales), layout, to),
-            Isa::Avx512 => return vectors::row::<ByWords>((numbers, scales), layout, to),
+            // FP8 is simple enough for compiled loops.
+            Isa::Avx2 if layout.dtype != DType::F8 => return octet_rows::write_row(row, layout, to),
+            Isa::Avx512 => return vectors::row::<ByWords>(row, layout, to),
             Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32 => {
-                return vectors::row_by_instruction((numbers, scales), layout, to);
+                return vectors::row_by_instruction(row, layout, to);
             }
             _ => {}
         }
     }
     #[cfg(target_arch = "aarch64")]
     if isa == Isa::Neon && layout.dtype != DType::F8 {
-        return super::sixteen_rows::write_row((numbers, scales), layout, to);
+        return super::sixteen_rows::write_row(row, layout, to);
     }
-    with_values!(layout, B => row_kernel::<B, bf16>(isa, blocks_of::<B>(numbers), scales, to));
+    with_values!(layout, B => row_kernel::<B, bf16>(isa, blocks_of::<B>(row.numbers), row.scales, to));
 }
 
-/// Whether the machine has the vectors that blocks are turned in within products.
+/// Returns whether the machine has the vectors with which products convert weights by themselves.
 fn is_fast(isa: Isa) -> bool {
     #[cfg(target_arch = "x86_64")]
     return isa >= Isa::Avx512;
@@ -55,69 +55,69 @@ fn is_fast(isa: Isa) -> bool {
     return false;
 }
 
-/// Rows of weights in blocks for a product that makes bf16 of them by itself.
+/// Rows of quantized weights for a product that converts them to units by itself.
 #[derive(Clone, Copy)]
 pub(crate) struct Blocks<'a> {
-    /// One half of the rows and the other, which may be none.
+    /// The rows of B for columns and, with paired columns, those for the other half of the pairs.
     halves: [Weights<'a>; 2],
-    /// The rows of a half.
+    /// Number of rows of a half.
     columns: usize,
     depth: usize,
 }
 
 impl<'a> Blocks<'a> {
-    /// Two halves of `columns` rows of `depth` weights. Only with vectors of 16 lanes.
-    pub(super) fn new(isa: Isa, halves: [Weights<'a>; 2], (columns, depth): (usize, usize)) -> Self {
+    /// Describes two halves of `columns` rows of `depth` weights. Only for vectors of 16 lanes.
+    pub(super) fn new(isa: Isa, halves: [Weights<'a>; 2], columns: usize, depth: usize) -> Self {
         assert!(is_fast(isa), "blocks in a product");
         Self { halves, columns, depth }
     }
 
-    /// The half that has a row, and the row's number in it.
+    /// Returns the half that holds a row, and the row's number in it.
     #[inline(always)]
     fn place(&self, row: usize) -> (Weights<'a>, usize) {
         let [first, second] = self.halves;
         if row < self.columns { (first, row) } else { (second, row - self.columns) }
     }
 
-    /// Where the numbers of a row from element `at` on lie: any address where there are none.
+    /// Returns the address of a row's bytes from element `at` on, for prefetches only.
     #[inline(always)]
     pub(crate) fn address(&self, row: usize, at: usize) -> *const u8 {
         let (half, row) = self.place(row);
         half.numbers.address(row).wrapping_add(self.bytes_of(at))
     }
 
-    /// Bytes from one row of a half to the next.
+    /// Returns the bytes from one row of a half to the next.
     pub(crate) fn row_step(&self) -> usize {
         let numbers = self.halves[0].numbers;
         numbers.address(1).addr().wrapping_sub(numbers.address(0).addr())
     }
 
-    /// Elements of a block.
+    /// Returns the elements of a block.
     pub(crate) fn block_len(&self) -> usize {
         self.halves[0].layout.dtype.block_len()
     }
 
-    /// Bytes that so many numbers take.
+    /// Returns the bytes that so many elements take.
     #[inline(always)]
     pub(crate) fn bytes_of(&self, len: usize) -> usize {
         len * self.halves[0].numbers.row_bytes() / self.depth
     }
 
-    /// Writes a row's numbers from element `at`, the first of a block, on to `to`, as many as there is room for: in pairs of bf16 or as
+    /// Converts a row from element `at`, the first of a block, to units, as many as `to` holds: pairs of bf16, or
     /// f32.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(crate) fn to_units(self, row: usize, at: usize, units: Compute, to: &mut [u32]) {
         let (half, row) = self.place(row);
         let len = if units == Compute::Bf16 { 2 * to.len() } else { to.len() };
-        let numbers = &half.numbers.row(row)[self.bytes_of(at)..][..self.bytes_of(len)];
-        let scales = half.scales.row(row);
-        let scales = &scales[at * scales.len() / self.depth..];
-        // SAFETY: `new` has found the instructions, and units are pairs only where there is a product of such.
+        let RowBytes { numbers, scales } = half.row(row);
+        let numbers = &numbers[self.bytes_of(at)..][..self.bytes_of(len)];
+        let row = RowBytes { numbers, scales: &scales[at * scales.len() / self.depth..] };
+        // SAFETY: `new` has checked the instructions, and units are pairs only on machines with a bf16 pair product.
         unsafe {
             match units {
-                Compute::Bf16 => vectors::row_by_instruction((numbers, scales), half.layout, cast_slice_mut(to)),
-                Compute::F32 => vectors::row::<Widened>((numbers, scales), half.layout, to),
+                Compute::Bf16 => vectors::row_by_instruction(row, half.layout, cast_slice_mut(to)),
+                Compute::F32 => vectors::row::<Widened>(row, half.layout, to),
             }
         };
     }
@@ -138,36 +138,37 @@ mod vectors {
     use crate::quantized::lanes::{Lanes, PARTS};
     use crate::quantized::layouts::PART;
     use crate::quantized::put::{ByInstruction, Put};
-    use crate::quantized::stream::unit_of_scales;
-    use crate::quantized::weights::Layout;
+    use crate::quantized::stream::{Unit, unit_of_scales};
+    use crate::quantized::weights::{Layout, RowBytes};
     use crate::quantized::{blocks_of, with_ints};
 
-    /// Writes as many numbers of a row of whole blocks, or of its part, as there is room for.
+    /// Converts a row of whole blocks to bf16 with the AVX-512 BF16 instructions, as many elements as `to` holds.
     ///
     /// # Safety
     /// The machine must have AVX-512 F, BW, DQ, VL and BF16, AVX2, FMA, F16C and BMI2.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
-    pub(super) unsafe fn row_by_instruction(row: (&[u8], &[u8]), layout: Layout, to: &mut [bf16]) {
+    pub(super) unsafe fn row_by_instruction(row: RowBytes<'_>, layout: Layout, to: &mut [bf16]) {
         // SAFETY: the caller's promise.
         unsafe { write_row::<ByInstruction>(row, layout, to) }
     }
 
-    /// As [`row_by_instruction`], in another way.
+    /// Converts a row as [`row_by_instruction`] does, stored by `P`.
     ///
     /// # Safety
     /// The machine must have AVX-512 F, BW, DQ and VL, AVX2, FMA, F16C and BMI2, which must be enough for `P`.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-    pub(super) unsafe fn row<P: Put>(row: (&[u8], &[u8]), layout: Layout, to: &mut [P::Number]) {
+    pub(super) unsafe fn row<P: Put>(row: RowBytes<'_>, layout: Layout, to: &mut [P::Number]) {
         // SAFETY: the caller's promise.
         unsafe { write_row::<P>(row, layout, to) }
     }
 
-    // What follows is inlined into those two, and has their instructions.
+    // The functions below are inlined into those two and so compiled with their CPU features.
 
     /// # Safety
-    /// As for [`row`], with what `P` asks for.
+    /// As for [`row`], with the instructions of `P`.
     #[inline(always)]
-    unsafe fn write_row<P: Put>((numbers, scales): (&[u8], &[u8]), layout: Layout, to: &mut [P::Number]) {
+    unsafe fn write_row<P: Put>(row: RowBytes<'_>, layout: Layout, to: &mut [P::Number]) {
+        let RowBytes { numbers, scales } = row;
         // SAFETY: the caller's promise.
         unsafe {
             if layout.dtype == DType::F8 {
@@ -188,22 +189,26 @@ mod vectors {
             let scales = &scales[index * B::BLOCKS * B::APART..];
             if unit.len() == B::BLOCKS {
                 // SAFETY: the caller's promise.
-                unsafe { write_unit::<B, P>((unit.as_ptr(), scales.as_ptr()), to) };
+                unsafe { write_unit::<B, P>(Unit { blocks: unit.as_ptr(), scales: scales.as_ptr() }, to) };
                 continue;
             }
             let mut whole = [B::zeroed(); PARTS];
             whole[..unit.len()].copy_from_slice(unit);
             // SAFETY: as above; short blocks have units of `PARTS`.
-            unsafe { write_unit::<B, P>((whole.as_ptr(), unit_of_scales(scales).as_ptr()), to) };
+            unsafe {
+                let scales = unit_of_scales(scales);
+                write_unit::<B, P>(Unit { blocks: whole.as_ptr(), scales: scales.as_ptr() }, to);
+            }
         }
     }
 
-    /// Writes as many numbers of a unit as there is room for.
+    /// Converts the elements of a unit, as many as `to` holds.
     ///
     /// # Safety
     /// As for [`write_row`]; the unit and its scales must be readable.
     #[inline(always)]
-    unsafe fn write_unit<B: Lanes, P: Put>((unit, scales): (*const B, *const u8), to: &mut [P::Number]) {
+    unsafe fn write_unit<B: Lanes, P: Put>(unit: Unit<B>, to: &mut [P::Number]) {
+        let Unit { blocks: unit, scales } = unit;
         // SAFETY: the caller's promise.
         let scales = unsafe { B::scales(unit, scales) };
         for (quad, to) in to.chunks_mut(PARTS * PART).enumerate() {
@@ -214,12 +219,12 @@ mod vectors {
             for (part, to) in to.as_chunks_mut().0.iter_mut().enumerate() {
                 let lanes = B::SCALE_LANES[quad].map(|lanes| lanes[4 * part]);
                 // SAFETY: as above.
-                unsafe { write_part::<B, P>([first[part], second[part]], (scales, lanes), to) };
+                unsafe { write_part::<B, P>([first[part], second[part]], scales, lanes, to) };
             }
         }
     }
 
-    /// The numbers without their offset, 16 by 16.
+    /// Returns the numbers without their offset, 16 by 16.
     ///
     /// # Safety
     /// As for [`write_row`].
@@ -242,10 +247,11 @@ mod vectors {
     #[inline(always)]
     unsafe fn write_part<B: Lanes, P: Put>(
         numbers: [__m128i; 2],
-        (scales, lanes): ([__m512; 2], [i32; 2]),
+        scales: [__m512; 2],
+        lanes: [i32; 2],
         to: &mut [P::Number; PART],
     ) {
-        // No `map`, which has not the instructions, so that its closure would stay a call.
+        // No `map`: it is compiled without the CPU features, so its closure would stay a call.
         // SAFETY: the caller's promise.
         unsafe {
             let [first, second] = numbers;

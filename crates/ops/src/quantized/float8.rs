@@ -1,7 +1,8 @@
-//! Weights in eight-bit floats (E4M3) with a scale for 128 of them, as DeepSeek-V3 was published: products with few rows of
-//! activations, which are rounded to bf16, and the bf16 numbers nearest to what such weights stand for.
+//! Weights in FP8 (E4M3) with a scale for each 128 of them, as DeepSeek-V3 was published: products with few rows of
+//! activations, which are rounded to bf16, and conversion to the nearest bf16.
 //!
-//! A float of four bits of mantissa is a bf16 as it is, so within a block products are those of bf16 numbers; scales are f32.
+//! An E4M3 float has a mantissa of four bits and is exact as bf16, so within a block products are those of bf16
+//! numbers. Scales are f32.
 
 use bytemuck::{Pod, Zeroable};
 use moeworks_tensor::{F8_BLOCK_LEN, F8Block, f8_value};
@@ -14,18 +15,18 @@ use crate::Isa;
 use crate::gemm::kernel::Tile;
 use crate::simd::{Float, LANES, kernel};
 
-/// A block of floats.
+/// A block of FP8 floats.
 pub(super) trait Floats: Pod + Send + Sync {
-    /// Bytes of the scale that is elsewhere.
+    /// Bytes of the scale if it is in a tensor of its own, otherwise 0.
     const APART: usize;
 
     fn values(&self) -> &[u8; F8_BLOCK_LEN];
 
-    /// The scale; of what is elsewhere, the bytes.
+    /// Returns the scale; `apart` holds its bytes if it is in a tensor of its own.
     fn scale(&self, apart: &[u8]) -> f32;
 }
 
-/// The floats of an [`F8Block`] whose scale is elsewhere.
+/// The floats of an [`F8Block`] whose scale is in a tensor of its own.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(transparent)]
 pub(super) struct F8Values([[u8; 32]; F8_BLOCK_LEN / 32]);
@@ -75,7 +76,8 @@ macro_rules! values {
 
 values!(F8Values, F8Block);
 
-/// What a byte stands for, by what vectors have too: as the first bits of an f32 it is 2^120 times too small.
+/// Returns the value of a byte by operations that vectors have: its bits at the top of an f32 are 2^120 times too
+/// small.
 #[inline(always)]
 fn value(byte: u8) -> f32 {
     const TWO_TO_120: f32 = f32::from_bits((127 + 120) << 23);
@@ -84,7 +86,7 @@ fn value(byte: u8) -> f32 {
     TWO_TO_120 * f32::from_bits(sign | size)
 }
 
-/// What each byte stands for.
+/// The value of each byte.
 #[cfg(target_arch = "x86_64")]
 const VALUES: [f32; 256] = {
     let mut values = [0.0; 256];
@@ -96,13 +98,13 @@ const VALUES: [f32; 256] = {
     values
 };
 
-/// Whether the machine looks bytes up among 128 and multiplies pairs of bf16.
+/// Returns whether the machine has the byte permutation of VBMI and the product of bf16 pairs.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn is_fast(isa: Isa) -> bool {
     isa >= Isa::Avx512Bf16 && std::arch::is_x86_feature_detected!("avx512vbmi")
 }
 
-/// Evaluates an expression with a type name bound to the blocks of floats of a layout.
+/// Evaluates an expression with a type name bound to the FP8 blocks of a layout.
 macro_rules! with_floats {
     ($layout:expr, $B:ident => $body:expr) => {
         $crate::quantized::with_block!($layout, $B => $body, (F8 true F8Values, F8 false F8Block))
@@ -110,7 +112,7 @@ macro_rules! with_floats {
 }
 pub(super) use with_floats;
 
-/// Writes sums to tiles as [`kernel::run`](super::kernel::run) does.
+/// Computes the sums of a panel as [`kernel::run`](super::kernel::run) does, with compiled loops.
 pub(super) fn plain(isa: Isa, panel: Panel<'_>, tiles: &mut [Tile]) {
     with_floats!(panel.weights.layout, B => plain_kernel::<B>(isa, panel, tiles));
 }
@@ -163,7 +165,7 @@ mod vectors {
     use crate::quantized::put::Put;
     use crate::simd::{Avx512, Level};
 
-    /// The low or the high bytes of the bf16 numbers that the first 128 floats are; the others are less than zero.
+    /// Returns the low or the high bytes of the first 128 FP8 values as bf16. The other values are their negatives.
     const fn bytes(byte: usize) -> [u8; 128] {
         let mut bytes = [0; 128];
         let mut i = 0;
@@ -177,7 +179,7 @@ mod vectors {
     static LOW: [u8; 128] = bytes(0);
     static HIGH: [u8; 128] = bytes(1);
 
-    /// The tables in registers.
+    /// The two tables in registers.
     #[derive(Clone, Copy)]
     struct Tables([[__m512i; 2]; 2]);
 
@@ -192,7 +194,7 @@ mod vectors {
             Self([halves(&LOW), halves(&HIGH)])
         }
 
-        /// 64 floats as bf16: of each 16 the first eight, and the others.
+        /// Converts 64 floats to bf16: of each 16 the first eight, and the others.
         #[inline]
         #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512bf16")]
         fn numbers(&self, floats: __m512i) -> [__m512bh; 2] {
@@ -210,10 +212,11 @@ mod vectors {
         }
     }
 
-    /// Writes sums to tiles as [`kernel::run`](crate::quantized::kernel::run) does.
+    /// Computes the sums of a panel as [`kernel::run`](crate::quantized::kernel::run) does.
     ///
     /// # Safety
-    /// The machine must have what [`is_fast`](super::is_fast) looks for; rows of activations must be woven, of as many quads as a row
+    /// The machine must have the instructions that [`is_fast`](super::is_fast) checks. Rows of activations must be in
+    /// the format [`Beside::WovenFloats`](crate::quantized::rows::Beside::WovenFloats), with as many quads as a row
     /// of weights has blocks.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
     pub(in crate::quantized) unsafe fn run(panel: Panel<'_>, tiles: &mut [Tile]) {
@@ -248,14 +251,14 @@ mod vectors {
     struct Row<'a, B> {
         tables: &'a Tables,
         blocks: &'a [B],
-        /// Its scales, if they are elsewhere.
+        /// Its scales, if they are in a tensor of their own.
         scales: &'a [u8],
-        /// What will be read some rows later.
+        /// The bytes of a row some rows later, to be prefetched.
         ahead: *const u8,
     }
 
     impl<B: Floats> Row<'_, B> {
-        /// Writes the sums with some rows of activations.
+        /// Computes the sums with some rows of activations.
         ///
         /// # Safety
         /// As for [`run`].
@@ -280,7 +283,7 @@ mod vectors {
         }
     }
 
-    /// Sums of the products of 128 woven numbers.
+    /// Returns the sums of the products of 128 interleaved numbers.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
     fn products(numbers: &[[__m512bh; 2]; 2], a: &Quad) -> __m512 {
@@ -294,14 +297,14 @@ mod vectors {
         _mm512_add_ps(first, second)
     }
 
-    /// Writes as many numbers of some blocks as there is room for, a multiple of 32.
+    /// Converts the floats of some blocks, as many as `to` holds, a multiple of 32.
     ///
     /// # Safety
-    /// The machine must have AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C, and what `P` asks for.
+    /// The machine must have AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C, and the instructions of `P`.
     #[inline(always)]
     pub(in crate::quantized) unsafe fn write<B: Floats, P: Put>(blocks: &[B], scales: &[u8], to: &mut [P::Number]) {
         for (index, (block, to)) in blocks.iter().zip(to.chunks_mut(F8_BLOCK_LEN)).enumerate() {
-            // As f16 the same bits are 256 times smaller; both factors together are exact.
+            // The same bits as f16 are 256 times smaller; the product of both factors is exact.
             let scale = 256.0 * block.scale(&scales[index * B::APART..]);
             for (values, to) in block.values().as_chunks::<32>().0.iter().zip(to.as_chunks_mut::<32>().0) {
                 // SAFETY: the caller's promise; 32 bytes are read.
@@ -314,7 +317,7 @@ mod vectors {
         }
     }
 
-    /// 32 floats, in words, read as f16 where their sign and the rest of their bits belong.
+    /// Reads 32 floats, one in each 16 bits, as f16, with sign and remaining bits moved to their places.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,f16c")]
     fn as_halves(words: __m512i) -> [__m512; 2] {

@@ -1,5 +1,5 @@
-//! Products of rows with weights in eight-bit floats by AVX2: the floats are read as the f16 that their bits are, 256 times too small,
-//! which F16C makes f32.
+//! Products with FP8 weights by AVX2. The floats are read as f16 with the same bits, which are 256 times too small,
+//! and F16C converts them to f32.
 
 use core::arch::x86_64::{
     __m256, __m256i, _mm256_add_ps, _mm256_and_si256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmpeq_epi8,
@@ -16,14 +16,15 @@ use crate::gemm::kernel::Tile;
 use crate::prefetch::prefetch_far;
 use crate::simd::{Avx2, Level};
 
-/// Numbers of a vector of f32, and floats that are read at a time.
+/// Lanes of a vector of f32, and floats read at a time.
 const LANES: usize = 8;
 const FLOATS: usize = 32;
 
-/// Writes sums to tiles as [`kernel::run`](super::kernel::run) does.
+/// Computes the sums of a panel as [`kernel::run`](super::kernel::run) does.
 ///
 /// # Safety
-/// The machine must have AVX2, FMA and F16C; rows of activations must be of as many quads as a row of weights has blocks.
+/// The machine must have AVX2, FMA and F16C; rows of activations must have as many quads as a row of weights has
+/// blocks.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn run(panel: Panel<'_>, tiles: &mut [Tile]) {
     // SAFETY: the caller's promise.
@@ -55,14 +56,14 @@ unsafe fn columns<B: Floats>(panel: Panel<'_>, tiles: &mut [Tile]) {
 /// A row of weights.
 struct Row<'a, B> {
     blocks: &'a [B],
-    /// Its scales, if they are elsewhere.
+    /// Its scales, if they are in a tensor of their own.
     scales: &'a [u8],
-    /// What will be read some rows later.
+    /// The bytes of a row some rows later, to be prefetched.
     ahead: *const u8,
 }
 
 impl<B: Floats> Row<'_, B> {
-    /// Writes the sums with some rows of activations.
+    /// Computes the sums with some rows of activations.
     ///
     /// # Safety
     /// As for [`run`].
@@ -91,7 +92,7 @@ impl<B: Floats> Row<'_, B> {
                     }
                 }
             }
-            // Read as f16 they were numbers.
+            // As f16 they were numbers.
             let scale = if _mm256_testz_si256(nan, nan) == 1 { scale } else { _mm256_set1_ps(f32::NAN) };
             for (total, [first, second]) in totals.iter_mut().zip(parts) {
                 *total = _mm256_fmadd_ps(_mm256_add_ps(first, second), scale, *total);
@@ -101,7 +102,7 @@ impl<B: Floats> Row<'_, B> {
     }
 }
 
-/// All ones where a float is NaN.
+/// Returns all ones where a float is NaN.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn are_nan(floats: __m256i) -> __m256i {
@@ -109,11 +110,11 @@ fn are_nan(floats: __m256i) -> __m256i {
     _mm256_cmpeq_epi8(_mm256_and_si256(floats, size), size)
 }
 
-/// The numbers of 32 floats over 256: of either half those of even places and those of odd ones.
+/// Converts 32 floats to f32 divided by 256: for either half of them the even elements and the odd ones.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn numbers(floats: __m256i) -> [[__m256; 2]; 2] {
-    // In a word's upper byte all but the sign goes one place down.
+    // In a word's upper byte all bits except the sign move one place down.
     let as_halves =
         |words: __m256i| _mm256_and_si256(_mm256_srai_epi16::<1>(words), _mm256_set1_epi16(0xbf80_u16.cast_signed()));
     let (even, odd) = (as_halves(_mm256_slli_epi16::<8>(floats)), as_halves(floats));
@@ -122,7 +123,7 @@ fn numbers(floats: __m256i) -> [[__m256; 2]; 2] {
     [[first(even), first(odd)], [second(even), second(odd)]]
 }
 
-/// The sixteen activations number `at` as those of even places and those of odd ones.
+/// Widens the sixteen activations number `at` to f32: the even elements and the odd ones.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn activations(a: &Quad, at: usize) -> [__m256; 2] {

@@ -1,9 +1,9 @@
-//! Products of quantized rows with quantized weights: whole numbers within a block, f32 between blocks.
+//! Products of quantized activations with quantized weights: integers within a block, f32 between blocks.
 
 use moeworks_tensor::DType;
 
 use super::float8;
-use super::layouts::{Block, PART};
+use super::layouts::{Block, PART, Scale};
 use super::rows::{Beside, QUAD, Quad};
 use super::weights::{Layout, Weights};
 use super::{blocks_of, with_ints};
@@ -11,36 +11,37 @@ use crate::Isa;
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::simd::kernel;
 
-/// The most rows that are taken at once.
+/// The most rows of activations that are taken at once.
 pub(super) const MAX_FEW: usize = 16;
 
-/// Some rows of activations with a panel of rows of weights.
+/// The operands of a panel: some rows of activations and the weight rows of some columns.
 #[derive(Clone, Copy)]
 pub(super) struct Panel<'a> {
-    /// The rows of weights, and how many they are.
+    /// The weight rows, and their number.
     pub(super) weights: Weights<'a>,
     pub(super) columns: usize,
-    /// Elements of a row of weights.
+    /// Elements of a weight row.
     pub(super) depth: usize,
-    /// The rows of activations, each of as many quads as hold `depth`; at most [`MAX_FEW`].
+    /// The rows of activations, at most [`MAX_FEW`], each of as many quads as hold `depth`.
     pub(super) a: &'a [&'a [Quad]],
-    /// Every how many tiles the sums of the next [`MAX_ROWS`] rows go.
+    /// Tiles from the sums of [`MAX_ROWS`] rows to those of the next.
     pub(super) tile_step: usize,
-    /// The rows that will be read after this panel.
+    /// The weight rows that are read after this panel.
     pub(super) next: Weights<'a>,
 }
 
-/// Bytes of weights that are asked for ahead of their use, at least. With less, or if a line is left out, memory and products take turns.
+/// Bytes of weights that are prefetched ahead of their use, at least. With fewer, or with a line left out, memory and
+/// products alternate.
 #[cfg(target_arch = "x86_64")]
 const AHEAD_BYTES: usize = 8 << 10;
 
-/// The most rows of activations that a row of weights meets at once: so many that registers hold all that goes with them.
+/// The most rows of activations that a weight row meets at once, so that all their sums fit the registers.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const MAX_PASS: usize = 4;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 impl Panel<'_> {
-    /// How many rows of activations meet a row of weights at once, at most.
+    /// Returns how many rows of activations a weight row meets at once, at most.
     pub(super) fn pass(&self) -> usize {
         self.a.len().div_ceil(self.a.len().div_ceil(MAX_PASS).max(1)).max(1)
     }
@@ -48,12 +49,12 @@ impl Panel<'_> {
 
 #[cfg(target_arch = "x86_64")]
 impl<'a> Panel<'a> {
-    /// How many rows of weights are asked for ahead of their use.
+    /// Returns how many weight rows ahead of their use are prefetched.
     pub(super) fn rows_ahead(&self) -> usize {
         AHEAD_BYTES.div_ceil(self.weights.numbers.row_bytes().max(1))
     }
 
-    /// What is `rows_ahead` rows behind a row of weights, be it in this panel or the next: the first row of these.
+    /// Returns the weights that begin `rows_ahead` rows after a weight row, in this panel or the next.
     #[inline(always)]
     pub(super) fn ahead(&self, column: usize, rows_ahead: usize) -> Weights<'a> {
         let later = column + rows_ahead;
@@ -89,12 +90,12 @@ macro_rules! with_rows {
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use with_rows;
 
-/// How whole numbers are multiplied.
+/// The kernels for products with quantized weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
-    /// Loops that the compiler turns into vector code for the instruction set.
+    /// Loops that the compiler vectorises for the instruction set.
     Plain(Isa),
-    /// The byte products of AVX2.
+    /// The byte products of AVX2 (`vpmaddubsw`).
     #[cfg(target_arch = "x86_64")]
     Maddubs,
     /// The byte dot product of AVX-512 VNNI.
@@ -103,16 +104,16 @@ pub(super) enum Kernel {
     /// The byte dot product of Armv8.2.
     #[cfg(target_arch = "aarch64")]
     Sdot,
-    /// Multiply-adds of eight-bit floats that F16C makes f32.
+    /// f32 multiply-adds of FP8 weights that F16C converts.
     #[cfg(target_arch = "x86_64")]
     Halves,
-    /// The dot product of bf16 pairs, of eight-bit floats that AVX-512 VBMI looks up.
+    /// The dot product of bf16 pairs, of FP8 weights that AVX-512 VBMI converts by table lookup.
     #[cfg(target_arch = "x86_64")]
     Floats,
 }
 
 impl Kernel {
-    /// The kernels for weights of a type that can run with an instruction set, the best last.
+    /// Lists the kernels for weights of a type that can run with an instruction set, the fastest last.
     pub(super) fn available(isa: Isa, dtype: DType) -> Vec<Self> {
         let mut kernels = vec![Self::Plain(isa)];
         #[cfg(target_arch = "x86_64")]
@@ -130,7 +131,7 @@ impl Kernel {
         kernels
     }
 
-    /// How this kernel wants activations for weights of a layout.
+    /// Returns the format in which this kernel takes activations for weights of a layout.
     pub(super) fn beside(self, layout: Layout) -> Beside {
         match self {
             Self::Plain(_) if layout.dtype == DType::F8 => Beside::Floats,
@@ -149,7 +150,7 @@ impl Kernel {
     }
 }
 
-/// Whether the machine multiplies bytes.
+/// Returns whether the machine has the byte dot product of AVX-512 VNNI.
 pub(super) fn has_vnni(isa: Isa) -> bool {
     #[cfg(target_arch = "x86_64")]
     return isa >= Isa::Avx512 && std::arch::is_x86_feature_detected!("avx512vnni");
@@ -157,15 +158,16 @@ pub(super) fn has_vnni(isa: Isa) -> bool {
     return false;
 }
 
-/// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column c.
+/// Computes the sums of a panel: sum `[r][c]` goes to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step`, column
+/// c.
 pub(super) fn run(kernel: Kernel, panel: Panel<'_>, tiles: &mut [Tile]) {
     let num_quads = panel.depth.div_ceil(QUAD);
     assert!(panel.a.len() <= MAX_FEW && panel.a.iter().all(|row| row.len() == num_quads), "rows of a panel");
     match kernel {
         Kernel::Plain(isa) if panel.weights.layout.dtype == DType::F8 => float8::plain(isa, panel, tiles),
         Kernel::Plain(isa) => with_ints!(panel.weights.layout, B => plain::<B>(isa, panel, tiles)),
-        // SAFETY: `Kernel::available` names these kernels only where the machine has their instructions; rows are as long as
-        // asserted.
+        // SAFETY: `Kernel::available` names these kernels only where the machine has their instructions; rows are as
+        // long as asserted.
         #[cfg(target_arch = "x86_64")]
         Kernel::Maddubs => with_ints!(panel.weights.layout, B => unsafe { super::maddubs::run::<B>(panel, tiles) }),
         // SAFETY: as above.
@@ -192,7 +194,7 @@ kernel! {
             for (index, block) in blocks_of::<B>(weights.numbers.row(column)).iter().enumerate() {
                 for part in 0..B::LEN / PART {
                     let at = index * (B::LEN / PART) + part;
-                    add_part::<S, B>((block, part, &scales[index * B::APART..]), (a, at), &mut sums);
+                    add_part::<S, B>(block, part, &scales[index * B::APART..], a, at, &mut sums);
                 }
             }
             write_column(&sums[..a.len()], column, tile_step, tiles);
@@ -200,7 +202,7 @@ kernel! {
     }
 }
 
-/// Puts the sums of some rows into their column.
+/// Stores the sums of some rows in their column.
 #[inline(always)]
 pub(super) fn write_column(sums: &[f32], column: usize, tile_step: usize, tiles: &mut [Tile]) {
     for (row, &sum) in sums.iter().enumerate() {
@@ -211,16 +213,20 @@ pub(super) fn write_column(sums: &[f32], column: usize, tile_step: usize, tiles:
 /// Half of a part.
 const HALF: usize = PART / 2;
 
-/// Adds the products of 32 weights with those numbers `at` of each row of activations.
+/// Adds the products of 32 weights, part `part` of a block, with numbers `32 * at` and later of each row of
+/// activations.
 #[inline(always)]
 fn add_part<S: crate::simd::Level, B: Block>(
-    (block, part, apart): (&B, usize, &[u8]),
-    (a, at): (&[&[Quad]], usize),
+    block: &B,
+    part: usize,
+    apart: &[u8],
+    a: &[&[Quad]],
+    at: usize,
     sums: &mut [f32; MAX_FEW],
 ) {
     let ints = block.ints(part);
     for shared in 0..PART / B::SHARED {
-        let (scale, least) = block.scale(PART / B::SHARED * part + shared, apart);
+        let Scale { scale, least } = block.scale(PART / B::SHARED * part + shared, apart);
         let range = shared * B::SHARED..(shared + 1) * B::SHARED;
         for (sum, a) in sums.iter_mut().zip(a) {
             let quad = &a[at / 4];

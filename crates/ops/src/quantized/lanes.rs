@@ -23,40 +23,46 @@ use super::octets::six_bits;
 /// The parts of a quad.
 pub(super) const PARTS: usize = 4;
 
-/// A type of blocks as vectors, 128 elements or four parts at a time: a quad. Two vectors hold its numbers, the first 16 of each
-/// part and the other 16 of each, so that four neighbouring lanes of their products belong to one part. A unit is what scales are
-/// made of: four neighbouring short blocks, or a long one, which has two quads.
+/// A type of blocks as AVX-512 vectors.
 ///
-/// All functions ask for readable units, and for a machine with AVX-512 F, BW, DQ and VL, AVX2 and F16C.
+/// Numbers are taken 128 at a time, four parts of 32: a quad. Two vectors hold them, the first 16 numbers of each
+/// part and the other 16 of each, so that four consecutive lanes of their products belong to one part. A unit has the
+/// blocks that a vector of scales covers: four consecutive short blocks, or a long one, which has two quads.
+///
+/// # Safety of all functions
+///
+/// Units must be readable, and the machine must have AVX-512 F, BW, DQ and VL, AVX2 and F16C.
 pub(super) trait Lanes: Block {
-    /// What is added to the whole numbers to make them unsigned.
+    /// Added to the integers to make them unsigned.
     const OFFSET: i8;
 
-    /// Whether what is said of the first 16 numbers of parts holds of their numbers 0, 2, 4 and so on, and of the others of 1, 3, 5.
+    /// True if the first vector holds the even numbers of each part and the second the odd ones, instead of its
+    /// halves.
     const IS_PAIRED: bool = false;
 
-    /// Whether a unit is one block.
+    /// True if a unit is one block.
     const IS_LONG: bool = Self::LEN > PART;
     /// Blocks of a unit.
     const BLOCKS: usize = if Self::IS_LONG { 1 } else { PARTS };
     /// Quads of a unit.
     const QUADS: usize = Self::LEN.div_ceil(PARTS * PART);
 
-    /// For each quad of a unit, and for the first and the second halves of its parts, which lane of [`scales`](Self::scales) each
-    /// lane of products takes.
+    /// The lane of [`scales`](Self::scales) that each lane of products takes, for each quad of a unit and either half
+    /// of its parts.
     const SCALE_LANES: [[[i32; 16]; 2]; 2] = scale_lanes(Self::IS_LONG, Self::SHARED);
 
-    /// The lane of the first least value.
+    /// The lane of the first minimum.
     const FIRST_LEAST: i32 = if Self::IS_LONG && Self::SHARED == PART { 8 } else { 0 };
 
-    /// Scales and least values of a unit: of short blocks four times each, of a long one in the order of its elements, and where there
-    /// are eight of each all in one vector, twice. `apart` is where the unit's scales are if they are elsewhere.
+    /// Returns scales and minima of a unit. For short blocks each comes four times; for a long one they are in the
+    /// order of its elements, and if there are eight of each, one vector holds both and is returned twice. `apart`
+    /// points at the unit's scales if they are in a tensor of their own.
     ///
     /// # Safety
-    /// As the trait says, also of `apart`.
+    /// As the trait says, also for `apart`.
     unsafe fn scales(unit: *const Self, apart: *const u8) -> [__m512; 2];
 
-    /// The numbers of quad `quad` of a unit.
+    /// Returns the numbers of quad `quad` of a unit.
     ///
     /// # Safety
     /// As the trait says; `quad` is below [`QUADS`](Self::QUADS).
@@ -78,16 +84,17 @@ const fn scale_lanes(is_long: bool, shared: usize) -> [[[i32; 16]; 2]; 2] {
     lanes
 }
 
-/// The words of 16 bits that make a vector out of four neighbouring short blocks, in two overlapping loads.
+/// Indices of 16-bit words that gather a vector from four consecutive short blocks, of which two overlapping loads
+/// are taken.
 type Words = [u16; 32];
 
-/// Where the second load begins, in words.
+/// Returns where the second load begins, in words.
 const fn second_load(block_bytes: usize) -> usize {
     if PARTS * block_bytes <= 128 { (PARTS * block_bytes - 64) / 2 } else { 20 }
 }
 
-/// For each lane of `words_each` neighbouring ones, a word of each block in turn: those from byte `at` on if `is_run`, or else
-/// always that one.
+/// Returns indices that give each block `words_each` consecutive lanes: the words from byte `at` on if `is_run`,
+/// otherwise always that word.
 const fn words_of_each(block_bytes: usize, at: usize, words_each: usize, is_run: bool) -> Words {
     let mut words = [0; 32];
     let mut i = 0;
@@ -111,7 +118,7 @@ unsafe fn chosen<B: Block>(unit: *const B, words: &Words) -> __m512i {
     }
 }
 
-/// The f16 at byte `AT` of each of four blocks, four times.
+/// Returns the f16 at byte `AT` of each of four blocks, each four times.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -122,7 +129,8 @@ unsafe fn half_of_each<B: Block, const AT: usize>(unit: *const B) -> __m512 {
     unsafe { _mm512_cvtph_ps(_mm512_castsi512_si256(chosen(unit, words))) }
 }
 
-/// The scale at the beginning of each of four blocks and what its type adds instead of taking it away.
+/// Returns the scale at the beginning of each of four blocks, and as minimum the negative of the second f16, which
+/// the type adds.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -140,7 +148,7 @@ unsafe fn scale_alone<B: Block>(unit: *const B) -> [__m512; 2] {
     unsafe { [half_of_each::<B, 0>(unit), _mm512_setzero_ps()] }
 }
 
-/// The low halves of bytes and the high ones.
+/// Returns the low four bits of each byte, and the high ones.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -153,7 +161,7 @@ unsafe fn halves_of_bytes(bytes: __m512i) -> [__m512i; 2] {
     }
 }
 
-/// The four-bit numbers in the 16 bytes from byte `AT` of each of four blocks on.
+/// Returns the four-bit numbers in the 16 bytes from byte `AT` on of each of four blocks.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -164,7 +172,8 @@ unsafe fn nibbles<B: Block, const AT: usize>(unit: *const B) -> [__m512i; 2] {
     unsafe { halves_of_bytes(chosen(unit, words)) }
 }
 
-/// As [`nibbles`], of blocks of five-bit numbers whose fifth bits are the four bytes before.
+/// Returns the five-bit numbers of four blocks: four bits as in [`nibbles`], the fifth ones in four bytes from
+/// `FIFTH` on.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -192,7 +201,7 @@ unsafe fn five_bits<B: Block, const AT: usize, const FIFTH: usize>(unit: *const 
     }
 }
 
-/// What four-bit numbers stand for: these, as unsigned bytes larger by the type's offset.
+/// Looks up the levels of four-bit numbers, which are raised by the type's offset to be unsigned.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -215,17 +224,17 @@ const fn raised(levels: &[i8; 16], by: i8) -> [i8; 16] {
     raised
 }
 
-/// The 16 bytes from `at` on in each quarter of a vector, moved to the right by `first`, `first + step` and so on (to the left if that
-/// is negative), of which the bits of `mask` stay; then the same of the next 16.
+/// Rotates the 16 bytes from `at` on right by `first`, `first + step` and so on in the quarters of a vector (left if
+/// negative), and masks each byte with `mask`. The second vector holds the next 16 bytes.
 ///
 /// # Safety
 /// As [`Lanes`] says.
 #[inline(always)]
-unsafe fn moved<B>(block: *const B, at: usize, (first, step): (i64, i64), mask: i8) -> [__m512i; 2] {
+unsafe fn moved<B>(block: *const B, at: usize, first: i64, step: i64, mask: i8) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
     unsafe {
         let by = |part: i64| first + part * step;
-        // What is turned out of a byte into the next one is outside the mask.
+        // Bits that rotate from one byte into the next are outside the mask.
         let by = _mm512_set_epi64(by(3), by(3), by(2), by(2), by(1), by(1), by(0), by(0));
         let mask = _mm512_set1_epi8(mask);
         let bytes = block.cast::<u8>().add(at);
@@ -237,7 +246,7 @@ unsafe fn moved<B>(block: *const B, at: usize, (first, step): (i64, i64), mask: 
     }
 }
 
-/// 64 bytes from `at` on: the low halves of 32 are a part and the high ones the next.
+/// Splits 64 bytes from `at` on into parts: the low four bits of 32 bytes are one part, the high ones the next.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -254,7 +263,7 @@ unsafe fn nibbles_of_parts<B>(block: *const B, at: usize) -> [__m512i; 2] {
     }
 }
 
-/// The parts of two vectors one after the other, as quads have them.
+/// Reorders two vectors of consecutive parts to a quad.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -272,7 +281,7 @@ unsafe fn or(low: [__m512i; 2], high: [__m512i; 2]) -> [__m512i; 2] {
     unsafe { [_mm512_or_si512(low[0], high[0]), _mm512_or_si512(low[1], high[1])] }
 }
 
-/// Types of which scales and numbers are an expression each.
+/// Implements [`Lanes`] for types whose scales and numbers are one expression each.
 macro_rules! lanes {
     ($($block:ty, $offset:expr, |$unit:ident| $scales:expr, |$of:pat_param, $quad:pat_param| $numbers:expr;)*) => {
         $(
@@ -301,20 +310,20 @@ lanes! {
     Q4_1Block, 0, |unit| scale_and_sum(unit), |unit, _| nibbles::<Self, 4>(unit);
     Q5_0Block, 16, |unit| scale_alone(unit), |unit, _| five_bits::<Self, 6, 2>(unit);
     Q5_1Block, 0, |unit| scale_and_sum(unit), |unit, _| five_bits::<Self, 8, 4>(unit);
-    Q2KBlock, 0, |block| q2_scales(block), |block, quad| moved(block, 16 + 32 * quad, (0, 2), 3);
+    Q2KBlock, 0, |block| q2_scales(block), |block, quad| moved(block, 16 + 32 * quad, 0, 2, 3);
     Q3KBlock, 4, |block| q3_scales(block), |block, quad| {
-        or(moved(block, 32 + 32 * quad, (0, 2), 3), moved(block, 0, (4 * quad as i64 - 2, 1), 1 << 2))
+        or(moved(block, 32 + 32 * quad, 0, 2, 3), moved(block, 0, 4 * quad as i64 - 2, 1, 1 << 2))
     };
     Q4KBlock, 0, |block| six_bit_scales(block), |block, quad| nibbles_of_parts(block, 16 + 64 * quad);
     Q5KBlock, 0, |block| six_bit_scales(block), |block, quad| {
-        or(nibbles_of_parts(block, 48 + 64 * quad), moved(block, 16, (4 * quad as i64 - 4, 1), 1 << 4))
+        or(nibbles_of_parts(block, 48 + 64 * quad), moved(block, 16, 4 * quad as i64 - 4, 1, 1 << 4))
     };
     Q6KBlock, 32, |block| q6_scales(block), |block, quad| {
         let all = _mm512_loadu_si512(block.cast::<u8>().add(64 * quad).cast());
         let [first, second] = from_parts([all, _mm512_srli_epi16::<4>(all)]);
         let mask = _mm512_set1_epi8(15);
         let low = [_mm512_and_si512(first, mask), _mm512_and_si512(second, mask)];
-        or(low, moved(block, 128 + 32 * quad, (-4, 2), 3 << 4))
+        or(low, moved(block, 128 + 32 * quad, -4, 2, 3 << 4))
     };
     Iq4NlBlock, i8::MIN, |unit| scale_alone(unit),
         |unit, _| levels(nibbles::<Self, 2>(unit), const { &raised(&IQ4_LEVELS, i8::MIN) });
@@ -338,7 +347,7 @@ unsafe fn bytes_of_blocks(unit: *const Q8Block) -> [__m512i; 2] {
     }
 }
 
-/// The four-bit numbers of blocks that begin with one byte.
+/// Returns the four-bit numbers of blocks that begin with one byte of exponent.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -373,7 +382,7 @@ impl Lanes for Fp4Pairs {
     }
 }
 
-/// The exponents of blocks that begin with them.
+/// Returns the exponents of four blocks that begin with them.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -386,7 +395,7 @@ unsafe fn exponents(unit: *const Mxfp4Block) -> __m128i {
     }
 }
 
-/// Half of two to the power of each exponent less 127, four times.
+/// Returns half of two to the power of each exponent less 127, each four times.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -394,7 +403,7 @@ unsafe fn exponents(unit: *const Mxfp4Block) -> __m128i {
 unsafe fn powers(exponents: __m128i) -> [__m512; 2] {
     // SAFETY: the caller's promise.
     unsafe {
-        // Exponent 0 is too small for a float's own exponent; all ones, which would be infinite, become NaN.
+        // Exponent 0 gives a subnormal float; all ones, which would be infinite, become NaN.
         let powers = _mm_max_epi32(_mm_slli_epi32::<23>(exponents), _mm_set1_epi32(0x0040_0000));
         let lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
         let powers = std::mem::transmute::<__m512i, __m512>(_mm512_castsi128_si512(powers));
@@ -404,7 +413,7 @@ unsafe fn powers(exponents: __m128i) -> [__m512; 2] {
     }
 }
 
-/// The f16 at `at` and the one behind it, each in all lanes.
+/// Returns the f16 at byte `at` and the one after it, each in all lanes.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -414,7 +423,7 @@ unsafe fn two_halves<B>(block: *const B, at: usize) -> [__m512; 2] {
     unsafe { [half(block, at), half(block, at + 2)] }
 }
 
-/// The f16 at `at` in all lanes.
+/// Returns the f16 at byte `at` in all lanes.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -427,7 +436,7 @@ unsafe fn half<B>(block: *const B, at: usize) -> __m512 {
     }
 }
 
-/// Sixteen unsigned bytes as floats.
+/// Converts sixteen unsigned bytes to f32.
 ///
 /// # Safety
 /// As [`Lanes`] says.
@@ -460,7 +469,7 @@ unsafe fn q3_scales(block: *const Q3KBlock) -> [__m512; 2] {
         let bytes = block.cast::<u8>();
         let low = bytes.add(96).cast::<u64>().read_unaligned();
         let high = u64::from(bytes.add(104).cast::<u32>().read_unaligned());
-        // Two bits of each of four bytes for each four scales.
+        // Two bits of each of four bytes belong to each four scales.
         let high = |at: u32| (high >> (2 * at) & 0x0303_0303) << 4;
         let low = |at: u32| low >> (4 * at) & 0x0f0f_0f0f_0f0f_0f0f;
         let [first, second] = [(low(0), 0), (low(1), 2)].map(|(low, at)| low | high(at) | high(at + 1) << 32);
@@ -470,7 +479,7 @@ unsafe fn q3_scales(block: *const Q3KBlock) -> [__m512; 2] {
     }
 }
 
-/// Eight scales and eight least values of six bits in the twelve bytes behind their factors.
+/// Returns eight scales and eight minima of six bits, from the twelve bytes after their factors.
 ///
 /// # Safety
 /// As [`Lanes`] says.

@@ -1,6 +1,7 @@
-//! What the bytes of each type of block mean.
+//! The meaning of the bytes of each type of block.
 //!
-//! The layouts are those of ggml's reference quantisation (`ggml-common.h`, `ggml-quants.c`); integers are little-endian.
+//! The layouts are those of ggml's reference quantization (`ggml-common.h`, `ggml-quants.c`); integers are
+//! little-endian.
 
 use bytemuck::{Pod, Zeroable};
 use moeworks_tensor::{BLOCK_LEN, LONG_BLOCK_LEN, f16};
@@ -11,42 +12,56 @@ pub(super) use moeworks_tensor::{
 
 pub(super) use super::float8::F8Values;
 
-/// Elements whose whole numbers are taken at a time.
+/// Elements whose integers are taken at a time.
 pub(super) const PART: usize = BLOCK_LEN;
 
-/// A block of weights, whole numbers or floats of few bits, whose scale may be elsewhere.
+/// A block of weights, of integers or of floats of few bits. Its scale may be in a tensor of its own (split).
 pub(super) trait Values: Pod + Send + Sync {
-    /// Elements.
+    /// Number of elements.
     const LEN: usize;
 
-    /// Bytes of the scale that is elsewhere.
+    /// Bytes of the scale if it is split, otherwise 0.
     const APART: usize;
 
-    /// Turns the block, with its scale if that is elsewhere, into its elements.
+    /// Converts the block to its elements; `apart` holds the scale if it is split.
     fn decode(&self, apart: &[u8], to: &mut [f32]);
 }
 
-/// A block of whole numbers: element i is `scale * ints[i] - least`, with a scale and a least value for some neighbours.
+/// A block of integers: element i is `scale * ints[i] - least`, with a scale and a minimum for some consecutive
+/// elements.
 pub(super) trait Block: Pod + Send + Sync {
-    /// Elements.
+    /// Number of elements.
     const LEN: usize = PART;
 
-    /// Bytes of the scale that is elsewhere.
+    /// Bytes of the scale if it is split, otherwise 0.
     const APART: usize = 0;
 
-    /// How many neighbours share a scale: 32 or 16.
+    /// Number of consecutive elements that share a scale: 32 or 16.
     const SHARED: usize = PART;
 
-    /// Whether there are least values other than 0.
+    /// True if there are minima other than 0.
     const HAS_LEAST: bool = false;
 
-    /// The whole numbers of the 32 elements from `32 * part` on.
+    /// Returns the integers of the 32 elements from `32 * part` on.
     fn ints(&self, part: usize) -> [i8; PART];
 
-    /// Scale and least value of the elements from [`SHARED`](Self::SHARED) times `index` on; of what is elsewhere, the bytes.
-    fn scale(&self, index: usize, apart: &[u8]) -> (f32, f32);
+    /// Returns scale and minimum of the elements from [`SHARED`](Self::SHARED) times `index` on; `apart` holds the
+    /// scale's bytes if it is split.
+    fn scale(&self, index: usize, apart: &[u8]) -> Scale;
+}
+/// The scale of some consecutive elements, and the minimum that is taken from them.
+#[derive(Clone, Copy)]
+pub(super) struct Scale {
+    pub(super) scale: f32,
+    pub(super) least: f32,
 }
 
+impl Scale {
+    #[inline(always)]
+    fn new(scale: f32, least: f32) -> Self {
+        Self { scale, least }
+    }
+}
 impl<B: Block> Values for B {
     const LEN: usize = B::LEN;
     const APART: usize = B::APART;
@@ -56,7 +71,7 @@ impl<B: Block> Values for B {
         for (part, to) in to.as_chunks_mut::<PART>().0.iter_mut().enumerate() {
             let ints = self.ints(part);
             for at in 0..PART / B::SHARED {
-                let (scale, least) = self.scale(PART / B::SHARED * part + at, apart);
+                let Scale { scale, least } = self.scale(PART / B::SHARED * part + at, apart);
                 for i in at * B::SHARED..(at + 1) * B::SHARED {
                     to[i] = scale * f32::from(ints[i]) - least;
                 }
@@ -70,7 +85,7 @@ fn half_at(bytes: &[u8], at: usize) -> f32 {
     widen(u16::from_le_bytes([bytes[at], bytes[at + 1]]))
 }
 
-/// The f16 of some bits. The crate's conversion asks the machine each time whether it has the instruction.
+/// Converts the bits of an f16. The conversion of the crate `half` tests for the instruction in each call.
 #[cfg(target_arch = "aarch64")]
 #[inline(always)]
 fn widen(bits: u16) -> f32 {
@@ -85,14 +100,14 @@ fn widen(bits: u16) -> f32 {
     f16::from_bits(bits).to_f32()
 }
 
-/// Element i of 32 in 16 bytes: the low halves are the first 16, the high ones the others.
+/// Returns element i of 32 in 16 bytes: the low four bits are the first 16 elements, the high ones the others.
 #[inline(always)]
 fn nibble(bytes: &[u8], i: usize) -> u8 {
     let byte = bytes[i % (PART / 2)];
     if i < PART / 2 { byte & 15 } else { byte >> 4 }
 }
 
-/// Bit i of 32, times 16.
+/// Returns bit i of 32, times 16.
 #[inline(always)]
 fn fifth_bit(bytes: &[u8], i: usize) -> u8 {
     (bytes[i / 8] >> (i % 8) & 1) << 4
@@ -110,8 +125,8 @@ impl Block for Q8Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
-        (half_at(bytemuck::bytes_of(self), 0), 0.0)
+    fn scale(&self, _: usize, _: &[u8]) -> Scale {
+        Scale::new(half_at(bytemuck::bytes_of(self), 0), 0.0)
     }
 }
 
@@ -122,8 +137,8 @@ impl Block for Q4Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
-        (half_at(bytemuck::bytes_of(self), 0), 0.0)
+    fn scale(&self, _: usize, _: &[u8]) -> Scale {
+        Scale::new(half_at(bytemuck::bytes_of(self), 0), 0.0)
     }
 }
 
@@ -136,8 +151,8 @@ impl Block for Q4_1Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
-        (half_at(self.bytes(), 0), -half_at(self.bytes(), 2))
+    fn scale(&self, _: usize, _: &[u8]) -> Scale {
+        Scale::new(half_at(self.bytes(), 0), -half_at(self.bytes(), 2))
     }
 }
 
@@ -148,8 +163,8 @@ impl Block for Q5_0Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
-        (half_at(self.bytes(), 0), 0.0)
+    fn scale(&self, _: usize, _: &[u8]) -> Scale {
+        Scale::new(half_at(self.bytes(), 0), 0.0)
     }
 }
 
@@ -162,12 +177,12 @@ impl Block for Q5_1Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
-        (half_at(self.bytes(), 0), -half_at(self.bytes(), 2))
+    fn scale(&self, _: usize, _: &[u8]) -> Scale {
+        Scale::new(half_at(self.bytes(), 0), -half_at(self.bytes(), 2))
     }
 }
 
-/// The elements of 128 are in 32 bytes, by pairs of bits.
+/// Returns element i of a part: 128 elements of two bits are in 32 bytes, the parts in consecutive pairs of bits.
 #[inline(always)]
 fn two_bits(bytes: &[u8], part: usize, i: usize) -> u8 {
     bytes[part / 4 * 32 + i] >> (2 * (part % 4)) & 3
@@ -184,9 +199,9 @@ impl Block for Q2KBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> Scale {
         let both = self.bytes()[index];
-        (half_at(self.bytes(), 80) * f32::from(both & 15), half_at(self.bytes(), 82) * f32::from(both >> 4))
+        Scale::new(half_at(self.bytes(), 80) * f32::from(both & 15), half_at(self.bytes(), 82) * f32::from(both >> 4))
     }
 }
 
@@ -199,20 +214,21 @@ impl Block for Q3KBlock {
         ints(|i| two_bits(&self.bytes()[32..96], part, i) | (self.bytes()[i] >> part & 1) << 2, 4)
     }
 
-    /// Four low bits of the scales 0 to 7 and 8 to 15 are in bytes 0 to 7, two high bits in bytes 8 to 11.
+    /// Decodes six bits: the low four of scales 0 to 7 and 8 to 15 are in bytes 0 to 7, the high two in bytes 8 to
+    /// 11.
     #[inline(always)]
-    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> Scale {
         let bytes = &self.bytes()[96..108];
         let low = bytes[index % 8] >> (4 * (index / 8)) & 15;
         let high = bytes[8 + index % 4] >> (2 * (index / 4)) & 3;
-        (half_at(self.bytes(), 108) * (f32::from(low | high << 4) - 32.0), 0.0)
+        Scale::new(half_at(self.bytes(), 108) * (f32::from(low | high << 4) - 32.0), 0.0)
     }
 }
 
-/// Scale and least value of the 32 elements `index` of a `Q4_K` or `Q5_K`: the f16 factors of both, then twelve bytes with
-/// eight of each in six bits.
+/// Returns scale and minimum of the 32 elements `index` of a `Q4_K` or `Q5_K`. The f16 factors of both come first,
+/// then twelve bytes with eight of each in six bits.
 #[inline(always)]
-fn scale_and_least(block: &[u8], index: usize) -> (f32, f32) {
+fn scale_and_least(block: &[u8], index: usize) -> Scale {
     let bytes = &block[4..16];
     let (scale, least) = if index < 4 {
         (bytes[index] & 63, bytes[index + 4] & 63)
@@ -220,10 +236,11 @@ fn scale_and_least(block: &[u8], index: usize) -> (f32, f32) {
         let both = bytes[index + 4];
         (both & 15 | bytes[index - 4] >> 2 & 48, both >> 4 | bytes[index] >> 2 & 48)
     };
-    (half_at(block, 0) * f32::from(scale), half_at(block, 2) * f32::from(least))
+    Scale::new(half_at(block, 0) * f32::from(scale), half_at(block, 2) * f32::from(least))
 }
 
-/// Of 64 elements the first 32 are in the low halves of 32 bytes, the others in the high ones.
+/// Returns element i of a part: of 64 elements the first 32 are the low four bits of 32 bytes, the others the high
+/// ones.
 #[inline(always)]
 fn long_nibble(bytes: &[u8], part: usize, i: usize) -> u8 {
     bytes[32 * (part / 2) + i] >> (4 * (part % 2)) & 15
@@ -239,7 +256,7 @@ impl Block for Q4KBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> Scale {
         scale_and_least(self.bytes(), index)
     }
 }
@@ -248,14 +265,14 @@ impl Block for Q5KBlock {
     const LEN: usize = LONG_BLOCK_LEN;
     const HAS_LEAST: bool = true;
 
-    /// Bit `part` of 32 bytes is the fifth one.
+    /// Takes bit `part` of 32 bytes as the fifth one.
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
         ints(|i| long_nibble(&self.bytes()[48..], part, i) | (self.bytes()[16 + i] >> part & 1) << 4, 0)
     }
 
     #[inline(always)]
-    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
+    fn scale(&self, index: usize, _: &[u8]) -> Scale {
         scale_and_least(self.bytes(), index)
     }
 }
@@ -264,7 +281,7 @@ impl Block for Q6KBlock {
     const LEN: usize = LONG_BLOCK_LEN;
     const SHARED: usize = 16;
 
-    /// Of 128 elements the quarters take turns: low halves of 64 bytes, then their high halves.
+    /// Takes quarters of 128 elements in turn: the low four bits of 64 bytes, then the high ones.
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
         let (half, quarter) = (part / 4, part % 4);
@@ -273,12 +290,12 @@ impl Block for Q6KBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, index: usize, _: &[u8]) -> (f32, f32) {
-        (half_at(self.bytes(), 208) * f32::from(self.bytes()[192 + index].cast_signed()), 0.0)
+    fn scale(&self, index: usize, _: &[u8]) -> Scale {
+        Scale::new(half_at(self.bytes(), 208) * f32::from(self.bytes()[192 + index].cast_signed()), 0.0)
     }
 }
 
-/// The sixteen levels of `IQ4_NL`, close together around zero.
+/// The sixteen levels of `IQ4_NL`, closer together around zero.
 pub(super) const IQ4_LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
 impl Block for Iq4NlBlock {
@@ -288,19 +305,19 @@ impl Block for Iq4NlBlock {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
-        (half_at(self.bytes(), 0), 0.0)
+    fn scale(&self, _: usize, _: &[u8]) -> Scale {
+        Scale::new(half_at(self.bytes(), 0), 0.0)
     }
 }
 
-/// The values of E2M1 floats, twice.
+/// The E2M1 values, doubled.
 pub(super) const FP4_LEVELS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-/// Half of two to the power of `exponent` less 127; all ones stand for NaN.
+/// Returns half of two to the power of `exponent` less 127; all ones are NaN.
 #[inline(always)]
 fn half_power(exponent: u8) -> f32 {
     f32::from_bits(match exponent {
-        // The last two are too small for an exponent of their own.
+        // The first two are subnormal.
         0 => 0x0020_0000,
         1 => 0x0040_0000,
         255 => 0x7fc0_0000,
@@ -315,12 +332,13 @@ impl Block for Mxfp4Block {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, _: &[u8]) -> (f32, f32) {
-        (half_power(self.bytes()[0]), 0.0)
+    fn scale(&self, _: usize, _: &[u8]) -> Scale {
+        Scale::new(half_power(self.bytes()[0]), 0.0)
     }
 }
 
-/// The floats of an [`Mxfp4Block`] whose exponent is elsewhere, two neighbours a byte, the first in its low half.
+/// The floats of an [`Mxfp4Block`] whose exponent is split off: two consecutive ones per byte, the first in its low
+/// half.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(transparent)]
 pub(super) struct Fp4Pairs([u8; PART / 2]);
@@ -334,7 +352,7 @@ impl Block for Fp4Pairs {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, apart: &[u8]) -> (f32, f32) {
-        (half_power(apart[0]), 0.0)
+    fn scale(&self, _: usize, apart: &[u8]) -> Scale {
+        Scale::new(half_power(apart[0]), 0.0)
     }
 }

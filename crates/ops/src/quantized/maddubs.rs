@@ -1,4 +1,5 @@
-//! Products of quantized rows with blocks by the byte products of AVX2, which add two neighbours up in 16 bits.
+//! Products of quantized activations with blocks by the byte products of AVX2, which add two consecutive products in
+//! 16 bits.
 
 use core::arch::x86_64::{
     __m256, __m256i, _mm256_abs_epi8, _mm256_add_epi16, _mm256_add_epi32, _mm256_add_ps, _mm256_castps_si256,
@@ -11,52 +12,49 @@ use super::kernel::{Panel, with_rows};
 use super::layouts::PART;
 use super::octets::Octets;
 use super::rows::{Beside, Quad};
-use super::stream::{self, MAX_BLOCKS, Row, prefetch_bytes, streamed, unit_of_scales};
+use super::stream::{self, MAX_BLOCKS, Row, Unit, prefetch_bytes, streamed, unit_of_scales};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::simd::{Avx2, Level};
 
-/// What stands beside activations for a type of weights.
+/// Returns the format of activations for a type of weights.
 pub(super) const fn beside<B: Octets>() -> Beside {
     stream::beside::<B>(B::OFFSET, B::IS_PAIRED)
 }
 
 streamed!("avx2,fma,f16c,bmi2", Octets);
 
-/// Sums of products, and of what is added to them: apart, so that additions need not wait for each other.
+/// Sums of products, and sums of the corrections: separate, so that additions do not wait for each other.
 #[derive(Clone, Copy)]
 struct Sums([__m256; 2]);
 
-/// Bytes of activations in half a quad, and how many floats stand beside them.
+/// Bytes of activations in half a quad, and the number of floats that go with them.
 const BYTES: usize = 32;
 const LANES: usize = 8;
 
-/// For the lower and the upper half of eight scales, each two of which belong to the halves of a part: which lane each lane of products of
-/// first halves takes; those of second halves take the one behind.
+/// The lane of eight scales that each lane of products takes, for types with a scale for each half of a part: those
+/// of the first halves, for the lower and the upper four parts. Second halves take the next lane.
 const HALF_LANES: [[i32; LANES]; 2] = [[0, 0, 0, 0, 2, 2, 2, 2], [4, 4, 4, 4, 6, 6, 6, 6]];
 const OTHER_HALF_LANES: [[i32; LANES]; 2] = [[1, 1, 1, 1, 3, 3, 3, 3], [5, 5, 5, 5, 7, 7, 7, 7]];
 
-/// Of eight scales of parts, which lane each lane of products of a place takes.
+/// The lane of eight scales of parts that each lane of products takes, by place.
 const PART_LANES: [[i32; LANES]; 4] =
     [[0, 0, 0, 0, 1, 1, 1, 1], [2, 2, 2, 2, 3, 3, 3, 3], [4, 4, 4, 4, 5, 5, 5, 5], [6, 6, 6, 6, 7, 7, 7, 7]];
 
-/// Adds the products of unit `at` of a row of weights with `R` rows.
+/// Adds the products of unit `at` of a row of weights with `R` rows of activations.
 ///
 /// # Safety
 /// As for [`run`]; the unit and its scales must be readable, and the rows must have its quads.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-unsafe fn add_unit<B: Octets, const R: usize>(
-    (unit, scales): (*const B, *const u8),
-    (a, at): ([&[Quad]; R], usize),
-    sums: &mut [Sums; R],
-) {
+unsafe fn add_unit<B: Octets, const R: usize>(unit: Unit<B>, a: [&[Quad]; R], at: usize, sums: &mut [Sums; R]) {
+    let Unit { blocks: unit, scales } = unit;
     // SAFETY: the caller's promise.
     unsafe {
         let scales = B::scales(unit, scales);
         if !B::IS_LONG {
             let numbers = B::numbers(unit, 0);
             for (sums, a) in sums.iter_mut().zip(a) {
-                sums.add_short::<B>((numbers, scales), a.get_unchecked(at / 2), at % 2);
+                sums.add_short::<B>(numbers, scales, a.get_unchecked(at / 2), at % 2);
             }
             return;
         }
@@ -67,7 +65,7 @@ unsafe fn add_unit<B: Octets, const R: usize>(
         for place in 0..4 {
             let numbers = B::numbers(unit, place);
             for ((sums, a), factors) in sums.iter_mut().zip(a).zip(&factors) {
-                sums.add_place::<B>((numbers, place), *factors, a.get_unchecked(2 * at + place / 2));
+                sums.add_place::<B>(numbers, place, *factors, a.get_unchecked(2 * at + place / 2));
             }
         }
     }
@@ -93,7 +91,7 @@ impl Sums {
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-    unsafe fn add_short<B: Octets>(&mut self, (numbers, scales): ([__m256i; 2], [__m256; 4]), a: &Quad, half: usize) {
+    unsafe fn add_short<B: Octets>(&mut self, numbers: [__m256i; 2], scales: [__m256; 4], a: &Quad, half: usize) {
         let Self([products, others]) = self;
         // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each.
         unsafe {
@@ -110,8 +108,8 @@ impl Sums {
         }
     }
 
-    /// Adds what least values and offsets of a long block make, and gives the factors of its products: in the first vector all, or those
-    /// of each half of the block, in turn for the halves of parts.
+    /// Adds the corrections for minima and offsets of a long block, and returns the factors of its products: all of
+    /// them in the first vector, or those of each half of the block, alternating between the halves of parts.
     ///
     /// # Safety
     /// As for [`run`].
@@ -132,13 +130,13 @@ impl Sums {
         }
     }
 
-    /// Adds the products of a place of a long block.
+    /// Adds the products of one place of a long block.
     ///
     /// # Safety
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-    unsafe fn add_place<B: Octets>(&mut self, (numbers, place): ([__m256i; 2], usize), factors: [__m256; 2], a: &Quad) {
+    unsafe fn add_place<B: Octets>(&mut self, numbers: [__m256i; 2], place: usize, factors: [__m256; 2], a: &Quad) {
         let Self([products, others]) = self;
         let (quad, half) = (place / 2, place % 2);
         // SAFETY: lanes are eight words.
@@ -162,7 +160,7 @@ impl Sums {
     }
 }
 
-/// The numbers of half `half` of a quad, of the first or the other halves of blocks.
+/// Loads the activations of half `half` of a quad: the first halves of blocks, or the other ones.
 ///
 /// # Safety
 /// As for [`run`].
@@ -173,8 +171,8 @@ unsafe fn bytes_of(a: &Quad, which: usize, half: usize) -> __m256i {
     unsafe { _mm256_load_si256(a.halves[which].as_ptr().add(BYTES * half).cast()) }
 }
 
-/// Sums of two neighbouring products each, in 16 bits. They hold them: an activation is at most 127, a signed weight at most 128, one that
-/// is not below 64.
+/// Returns sums of two consecutive products each, in 16 bits. They cannot overflow: an activation is at most 127, a
+/// signed weight at most 128, an unsigned one below 64.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
 fn pairs_of<B: Octets>(weights: __m256i, x: __m256i) -> __m256i {
@@ -184,7 +182,7 @@ fn pairs_of<B: Octets>(weights: __m256i, x: __m256i) -> __m256i {
     _mm256_maddubs_epi16(weights, x)
 }
 
-/// Sums of eight products each: four neighbours of the first halves of blocks and four of the others.
+/// Returns sums of eight products each: four consecutive ones of the first halves of blocks, and four of the others.
 ///
 /// # Safety
 /// As for [`run`].
@@ -196,7 +194,7 @@ unsafe fn dots<B: Octets>(numbers: [__m256i; 2], a: &Quad, half: usize) -> __m25
     let ones = _mm256_set1_epi16(1);
     let (first, second) = (pairs_of::<B>(numbers[0], x[0]), pairs_of::<B>(numbers[1], x[1]));
     if B::IS_SIGNED {
-        // Two such sums are more than 16 bits hold.
+        // Two such sums do not fit 16 bits.
         return _mm256_add_epi32(_mm256_madd_epi16(first, ones), _mm256_madd_epi16(second, ones));
     }
     _mm256_madd_epi16(_mm256_add_epi16(first, second), ones)

@@ -1,26 +1,27 @@
-//! Weights for inference of 8 or 4 bits, in blocks of 32 with a scale: [`DType::Q8`] and [`DType::Q4`]; and all others that
-//! GGUF files have blocks of, and floats of four and eight bits with [scales of their own tensors](Tensor::apart), which are read and
-//! multiplied as they lie but never made here.
+//! Weights of 8 or 4 bits for inference, in blocks of 32 with a scale: [`DType::Q8`] and [`DType::Q4`]. The other
+//! block types of GGUF files, and FP4 and FP8 with [scales in tensors of their own](Tensor::apart), are read and
+//! multiplied in place but never written here.
 //!
-//! [`linear`](crate::linear::linear) and [`experts_forward`](crate::experts::experts_forward) take such weights where they
-//! take floats; there is no backward. Activations are f32.
+//! [`linear`](crate::linear::linear) and [`experts_forward`](crate::experts::experts_forward) take such weights in
+//! place of floats; there is no backward. Activations are f32.
 //!
 //! Errors, each proven by a test against f64:
-//! - An 8-bit weight is off by at most half its block's scale, which is the block's largest magnitude over 127 (as an f16):
-//!   0.4% of it; a little more where the scale is so small that f16 has few digits for it. A 4-bit weight is off by at most
-//!   half a scale, about a sixteenth of the largest magnitude, but for the largest ones, which may be off by 1.4 scales; the
-//!   scale is chosen for the least sum of squares.
-//! - Up to 16 rows of a group are themselves quantized to 8 bits, block by block, and multiplied in whole numbers: exact
-//!   within a block, f32 between blocks. An activation is off by at most half its block's scale, so a sum by at most the
-//!   sum of `|w| * scale / 2`, and by the rounding of f32.
-//! - Beside eight-bit floats ([`DType::F8`]) they are rounded to bf16 instead: off by at most 2^-9 of themselves.
-//! - More rows are multiplied with the weights turned into bf16, in whatever way is the fastest for bf16: both operands
-//!   are off by at most 2^-9 of themselves.
-//! - On a GPU up to 8 rows are multiplied as they are, in f32, with the numbers that blocks of `Q8`, `Q4`, `Q4_K`, `Q5_K`, `Q6_K`, MXFP4
-//!   and eight-bit floats stand for; more rows, and any number with the other types, with both operands rounded to bf16.
 //!
-//! What is not finite in a row of activations makes the row's results NaN, or infinite beside eight-bit floats and on a GPU; in a
-//! weight, its column's.
+//! - An 8-bit weight is off by at most half its block's scale, which is the block's largest magnitude over 127 (as an
+//!   f16): 0.4% of it, and a little more if the scale is so small that f16 has few digits for it. A 4-bit weight is
+//!   off by at most half a scale, about a sixteenth of the largest magnitude, except for the largest ones, which may
+//!   be off by 1.4 scales; the scale minimises the sum of squared errors.
+//! - Up to 16 rows of activations in a group are quantized to 8 bits block by block and multiplied as integers: exact
+//!   within a block, f32 between blocks. An activation is off by at most half its block's scale, so a sum by at most
+//!   the sum of `|w| * scale / 2`, and by the rounding of f32.
+//! - With FP8 weights ([`DType::F8`]) activations are rounded to bf16 instead: off by at most 2^-9 of themselves.
+//! - With more rows the weights are converted to bf16 and multiplied by the fastest bf16 kernel: both operands are
+//!   off by at most 2^-9 of themselves.
+//! - On a GPU up to 8 rows are multiplied in f32 with the numbers of `Q8`, `Q4`, `Q4_K`, `Q5_K`, `Q6_K`, MXFP4 and
+//!   FP8 blocks; for more rows, and for the other types, both operands are rounded to bf16.
+//!
+//! A value that is not finite in a row of activations makes the row's results NaN, or infinite with FP8 weights and
+//! on a GPU; in a weight, its column's.
 
 mod block;
 mod dequantize;
@@ -61,13 +62,13 @@ use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, with_float, with_stored};
 use block::FromNumbers;
 use layouts::Values;
-use weights::Weights;
+use weights::{RowBytes, Weights};
 
 pub(crate) use dequantize::Blocks;
 pub(crate) use product::{Group, Product, run};
 pub(crate) use weights::matrix;
 
-/// Evaluates an expression with a type name bound to the blocks of a layout, all of which have whole numbers.
+/// Evaluates an expression with a type name bound to the blocks of a layout, all of which hold integers.
 macro_rules! with_ints {
     ($layout:expr, $B:ident => $body:expr) => {
         $crate::quantized::with_block!($layout, $B => $body, (Mxfp4 true Fp4Pairs, Q8 false Q8Block, Q4 false Q4Block,
@@ -77,7 +78,7 @@ macro_rules! with_ints {
 }
 pub(crate) use with_ints;
 
-/// Evaluates an expression with a type name bound to the blocks of a layout, of those that are named.
+/// Evaluates an expression with a type name bound to the blocks of a layout, one of the listed.
 macro_rules! with_block {
     ($layout:expr, $B:ident => $body:expr, ($($dtype:ident $is_apart:literal $block:ident),*)) => {{
         let $crate::quantized::weights::Layout { dtype, is_apart } = $layout;
@@ -92,7 +93,7 @@ macro_rules! with_block {
 }
 pub(crate) use with_block;
 
-/// As [`with_ints`], or to blocks of floats.
+/// Evaluates an expression with a type name bound to the blocks of a layout, of integers or of floats.
 macro_rules! with_values {
     ($layout:expr, $B:ident => $body:expr) => {
         match $layout {
@@ -105,13 +106,13 @@ macro_rules! with_values {
 }
 pub(crate) use with_values;
 
-/// Bytes as blocks, which need no alignment.
+/// Views bytes as blocks, which need no alignment.
 fn blocks_of<B: bytemuck::Pod>(bytes: &[u8]) -> &[B] {
     bytemuck::cast_slice(bytes)
 }
 
-/// The nearest tensor of `dtype` ([`DType::Q8`] or [`DType::Q4`]) to `x` (f32, bf16 or f16), whose last dim must be a multiple of
-/// 32. Panics if it is not.
+/// Quantizes `x` (f32, bf16 or f16) to `dtype` ([`DType::Q8`] or [`DType::Q4`]). Panics unless its last dim is a
+/// multiple of 32.
 #[must_use]
 pub fn quantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     let mut y = ctx.empty(x.shape(), dtype);
@@ -143,10 +144,10 @@ crate::simd::kernel! {
     }
 }
 
-/// The numbers that a quantized tensor stands for, as `dtype` (f32, exact, or bf16, rounded).
+/// Converts a quantized tensor to `dtype`: f32, exact, or bf16, rounded.
 #[must_use]
 pub fn dequantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
-    // A matrix that is one piece; kernels know bf16 alone.
+    // Only for a matrix in one piece; GPU kernels know bf16 alone.
     if let Some(on) = On::of(ctx).filter(|_| dtype == DType::BF16 && x.parts().len() == 1 && !x.is_empty()) {
         return cuda::blocks::dequantized(on, x);
     }
@@ -162,10 +163,9 @@ pub fn dequantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     y
 }
 
-/// Writes the numbers that the bytes of whole blocks of `dtype`, which have their scales, stand for to `to`, which is as long as they
-/// are.
+/// Converts the bytes of whole blocks of `dtype`, with their scales inside, to `to`, which has as many elements.
 pub fn decode(dtype: DType, bytes: &[u8], to: &mut [f32]) {
-    let weights = Weights::packed(bytes, (dtype, to.len()));
+    let weights = Weights::packed(bytes, dtype, to.len());
     assert_eq!(weights.numbers.row_bytes(), bytes.len(), "numbers of blocks");
     with_values!(weights.layout, B => {
         for (block, to) in blocks_of::<B>(bytes).iter().zip(to.chunks_exact_mut(dtype.block_len())) {
@@ -179,7 +179,7 @@ fn dequantize_rows<T: Float>(ctx: &Context, weights: Weights<'_>, cols: usize, t
     ctx.threads().run_pieces(to, rows_per_task * cols.max(1), |task, to| {
         for (row, to) in to.chunks_exact_mut(cols.max(1)).enumerate() {
             let row = task * rows_per_task + row;
-            let (numbers, scales) = (weights.numbers.row(row), weights.scales.row(row));
+            let RowBytes { numbers, scales } = weights.row(row);
             with_values!(weights.layout, B => row_kernel::<B, T>(ctx.isa(), blocks_of::<B>(numbers), scales, to));
         }
     });

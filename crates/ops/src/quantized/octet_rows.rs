@@ -1,4 +1,4 @@
-//! Rows of blocks turned into the bf16 numbers nearest to what they stand for, by AVX2.
+//! Conversion of rows of quantized weights to the nearest bf16, by AVX2.
 
 use core::arch::x86_64::{
     __m128i, _mm_srli_si128, _mm256_castsi256_si128, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps,
@@ -10,8 +10,8 @@ use moeworks_tensor::bf16;
 
 use super::layouts::PART;
 use super::octets::Octets;
-use super::stream::{MAX_BLOCKS, unit_of_scales};
-use super::weights::Layout;
+use super::stream::{MAX_BLOCKS, Unit, unit_of_scales};
+use super::weights::{Layout, RowBytes};
 use super::{blocks_of, with_ints};
 use crate::simd::rounding::round_8;
 
@@ -21,17 +21,18 @@ const HALF: usize = PART / 2;
 /// Lanes of a vector.
 const LANES: usize = 8;
 
-/// Writes as many numbers of a row of whole blocks of whole numbers, or of its part, as there is room for.
+/// Converts a row of whole blocks of integers, as many elements as `to` holds.
 ///
 /// # Safety
 /// The machine must have AVX2, FMA, F16C and BMI2.
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-pub(super) unsafe fn write_row((numbers, scales): (&[u8], &[u8]), layout: Layout, to: &mut [bf16]) {
+pub(super) unsafe fn write_row(row: RowBytes<'_>, layout: Layout, to: &mut [bf16]) {
+    let RowBytes { numbers, scales } = row;
     // SAFETY: the caller's promise.
     with_ints!(layout, B => unsafe { write::<B>(blocks_of::<B>(numbers), scales, to) });
 }
 
-// What follows is inlined into that, and has its instructions.
+// The functions below are inlined into that one and so compiled with its CPU features.
 
 /// # Safety
 /// As for [`write_row`].
@@ -43,25 +44,29 @@ unsafe fn write<B: Octets>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
         let scales = &scales[index * B::BLOCKS * B::APART..];
         if unit.len() == B::BLOCKS {
             // SAFETY: the caller's promise.
-            unsafe { write_unit::<B>((unit.as_ptr(), scales.as_ptr()), to) };
+            unsafe { write_unit::<B>(Unit { blocks: unit.as_ptr(), scales: scales.as_ptr() }, to) };
             continue;
         }
         let mut whole = [B::zeroed(); MAX_BLOCKS];
         whole[..unit.len()].copy_from_slice(unit);
         // SAFETY: as above.
-        unsafe { write_unit::<B>((whole.as_ptr(), unit_of_scales(scales).as_ptr()), to) };
+        unsafe {
+            let scales = unit_of_scales(scales);
+            write_unit::<B>(Unit { blocks: whole.as_ptr(), scales: scales.as_ptr() }, to);
+        }
     }
 }
 
-/// Writes as many numbers of a unit as there is room for.
+/// Converts the elements of a unit, as many as `to` holds.
 ///
 /// # Safety
 /// As for [`write_row`]; the unit and its scales must be readable.
 #[inline(always)]
-unsafe fn write_unit<B: Octets>((unit, scales): (*const B, *const u8), to: &mut [bf16]) {
-    // Lanes of these are had from memory in fewer steps than from registers.
+unsafe fn write_unit<B: Octets>(unit: Unit<B>, to: &mut [bf16]) {
+    let Unit { blocks: unit, scales } = unit;
+    // Single scales are read from memory in fewer steps than from registers.
     let mut all = [0.0_f32; 4 * LANES];
-    // SAFETY: the caller's promise; there is room for four vectors.
+    // SAFETY: the caller's promise; `all` has space for four vectors.
     unsafe {
         for (scales, to) in B::scales(unit, scales).into_iter().zip(all.chunks_exact_mut(LANES)) {
             _mm256_storeu_ps(to.as_mut_ptr(), scales);
@@ -75,13 +80,13 @@ unsafe fn write_unit<B: Octets>((unit, scales): (*const B, *const u8), to: &mut 
                 let (scale, least) = lanes_of::<B>(place, part, half);
                 let least = if B::HAS_LEAST { Some(all[least]) } else { None };
                 // SAFETY: as above.
-                unsafe { write_half(numbers[part][half], (all[scale], least), to) };
+                unsafe { write_half(numbers[part][half], all[scale], least, to) };
             }
         }
     }
 }
 
-/// Where scale and least value of half a part are among those that [`Octets::scales`] gives.
+/// Returns the indices of scale and minimum of half a part among those that [`Octets::scales`] returns.
 #[inline(always)]
 fn lanes_of<B: Octets>(place: usize, part: usize, half: usize) -> (usize, usize) {
     let index = 2 * place + part;
@@ -92,7 +97,7 @@ fn lanes_of<B: Octets>(place: usize, part: usize, half: usize) -> (usize, usize)
     }
 }
 
-/// The numbers of a place of a unit without their offset: of both parts both halves.
+/// Returns the numbers of a place of a unit without their offset: both halves of both parts.
 ///
 /// # Safety
 /// As for [`write_unit`].
@@ -116,9 +121,9 @@ unsafe fn halves<B: Octets>(unit: *const B, place: usize) -> [[__m128i; 2]; 2] {
 /// # Safety
 /// As for [`write_row`].
 #[inline(always)]
-unsafe fn write_half(numbers: __m128i, (scale, least): (f32, Option<f32>), to: &mut [bf16; HALF]) {
-    // No closures, which have not the instructions, so that they would stay calls.
-    // SAFETY: the caller's promise; there is room for 256 bits.
+unsafe fn write_half(numbers: __m128i, scale: f32, least: Option<f32>, to: &mut [bf16; HALF]) {
+    // No closures: they are compiled without the CPU features, so they would stay calls.
+    // SAFETY: the caller's promise; `to` has 256 bits.
     unsafe {
         let scale = _mm256_set1_ps(scale);
         let mut first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(numbers)), scale);

@@ -18,33 +18,38 @@ use moeworks_tensor::{
 
 use super::layouts::{Block, FP4_LEVELS, Fp4Pairs, IQ4_LEVELS, PART};
 
-/// A type of blocks as vectors, 64 elements or two parts at a time: half a quad. Two vectors hold its numbers, the first 16 of each part
-/// and the other 16 of each, so that four neighbouring lanes of their products belong to one part. A unit is what scales are made of:
-/// two neighbouring short blocks, or a long one, which has four such places.
+/// A type of blocks as AVX2 vectors.
 ///
-/// All functions ask for readable units, and for a machine with AVX2 and F16C.
+/// Numbers are taken 64 at a time, two parts of 32: half a quad, called a place. Two vectors hold them, the first 16
+/// numbers of each part and the other 16 of each, so that four consecutive lanes of their products belong to one
+/// part. A unit has the blocks that a vector of scales covers: two consecutive short blocks, or a long one, which has
+/// four places.
+///
+/// # Safety of all functions
+///
+/// Units must be readable, and the machine must have AVX2 and F16C.
 pub(super) trait Octets: Block {
-    /// What is added to the whole numbers to make them unsigned, at most so that they are below 64. Without, they may be negative.
+    /// Added to the integers to make them unsigned and below 64; 0 if they are so already or are signed.
     const OFFSET: u8 = 0;
-    /// Whether the numbers are signed bytes.
+    /// True if the numbers are signed bytes.
     const IS_SIGNED: bool = false;
-    /// As [`Lanes::IS_PAIRED`](super::lanes::Lanes::IS_PAIRED).
+    /// True if the first vector holds the even numbers of each part and the second the odd ones, instead of its halves.
     const IS_PAIRED: bool = false;
 
-    /// Whether a unit is one block.
+    /// True if a unit is one block.
     const IS_LONG: bool = Self::LEN > PART;
     /// Blocks of a unit.
     const BLOCKS: usize = if Self::IS_LONG { 1 } else { 2 };
 
-    /// Scales and least values of a unit. Of short blocks: scales, each four times, and least values, each four times. Of a long one
-    /// with eight of each: these and those. Of one with sixteen: the scales of its halves and the least values of its halves.
-    /// `apart` is where the unit's scales are if they are elsewhere.
+    /// Returns scales and minima of a unit. For short blocks: scales, each four times, and minima, each four times.
+    /// For a long one with eight of each: scales, and minima. For one with sixteen: the scales of its halves, and the
+    /// minima of its halves. `apart` points at the unit's scales if they are in a tensor of their own.
     ///
     /// # Safety
-    /// As the trait says, also of `apart`.
+    /// As the trait says, also for `apart`.
     unsafe fn scales(unit: *const Self, apart: *const u8) -> [__m256; 4];
 
-    /// The numbers of place `place` of a unit.
+    /// Returns the numbers of place `place` of a unit.
     ///
     /// # Safety
     /// As the trait says; `place` is below 4, and 0 for short blocks.
@@ -59,7 +64,7 @@ unsafe fn load_16<B>(block: *const B, at: usize) -> __m128i {
     unsafe { _mm_loadu_si128(block.cast::<u8>().add(at).cast()) }
 }
 
-/// 16 bytes in both halves of a vector.
+/// Returns the 16 bytes from `at` on in both halves of a vector.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -72,7 +77,7 @@ unsafe fn twice_16<B>(block: *const B, at: usize) -> __m256i {
     }
 }
 
-/// The f16 at byte `AT` of each of two blocks, four times.
+/// Returns the f16 at byte `AT` of each of two blocks, each four times.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -85,7 +90,7 @@ unsafe fn half_of_each<B: Block, const AT: usize>(unit: *const B) -> __m256 {
     }
 }
 
-/// The scale at the beginning of each of two blocks.
+/// Returns the scale at the beginning of each of two blocks.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -98,7 +103,8 @@ unsafe fn scale_alone<B: Block>(unit: *const B) -> [__m256; 4] {
     }
 }
 
-/// The same with what the type adds instead of taking it away.
+/// Returns the scale at the beginning of each of two blocks, and as minimum the negative of the second f16, which the
+/// type adds.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -111,7 +117,7 @@ unsafe fn scale_and_sum<B: Block>(unit: *const B) -> [__m256; 4] {
     }
 }
 
-/// The low halves of bytes and the high ones.
+/// Returns the low four bits of each byte, and the high ones.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -124,7 +130,7 @@ unsafe fn halves_of_bytes(bytes: __m256i) -> [__m256i; 2] {
     }
 }
 
-/// The four-bit numbers in the 16 bytes from byte `AT` of each of two blocks on.
+/// Returns the four-bit numbers in the 16 bytes from byte `AT` on of each of two blocks.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -134,7 +140,8 @@ unsafe fn nibbles<B: Block, const AT: usize>(unit: *const B) -> [__m256i; 2] {
     unsafe { halves_of_bytes(_mm256_set_m128i(load_16(unit.add(1), AT), load_16(unit, AT))) }
 }
 
-/// As [`nibbles`], of blocks of five-bit numbers whose fifth bits are the four bytes from `FIFTH` on.
+/// Returns the five-bit numbers of two blocks: four bits as in [`nibbles`], the fifth ones in four bytes from `FIFTH`
+/// on.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -145,7 +152,7 @@ unsafe fn five_bits<B: Block, const AT: usize, const FIFTH: usize>(unit: *const 
         let bits =
             |index: usize| _mm_set1_epi32(unit.add(index).cast::<u8>().add(FIFTH).cast::<i32>().read_unaligned());
         let bits = _mm256_set_m128i(bits(1), bits(0));
-        // Each byte of bits eight times, of which each keeps one.
+        // Each byte of bits comes eight times, each of which keeps one bit.
         let each = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
         let fifth = |from: i64| {
             let (low, high) = (from * 0x0101_0101_0101_0101, (from + 1) * 0x0101_0101_0101_0101);
@@ -158,7 +165,7 @@ unsafe fn five_bits<B: Block, const AT: usize, const FIFTH: usize>(unit: *const 
     }
 }
 
-/// What four-bit numbers stand for.
+/// Looks up the levels of four-bit numbers.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -171,13 +178,13 @@ unsafe fn levels([first, second]: [__m256i; 2], levels: &[i8; 16]) -> [__m256i; 
     }
 }
 
-/// The sixteen bytes from `at` on for each of two parts: moved so that bits from `first` on, for the other part from `first + step` on,
-/// come to lie from bit `to` on, and masked; then the same of the next 16.
+/// Shifts the 16 bytes from `at` on for each of two parts, so that bit `first` (for the second part bit `first +
+/// step`) becomes bit `to`, and masks each byte with `mask`. The second vector holds the next 16 bytes.
 ///
 /// # Safety
 /// As [`Octets`] says.
 #[inline(always)]
-unsafe fn moved<B>(block: *const B, at: usize, (first, step): (i64, i64), to: i64, mask: i8) -> [__m256i; 2] {
+unsafe fn moved<B>(block: *const B, at: usize, first: i64, step: i64, to: i64, mask: i8) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
     unsafe {
         let shifts = |sign: i64| {
@@ -185,7 +192,7 @@ unsafe fn moved<B>(block: *const B, at: usize, (first, step): (i64, i64), to: i6
             _mm256_set_epi64x(by(1), by(1), by(0), by(0))
         };
         let (right, left) = (shifts(1), shifts(-1));
-        // What is moved out of a byte into the next one is outside the mask.
+        // Bits that are shifted from one byte into the next are outside the mask.
         let moved = |at: usize| {
             let bytes = _mm256_sllv_epi64(_mm256_srlv_epi64(twice_16(block, at), right), left);
             _mm256_and_si256(bytes, _mm256_set1_epi8(mask))
@@ -202,7 +209,7 @@ unsafe fn or(low: [__m256i; 2], high: [__m256i; 2]) -> [__m256i; 2] {
     unsafe { [_mm256_or_si256(low[0], high[0]), _mm256_or_si256(low[1], high[1])] }
 }
 
-/// Types of which scales and numbers are an expression each.
+/// Implements [`Octets`] for types whose scales and numbers are one expression each.
 macro_rules! octets {
     ($($block:ty, $offset:literal, $is_signed:literal, |$unit:ident| $scales:expr, |$of:pat_param, $place:pat_param| $numbers:expr;)*) => {
         $(
@@ -233,18 +240,18 @@ octets! {
     Q5_0Block, 16, false, |unit| scale_alone(unit), |unit, _| five_bits::<Self, 6, 2>(unit);
     Q5_1Block, 0, false, |unit| scale_and_sum(unit), |unit, _| five_bits::<Self, 8, 4>(unit);
     Q2KBlock, 0, false, |block| q2_scales(block), |block, place| {
-        moved(block, 16 + 32 * (place / 2), (4 * (place % 2) as i64, 2), 0, 3)
+        moved(block, 16 + 32 * (place / 2), 4 * (place % 2) as i64, 2, 0, 3)
     };
     Q3KBlock, 4, false, |block| q3_scales(block), |block, place| {
-        let low = moved(block, 32 + 32 * (place / 2), (4 * (place % 2) as i64, 2), 0, 3);
-        or(low, moved(block, 0, (2 * place as i64, 1), 2, 1 << 2))
+        let low = moved(block, 32 + 32 * (place / 2), 4 * (place % 2) as i64, 2, 0, 3);
+        or(low, moved(block, 0, 2 * place as i64, 1, 2, 1 << 2))
     };
-    Q4KBlock, 0, false, |block| six_bit_scales(block), |block, place| moved(block, 16 + 32 * place, (0, 4), 0, 15);
+    Q4KBlock, 0, false, |block| six_bit_scales(block), |block, place| moved(block, 16 + 32 * place, 0, 4, 0, 15);
     Q5KBlock, 0, false, |block| six_bit_scales(block), |block, place| {
-        or(moved(block, 48 + 32 * place, (0, 4), 0, 15), moved(block, 16, (2 * place as i64, 1), 4, 1 << 4))
+        or(moved(block, 48 + 32 * place, 0, 4, 0, 15), moved(block, 16, 2 * place as i64, 1, 4, 1 << 4))
     };
     Q6KBlock, 32, false, |block| q6_scales(block), |block, place| {
-        or(q6_nibbles(block, place), moved(block, 128 + 32 * (place / 2), (4 * (place % 2) as i64, 2), 4, 3 << 4))
+        or(q6_nibbles(block, place), moved(block, 128 + 32 * (place / 2), 4 * (place % 2) as i64, 2, 4, 3 << 4))
     };
     Iq4NlBlock, 0, true, |unit| scale_alone(unit), |unit, _| levels(nibbles::<Self, 2>(unit), &IQ4_LEVELS);
     Mxfp4Block, 0, true, |unit| powers([0, 1].map(|index| i32::from((*unit.add(index)).bytes()[0]))),
@@ -280,7 +287,8 @@ unsafe fn bytes_of_blocks(unit: *const Q8Block) -> [__m256i; 2] {
     }
 }
 
-/// The lower bits of two parts: the low halves of 64 bytes for the first two of four, the high ones for the others.
+/// Returns the lower bits of two parts: the low four bits of 64 bytes for the first two of four parts, the high ones
+/// for the others.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -297,7 +305,7 @@ unsafe fn q6_nibbles(block: *const Q6KBlock, place: usize) -> [__m256i; 2] {
     }
 }
 
-/// Half of two to the power of each exponent less 127, four times.
+/// Returns half of two to the power of each exponent less 127, each four times.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -306,7 +314,7 @@ unsafe fn powers(exponents: [i32; 2]) -> [__m256; 4] {
     // SAFETY: the caller's promise.
     unsafe {
         let exponents = _mm256_set_m128i(_mm_set1_epi32(exponents[1]), _mm_set1_epi32(exponents[0]));
-        // Exponent 0 is too small for a float's own exponent; all ones, which would be infinite, become NaN.
+        // Exponent 0 gives a subnormal float; all ones, which would be infinite, become NaN.
         let powers = _mm256_max_epi32(_mm256_slli_epi32::<23>(exponents), _mm256_set1_epi32(0x0040_0000));
         let powers = _mm256_castsi256_ps(powers);
         let nothing = _mm256_sub_ps(powers, powers);
@@ -315,7 +323,7 @@ unsafe fn powers(exponents: [i32; 2]) -> [__m256; 4] {
     }
 }
 
-/// The f16 at `at` in all lanes.
+/// Returns the f16 at byte `at` in all lanes.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -328,7 +336,7 @@ unsafe fn half<B>(block: *const B, at: usize) -> __m256 {
     }
 }
 
-/// The first eight unsigned bytes and the other eight, as floats.
+/// Converts the first eight unsigned bytes and the other eight to f32.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -369,7 +377,7 @@ unsafe fn q3_scales(block: *const Q3KBlock) -> [__m256; 4] {
         let bytes = block.cast::<u8>();
         let low = _mm_loadl_epi64(bytes.add(96).cast());
         let low = _mm_and_si128(_mm_unpacklo_epi64(low, _mm_srli_epi32::<4>(low)), _mm_set1_epi8(15));
-        // Two bits of each of four bytes for each four scales.
+        // Two bits of each of four bytes belong to each four scales.
         let high = _mm_set1_epi32(bytes.add(104).cast::<i32>().read_unaligned());
         let high = _mm_and_si128(_mm_srlv_epi32(high, _mm_set_epi32(6, 4, 2, 0)), _mm_set1_epi8(3));
         let all = _mm_or_si128(low, _mm_slli_epi32::<4>(high));
@@ -383,7 +391,7 @@ unsafe fn q3_scales(block: *const Q3KBlock) -> [__m256; 4] {
     }
 }
 
-/// Eight scales and eight least values of six bits in the twelve bytes behind their factors.
+/// Returns eight scales and eight minima of six bits, from the twelve bytes after their factors.
 ///
 /// # Safety
 /// As [`Octets`] says.
@@ -397,8 +405,9 @@ unsafe fn six_bit_scales<B>(block: *const B) -> [__m256; 4] {
     }
 }
 
-/// The sixteen numbers of six bits in twelve bytes. Four scales and four least values are the low six bits of a byte; of the later four
-/// each the low and the high halves of four bytes are the lower bits, and the highest two of the early ones the upper bits.
+/// Returns the sixteen numbers of six bits in twelve bytes. The first four scales and four minima are the low six
+/// bits of a byte each. Of the later ones, the lower four bits are the low and the high halves of four bytes, and the
+/// upper two are the highest bits of the first ones.
 ///
 /// # Safety
 /// As [`Octets`] says.

@@ -15,38 +15,38 @@ use crate::gemm::plan::{Chooser, Dequantize, GemmKernel, GemmPlan, GemmProblem, 
 use crate::gemm::row_pieces::{OfPieces, RowPiece, row_pieces};
 use crate::gemm::scratch::{ScratchPool, ScratchSlot};
 use crate::gemm::source::Source;
-use crate::gemm::{self, Compute, Finish, Form, Panels, Place, tile_slice};
+use crate::gemm::{self, Compute, Finish, Form, Panels, Place, Span, tile_slice};
 use crate::parallel::piece_range;
 use crate::{Context, Isa};
 
 /// Bytes of weights that a task streams, at least.
 const TASK_BYTES: usize = 96 << 10;
 
-/// Bytes of weights that are turned into bf16 at a time.
+/// Bytes of weights that are converted to bf16 at a time.
 const DEQUANTIZED_BYTES: usize = 16 << 20;
 
-/// `C [rows, columns] = A B^T` for some rows of A and some rows of B.
+/// One product of a list: `C [rows, columns] = A B^T`.
 #[derive(Clone, Copy)]
 pub(crate) struct Group<'a> {
-    /// Which rows of A; without, those from `first` on.
+    /// The rows of A, if they are gathered; otherwise the rows from `first` on.
     pub(crate) indices: Option<&'a [u32]>,
     pub(crate) first: usize,
     pub(crate) rows: usize,
-    /// Its rows of B: one half and, with paired columns, the other. See [`matrix`](super::matrix).
+    /// Its rows of B, and with paired columns those of the second half. See [`matrix`](super::matrix).
     pub(crate) weights: [Weights<'a>; 2],
     /// Columns of C; with paired columns half of them.
     pub(crate) columns: usize,
 }
 
-/// A list of products with one matrix each of activations and of weights.
+/// A list of products that share the tensors of activations and of weights.
 #[derive(Clone, Copy)]
 pub(crate) struct Product<'a> {
     /// `[.., K]`, f32 or bf16.
     pub(crate) a: &'a Tensor,
-    /// `[.., K]`, quantized: where the groups' weights are.
+    /// `[.., K]`, quantized: the tensor that holds all groups' weights.
     pub(crate) weights: &'a Tensor,
     pub(crate) groups: &'a [Group<'a>],
-    /// As in [`gemm::Product`].
+    /// True if columns come in pairs, as in [`gemm::Product`].
     pub(crate) is_paired: bool,
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn run(ctx: &Context, product: &Product<'_>, epilogue: &dyn Finish) {
     run_many(ctx, product, &many, epilogue);
 }
 
-/// Computes all products in pieces of at most `most` rows, so that one kernel takes all of them.
+/// Computes all products in pieces of at most `most` rows, so that one kernel takes them all.
 fn run_in_pieces(ctx: &Context, product: &Product<'_>, most: usize, epilogue: &dyn Finish) {
     let pieces = row_pieces(product.groups.iter().map(|group| group.rows), most);
     let groups: Vec<Group<'_>> = pieces
@@ -122,7 +122,7 @@ struct Task {
     panels: Range<usize>,
 }
 
-/// The groups of few rows, in whole numbers.
+/// Computes the groups of few rows with integer products.
 pub(super) fn run_few(ctx: &Context, product: &Product<'_>, best: Kernel, epilogue: &dyn Finish) {
     let lanes = Kernels::select(ctx.isa(), Compute::F32).lanes;
     let Some(layout) = product.groups.first().map(|group| group.weights[0].layout) else { return };
@@ -132,7 +132,7 @@ pub(super) fn run_few(ctx: &Context, product: &Product<'_>, best: Kernel, epilog
         if plan.kernel != GemmKernel::QuantizedDot || group.rows == 0 || group.columns == 0 {
             continue;
         }
-        let panels = Panels::of(group.columns, lanes);
+        let panels = Panels::new(group.columns, lanes);
         let panel_bytes = group.weights[0].numbers.row_bytes() * panels.panel(0).1 * product.num_tiles();
         let share = TASK_BYTES.div_ceil(panel_bytes.max(1)).clamp(1, panels.count);
         let num_tasks = panels.count.div_ceil(share);
@@ -149,14 +149,15 @@ pub(super) fn run_few(ctx: &Context, product: &Product<'_>, best: Kernel, epilog
     let scratch = ScratchPool::new(&mut scratch, num_threads);
     ctx.threads().run(tasks.len(), |index| {
         let work = Work { product, tasks: (&tasks[index], tasks.get(index + num_threads)), rows: &rows, best, lanes };
-        scratch.with(|scratch, held| work.run(ctx.isa(), (tile_slice(scratch), held), epilogue));
+        scratch.with(|scratch, held| work.run(ctx.isa(), tile_slice(scratch), held, epilogue));
     });
 }
 
+/// A task with its product and kernel.
 #[derive(Clone, Copy)]
 struct Work<'a> {
     product: &'a Product<'a>,
-    /// This one, and the one that this thread will probably take next.
+    /// This task, and the one that this thread will probably take next.
     tasks: (&'a Task, Option<&'a Task>),
     rows: &'a QuantizedRows,
     best: Kernel,
@@ -165,11 +166,10 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     /// Computes the task and hands its tiles to the epilogue.
-    fn run(&self, isa: Isa, memory: (&mut [Tile], &mut ScratchSlot), epilogue: &dyn Finish) {
-        let (tiles, held) = memory;
+    fn run(&self, isa: Isa, tiles: &mut [Tile], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Work { product, tasks: (task, _), rows, best, lanes } = *self;
         let group = &product.groups[task.group];
-        let panels = Panels::of(group.columns, lanes);
+        let panels = Panels::new(group.columns, lanes);
         let depth = product.weights.cols();
         let mut a: [&[Quad]; MAX_FEW] = [&[]; MAX_FEW];
         for (r, a) in a.iter_mut().enumerate().take(group.rows) {
@@ -178,8 +178,8 @@ impl<'a> Work<'a> {
         let tiles = &mut tiles[..product.num_tiles() * group.rows.div_ceil(MAX_ROWS)];
         for panel in task.panels.clone() {
             let (column, columns, _) = panels.panel(panel);
-            let places = Place::of_panel((task.group, group.rows), (column, columns), panel);
-            places.clone().for_each(|at| epilogue.ask_ahead(at));
+            let places = Place::tiles_of_panel(task.group, group.rows, Span::new(column, columns), panel);
+            places.clone().for_each(|at| epilogue.prefetch(at));
             for pair in 0..product.num_tiles() {
                 let weights = group.weights[pair].starting_at(column);
                 let next = self.after(panel, pair);
@@ -189,17 +189,17 @@ impl<'a> Work<'a> {
             }
             for (at, tiles) in places.zip(tiles.chunks_exact_mut(product.num_tiles())) {
                 let (first, second) = tiles.split_at_mut(1);
-                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.room());
+                epilogue.finish(isa, at, &mut first[0], second.first_mut(), held.scratch());
             }
         }
     }
 
-    /// The weights that are read after a panel.
+    /// Returns the weights that are read after a panel.
     fn after(&self, panel: usize, pair: usize) -> Weights<'a> {
         let Self { product, tasks: (task, next), lanes, .. } = *self;
         let rows = |group: usize, panel: usize, pair: usize| {
             let group = &product.groups[group];
-            group.weights[pair].starting_at(Panels::of(group.columns, lanes).panel(panel).0)
+            group.weights[pair].starting_at(Panels::new(group.columns, lanes).panel(panel).0)
         };
         if pair + 1 < product.num_tiles() {
             return rows(task.group, panel, pair + 1);
@@ -211,12 +211,12 @@ impl<'a> Work<'a> {
     }
 }
 
-/// The groups of some more rows, whose product turns blocks into bf16 itself.
+/// Computes groups of somewhat more rows, whose product converts blocks to bf16 by itself.
 fn run_some(ctx: &Context, product: &Product<'_>, indices: &[usize], epilogue: &dyn Finish) {
     let depth = product.weights.cols();
     let group = |&index: &usize| {
         let group = &product.groups[index];
-        let blocks = Blocks::new(ctx.isa(), group.weights, (group.columns, depth));
+        let blocks = Blocks::new(ctx.isa(), group.weights, group.columns, depth);
         float_group(product.a, group, Source::blocks(blocks, depth))
     };
     let groups: Vec<_> = indices.iter().map(group).collect();
@@ -224,18 +224,18 @@ fn run_some(ctx: &Context, product: &Product<'_>, indices: &[usize], epilogue: &
     gemm::run(ctx, &list, &OfPieces { inner: epilogue, pieces: &whole_groups(product, indices) });
 }
 
-/// Some groups of a product, each as one piece of all its rows.
+/// Lists some groups of a product, each as one piece of all its rows.
 fn whole_groups(product: &Product<'_>, indices: &[usize]) -> Vec<RowPiece> {
     indices.iter().map(|&group| RowPiece { group, first: 0, rows: product.groups[group].rows }).collect()
 }
 
-/// A group with weights from elsewhere.
+/// Returns a group of the float product with `b` as its weights.
 fn float_group<'a>(a: &'a Tensor, group: &Group<'a>, b: Source<'a>) -> gemm::Group<'a> {
     let rows = group.indices.map_or_else(|| Source::rows(a, group.first), |indices| Source::gathered(a, indices));
     gemm::Group { a: rows, b, rows: group.rows, columns: group.columns, depth: a.cols() }
 }
 
-/// The groups of many rows: their weights become bf16, as many at a time as memory is meant for.
+/// Computes the groups of many rows: their weights are converted to bf16, at most [`DEQUANTIZED_BYTES`] at a time.
 fn run_many(ctx: &Context, product: &Product<'_>, many: &[usize], epilogue: &dyn Finish) {
     let depth = product.weights.cols();
     let num_weights = |index: usize| product.groups[index].columns * product.num_tiles();
@@ -262,7 +262,7 @@ fn run_chunk(ctx: &Context, product: &Product<'_>, indices: &[usize], num_rows: 
         firsts.push(at);
         for half in &group.weights[..product.num_tiles()] {
             let to = &mut weights.bf16s_mut()[at * depth..(at + group.columns) * depth];
-            to_bf16(ctx, *half, (group.columns, depth), to);
+            to_bf16(ctx, *half, group.columns, depth, to);
             at += group.columns;
         }
     }

@@ -1,4 +1,4 @@
-//! How the numbers that blocks stand for are written, rounded to bf16, for products of many rows.
+//! Stores of dequantized numbers, rounded to bf16, for products of many rows.
 
 use core::arch::x86_64::{
     __m512, __m512i, _mm512_and_si512, _mm512_loadu_si512, _mm512_permutex2var_epi16, _mm512_permutex2var_epi32,
@@ -11,30 +11,33 @@ use super::layouts::PART;
 use crate::simd::rounding::nearest_of_16;
 use crate::simd::{Avx512, Avx512Bf16, Level};
 
-/// The lanes of two vectors, which are as many numbers as a part.
+/// The lanes of a vector; two of them are a part.
 const HALF: usize = PART / 2;
 
-/// A way to write numbers.
+/// A way to store numbers.
 ///
-/// All functions ask for a machine with AVX2, FMA, F16C, BMI2 and AVX-512 F, BW, DQ and VL, and are inlined where their callers have these.
+/// # Safety of all functions
+///
+/// The machine must have AVX2, FMA, F16C, BMI2 and AVX-512 F, BW, DQ and VL. Functions are inlined into callers
+/// compiled with these.
 pub(super) trait Put {
-    /// What a number is in memory.
+    /// The type of a number in memory.
     type Number;
 
-    /// Writes the lanes of the first vector and then those of the other.
+    /// Stores the lanes of the first vector and then those of the second.
     ///
     /// # Safety
     /// As the trait says, and what the implementation adds.
     unsafe fn put(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
 
-    /// Writes a lane of either vector in turn.
+    /// Stores the lanes of both vectors interleaved.
     ///
     /// # Safety
     /// As the trait says, and what the implementation adds.
     unsafe fn put_in_turn(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
 }
 
-/// For each number, a lane of either vector in turn, the place of its lane among those of both.
+/// For each number of an interleaved store the index of its lane in both vectors.
 const IN_TURN: [u32; PART] = {
     let mut places = [0; PART];
     let mut i = 0;
@@ -45,7 +48,7 @@ const IN_TURN: [u32; PART] = {
     places
 };
 
-/// The upper of the two words of each of those places.
+/// For each number of an interleaved store the index of the upper word of its lane.
 const UPPER_IN_TURN: [u16; PART] = {
     let mut words = [0; PART];
     let mut i = 0;
@@ -56,7 +59,7 @@ const UPPER_IN_TURN: [u16; PART] = {
     words
 };
 
-/// bf16 by the instruction of AVX-512 BF16, which the machine must have. What is too small for a normal number becomes zero.
+/// Stores bf16 with the instructions of AVX-512 BF16, which the machine must have. Subnormal numbers become zero.
 pub(super) struct ByInstruction;
 
 impl Put for ByInstruction {
@@ -75,7 +78,7 @@ impl Put for ByInstruction {
     }
 }
 
-/// bf16 by the operations of whole numbers.
+/// Stores bf16 with integer operations.
 pub(super) struct ByWords;
 
 impl Put for ByWords {
@@ -98,7 +101,7 @@ impl Put for ByWords {
     }
 }
 
-/// The bits of f32 that are bf16, too.
+/// Stores f32 rounded to bf16.
 pub(super) struct Widened;
 
 impl Put for Widened {

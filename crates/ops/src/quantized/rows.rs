@@ -1,4 +1,4 @@
-//! Rows of activations as 8-bit numbers, with a scale for each block of 32.
+//! Rows of activations quantized to 8 bits, with a scale for each block of 32.
 
 use bytemuck::{Pod, Zeroable};
 use moeworks_tensor::{BLOCK_LEN, DType, Tensor, bf16};
@@ -6,19 +6,19 @@ use moeworks_tensor::{BLOCK_LEN, DType, Tensor, bf16};
 use crate::Context;
 use crate::simd::{Float, LANES, kernel, with_float};
 
-/// Four neighbouring blocks of a row; of those that are not there, zeros. What kernels want to know of them is worked out once here
+/// Four consecutive blocks of a row, zeros beyond its end. Corrections that kernels need are computed once here
 /// instead of for each row of weights.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 pub(super) struct Quad {
     /// The first 16 numbers of each block, and then the other 16 of each.
     pub(super) halves: [[i8; 2 * BLOCK_LEN]; 2],
-    /// What stands beside scales and what beside least values or offsets, as the [`Beside`] says.
+    /// Scales, and values for minima or offsets, as the [`Beside`] says.
     pub(super) beside: [[f32; 16]; 2],
 }
 
 impl Quad {
-    /// What it holds for weights that are floats.
+    /// Returns the 128 bf16 that it holds for FP8 weights.
     #[inline(always)]
     pub(super) fn floats(&self) -> &[bf16; QUAD] {
         bytemuck::cast_ref(self)
@@ -29,39 +29,42 @@ impl Quad {
     }
 }
 
-/// What a kernel has beside the numbers of activations.
+/// The format of activations for a kernel: the corrections that go with the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Beside {
-    /// For weights in short blocks, of each quad: the blocks' scales, each four times; and the bits of whole numbers, which sums of four
-    /// neighbours of the first halves and four of the second are to be given for weights that are larger than they should be by this.
+    /// For weights in short blocks: in each quad the blocks' scales, each four times; and as integer bits minus the
+    /// offset times the sums of four consecutive numbers of the first half and four of the second, for weights stored
+    /// larger by the offset.
     Offset(u8),
-    /// The same; but the halves of a block are its numbers 0, 2, 4 and so on, and 1, 3, 5.
+    /// Like `Offset`, but the halves of a block are its even numbers and its odd ones.
     Pairs(u8),
-    /// The same as for an offset, but the scale times the sum of the first half of each block, the same of the second, and two zeros.
+    /// Like `Offset`, but the corrections of each block are the scale times the sum of its first half, the same for the
+    /// second half, and two zeros.
     Least,
-    /// For weights in blocks of 256, of every other quad: scales of the 8 parts and their sums times their scales less than
-    /// zero; and zeros.
+    /// For weights in blocks of 256: in every other quad the scales of the 8 parts, then minus the scale times the
+    /// sum of each part; the rest are zeros.
     Parts,
-    /// The same with scales twice, for halves of parts; and sums of the halves, times their scales and this.
+    /// Like `Parts`, but with each scale twice, for the halves of parts, and with the sums of halves times the scales
+    /// and this factor.
     Halves(u8),
-    /// For floats: in place of numbers and all beside them 128 bf16.
+    /// For FP8: 128 bf16 in place of numbers and corrections.
     Floats,
-    /// The same, of each 64 the first eight of each 16 and then the others.
+    /// Like `Floats`, but of each 64 first the first eight of each 16, then the others.
     WovenFloats,
 }
 
 /// Elements of a [`Quad`].
 pub(super) const QUAD: usize = 4 * BLOCK_LEN;
 
-/// Quantized rows: element i of a block is about `scale` times its number, off by half a scale at most, where the scale is the
-/// block's largest magnitude over 127. A block in which something is not finite has scale NaN.
+/// Quantized rows. Element i of a block is about `scale` times its number, off by at most half a scale; the scale is
+/// the block's largest magnitude over 127. A block with a value that is not finite has scale NaN.
 pub(super) struct QuantizedRows {
     memory: Tensor,
     quads_per_row: usize,
 }
 
 impl QuantizedRows {
-    /// The rows of `x [R, K]`, f32 or bf16.
+    /// Quantizes the rows of `x [R, K]`, f32 or bf16.
     pub(super) fn of(ctx: &Context, x: &Tensor, beside: Beside) -> Self {
         let (rows, cols) = (x.rows(), x.cols());
         let quads_per_row = cols.div_ceil(QUAD);
@@ -80,7 +83,7 @@ impl QuantizedRows {
         Self { memory, quads_per_row }
     }
 
-    /// Row `index`.
+    /// Returns row `index`.
     pub(super) fn row(&self, index: usize) -> &[Quad] {
         &bytemuck::cast_slice(self.memory.u32s())[index * self.quads_per_row..][..self.quads_per_row]
     }
@@ -118,13 +121,13 @@ fn write_floats<T: Float>(x: &[T], are_woven: bool, to: &mut [Quad]) {
     }
 }
 
-/// Every other number from the first on, and then the rest.
+/// Moves even numbers to the first half and odd ones to the second.
 #[inline(always)]
 fn parted(numbers: &[i8; BLOCK_LEN]) -> [i8; BLOCK_LEN] {
     std::array::from_fn(|i| numbers[i % HALF * 2 + i / HALF])
 }
 
-/// The sums of four neighbours each: of words, since vectors have those.
+/// Returns sums of four consecutive numbers, computed on 32-bit words so that it vectorises.
 #[inline(always)]
 fn sums_of_fours(numbers: &[i8; BLOCK_LEN]) -> [i32; BLOCK_LEN / 4] {
     let words: [i32; BLOCK_LEN / 4] = bytemuck::cast(*numbers);
@@ -139,11 +142,12 @@ fn sums_of_fours(numbers: &[i8; BLOCK_LEN]) -> [i32; BLOCK_LEN / 4] {
 const HALF: usize = BLOCK_LEN / 2;
 
 impl Beside {
-    /// Puts it beside block `index`, of whose halves these are the sums of four neighbours each.
+    /// Stores the scale and the corrections of block `index`; `fours` are sums of four consecutive numbers of its
+    /// halves.
     #[inline(always)]
     fn put(self, to: &mut [Quad], index: usize, scale: f32, fours: [[i32; 4]; 2]) {
         let sums = fours.map(|fours| scale * fours.iter().sum::<i32>() as f32);
-        // Of eight blocks the first quad has all.
+        // The first quad holds those of all eight blocks.
         let ([scales, others], part) = match self {
             Self::Offset(_) | Self::Pairs(_) | Self::Least => (&mut to[index / 4].beside, 4 * (index % 4)),
             Self::Parts => (&mut to[index / 8 * 2].beside, index % 8),
@@ -174,7 +178,7 @@ impl Beside {
     }
 }
 
-/// A block's scale and numbers.
+/// Returns a block's scale and numbers.
 #[inline(always)]
 fn quantize_block<T: Float>(x: &[T; BLOCK_LEN]) -> (f32, [i8; BLOCK_LEN]) {
     let (mut largest, mut not_finite) = ([0.0_f32; LANES], [0.0_f32; LANES]);
@@ -182,11 +186,11 @@ fn quantize_block<T: Float>(x: &[T; BLOCK_LEN]) -> (f32, [i8; BLOCK_LEN]) {
         for i in 0..LANES {
             let size = x[i].load().abs();
             largest[i] = if size > largest[i] { size } else { largest[i] };
-            // Zero times what is not finite is NaN.
+            // Zero times a value that is not finite is NaN.
             not_finite[i] += size * 0.0;
         }
     }
-    // By halves, which stay vectors.
+    // By halves, so that they stay vectors.
     let mut len = LANES / 2;
     while len > 0 {
         for i in 0..len {

@@ -1,4 +1,5 @@
-//! Products of quantized rows with blocks by the byte dot product of aarch64 (`sdot`, Armv8.2), which takes both with their signs.
+//! Products of quantized activations with blocks by the byte dot product of aarch64 (`sdot`, Armv8.2), whose operands
+//! are both signed.
 
 use core::arch::aarch64::{
     float32x4_t, int8x16_t, int32x4_t, vaddvq_f32, vcvtq_f32_s32, vdupq_n_f32, vdupq_n_s8, vdupq_n_s32, vfmaq_n_f32,
@@ -7,18 +8,18 @@ use core::arch::aarch64::{
 
 use super::blocks_of;
 use super::kernel::{MAX_FEW, Panel, with_rows, write_column};
-use super::layouts::PART;
+use super::layouts::{PART, Scale};
 use super::rows::Quad;
 use super::sixteens::Sixteens;
 use crate::gemm::kernel::Tile;
 
-/// Numbers of a vector, and of a half of a [`PART`].
+/// Numbers in a vector, and in half of a [`PART`].
 const HALF: usize = PART / 2;
 
-/// The sums of a panel, as [`run`](super::kernel::run) writes them.
+/// Computes the sums of a panel as [`run`](super::kernel::run) does.
 ///
 /// # Safety
-/// The machine must have the instruction, and rows be as long as there.
+/// The machine must have the instruction, and rows must be as long as for [`run`](super::kernel::run).
 #[target_feature(enable = "dotprod")]
 pub(super) unsafe fn run<B: Sixteens>(panel: Panel<'_>, tiles: &mut [Tile]) {
     let Panel { weights, columns, a, tile_step, .. } = panel;
@@ -33,7 +34,7 @@ pub(super) unsafe fn run<B: Sixteens>(panel: Panel<'_>, tiles: &mut [Tile]) {
     }
 }
 
-/// The products of a row of weights with `R` rows of activations.
+/// Returns the products of a row of weights with `R` rows of activations.
 #[inline]
 #[target_feature(enable = "dotprod")]
 fn products<B: Sixteens, const R: usize>(blocks: &[B], apart: &[u8], a: [&[Quad]; R]) -> [f32; R] {
@@ -43,7 +44,7 @@ fn products<B: Sixteens, const R: usize>(blocks: &[B], apart: &[u8], a: [&[Quad]
         for part in 0..B::LEN / PART {
             let at = index * (B::LEN / PART) + part;
             let numbers = block.sixteens(part);
-            // Two where halves have scales of their own.
+            // Two, because halves may have scales of their own.
             let scales = [0, 1].map(|half| block.scale((PART * part + HALF * half) / B::SHARED, apart));
             for (sum, a) in sums.iter_mut().zip(a) {
                 *sum = add_part::<B>(*sum, numbers, scales, &a[at / 4], at % 4);
@@ -59,7 +60,7 @@ fn products<B: Sixteens, const R: usize>(blocks: &[B], apart: &[u8], a: [&[Quad]
 fn add_part<B: Sixteens>(
     mut sum: float32x4_t,
     numbers: [int8x16_t; 2],
-    scales: [(f32, f32); 2],
+    scales: [Scale; 2],
     quad: &Quad,
     at: usize,
 ) -> float32x4_t {
@@ -67,13 +68,13 @@ fn add_part<B: Sixteens>(
     let x = quad.halves.each_ref().map(|half| load(&half.as_chunks::<HALF>().0[at]));
     let x_scale = quad.beside[0][at * 4];
     if B::SHARED == PART {
-        let (scale, least) = scales[0];
+        let Scale { scale, least } = scales[0];
         let dots = |with: [int8x16_t; 2]| vcvtq_f32_s32(dot(dot(none, with[0], x[0]), with[1], x[1]));
         sum = vfmaq_n_f32(sum, dots(numbers), scale * x_scale);
         return if B::HAS_LEAST { vfmsq_n_f32(sum, dots([ones; 2]), least * x_scale) } else { sum };
     }
     for half in 0..2 {
-        let (scale, least) = scales[half];
+        let Scale { scale, least } = scales[half];
         sum = vfmaq_n_f32(sum, vcvtq_f32_s32(dot(none, numbers[half], x[half])), scale * x_scale);
         if B::HAS_LEAST {
             sum = vfmsq_n_f32(sum, vcvtq_f32_s32(dot(none, ones, x[half])), least * x_scale);
@@ -85,11 +86,11 @@ fn add_part<B: Sixteens>(
 #[inline]
 #[target_feature(enable = "dotprod")]
 fn load(numbers: &[i8; HALF]) -> int8x16_t {
-    // SAFETY: a vector is as long.
+    // SAFETY: the array is as long as a vector.
     unsafe { vld1q_s8(numbers.as_ptr()) }
 }
 
-/// Adds to each lane of `sum` the four products of the bytes of `a` and `b` that are there.
+/// Adds to each lane of `sum` the four products of the bytes of `a` and `b` in that lane.
 #[inline]
 #[target_feature(enable = "dotprod")]
 fn dot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {

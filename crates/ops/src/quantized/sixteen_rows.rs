@@ -1,4 +1,4 @@
-//! Rows of blocks turned into the bf16 numbers nearest to what they stand for, by NEON.
+//! Conversion of rows of quantized weights to the nearest bf16, by NEON.
 
 use core::arch::aarch64::{
     float32x4_t, int8x16_t, vcvtq_f32_s32, vdupq_n_f32, vget_high_s8, vget_high_s16, vget_low_s8, vget_low_s16,
@@ -6,18 +6,18 @@ use core::arch::aarch64::{
 };
 use moeworks_tensor::bf16;
 
-use super::layouts::PART;
+use super::layouts::{PART, Scale};
 use super::sixteens::Sixteens;
-use super::weights::Layout;
+use super::weights::{Layout, RowBytes};
 use super::{blocks_of, with_ints};
 use crate::simd::{Level, Neon};
 
 /// Half of a part.
 const HALF: usize = PART / 2;
 
-/// Writes as many numbers of a row of whole blocks of whole numbers, or of its part, as there is room for.
-pub(super) fn write_row((numbers, scales): (&[u8], &[u8]), layout: Layout, to: &mut [bf16]) {
-    with_ints!(layout, B => write::<B>(blocks_of::<B>(numbers), scales, to));
+/// Converts a row of whole blocks of integers, as many elements as `to` holds.
+pub(super) fn write_row(row: RowBytes<'_>, layout: Layout, to: &mut [bf16]) {
+    with_ints!(layout, B => write::<B>(blocks_of::<B>(row.numbers), row.scales, to));
 }
 
 fn write<B: Sixteens>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
@@ -27,7 +27,7 @@ fn write<B: Sixteens>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
             let mut written = [bf16::ZERO; PART];
             for (half, numbers) in block.sixteens(part).into_iter().enumerate() {
                 let scale = block.scale((PART * part + HALF * half) / B::SHARED, apart);
-                // SAFETY: there is room for sixteen numbers of two bytes.
+                // SAFETY: `written` has sixteen more numbers of two bytes.
                 unsafe { Neon::store(written[HALF * half..].as_mut_ptr().cast(), rounded::<B>(numbers, scale)) };
             }
             match to.first_chunk_mut() {
@@ -38,9 +38,11 @@ fn write<B: Sixteens>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
     }
 }
 
-/// Sixteen numbers as bf16: the products are rounded before anything is taken away, as in [`decode`](super::layouts::Values::decode).
+/// Converts sixteen numbers to bf16. Products are rounded before the minimum is subtracted, as in
+/// [`decode`](super::layouts::Values::decode).
 #[inline(always)]
-fn rounded<B: Sixteens>(numbers: int8x16_t, (scale, least): (f32, f32)) -> [float32x4_t; 2] {
+fn rounded<B: Sixteens>(numbers: int8x16_t, scale: Scale) -> [float32x4_t; 2] {
+    let Scale { scale, least } = scale;
     // SAFETY: all machines of this kind have NEON.
     unsafe {
         let value = |whole| {

@@ -1,4 +1,4 @@
-//! The whole numbers of blocks in NEON's vectors of sixteen bytes: [`Block::ints`] in vectors.
+//! The integers of blocks in NEON vectors of sixteen bytes: [`Block::ints`] as vectors.
 
 use core::arch::aarch64::{
     int8x16_t, uint8x16_t, vandq_u8, vdupq_n_s8, vdupq_n_u8, vdupq_n_u32, vld1q_s8, vld1q_u8, vorrq_u8, vqtbl1q_s8,
@@ -14,25 +14,25 @@ use super::layouts::{
 /// Bytes of a vector.
 const LEN: usize = PART / 2;
 
-/// The halves of a part, before what stands for zero is taken away.
+/// The halves of a part, before the offset is subtracted.
 type Halves = [uint8x16_t; 2];
 
-/// A block whose numbers come in vectors.
+/// A block whose integers come as vectors.
 pub(super) trait Sixteens: Block {
-    /// [`ints`](Block::ints): the first sixteen, and the others.
+    /// Returns [`ints`](Block::ints) as two vectors: the first sixteen, and the others.
     fn sixteens(&self, part: usize) -> [int8x16_t; 2];
 }
 
-// All functions below run on machines with NEON, which is every one that this is compiled for.
+// All functions below need NEON, which every aarch64 machine has.
 
 #[inline(always)]
 fn load(bytes: &[u8], at: usize) -> uint8x16_t {
     let bytes: &[u8; LEN] = bytes[at..].first_chunk().expect("a block's bytes");
-    // SAFETY: see above; a vector is as long.
+    // SAFETY: see above; the array is as long as a vector.
     unsafe { vld1q_u8(bytes.as_ptr()) }
 }
 
-/// 32 bytes.
+/// Loads 32 bytes.
 #[inline(always)]
 fn load_part(bytes: &[u8], at: usize) -> Halves {
     [load(bytes, at), load(bytes, at + LEN)]
@@ -44,7 +44,7 @@ fn and(x: uint8x16_t, mask: u8) -> uint8x16_t {
     unsafe { vandq_u8(x, vdupq_n_u8(mask)) }
 }
 
-/// The low halves of 16 bytes and their high halves.
+/// Returns the low four bits of 16 bytes, and the high ones.
 #[inline(always)]
 fn nibbles(x: uint8x16_t) -> Halves {
     // SAFETY: see above.
@@ -57,21 +57,21 @@ fn or(x: Halves, y: Halves) -> Halves {
     unsafe { [vorrq_u8(x[0], y[0]), vorrq_u8(x[1], y[1])] }
 }
 
-/// Shifted to the right.
+/// Shifts each byte right.
 #[inline(always)]
 fn shifted(x: Halves, by: usize) -> Halves {
     // SAFETY: see above.
     unsafe { x.map(|x| vshlq_u8(x, vdupq_n_s8(-(by as i8)))) }
 }
 
-/// The bits `bit` on of each byte that `mask` has, `UP` bits higher than there.
+/// Returns the bits from `bit` on of each byte, masked with `mask` and shifted up by `UP`.
 #[inline(always)]
 fn bits<const UP: i32>(x: Halves, bit: usize, mask: u8) -> Halves {
     // SAFETY: see above.
     unsafe { shifted(x, bit).map(|x| vshlq_n_u8::<UP>(and(x, mask))) }
 }
 
-/// Bit i of 32, times 16.
+/// Returns bit i of 32 as 16 times a byte.
 #[inline(always)]
 fn fifth_bits(bytes: &[u8], at: usize) -> Halves {
     const BYTES: [[u8; LEN]; 2] =
@@ -92,23 +92,25 @@ fn less(x: Halves, zero: i8) -> [int8x16_t; 2] {
     unsafe { x.map(|x| vsubq_s8(vreinterpretq_s8_u8(x), vdupq_n_s8(zero))) }
 }
 
-/// What sixteen levels have for numbers below 16.
+/// Looks up the levels of numbers below 16.
 #[inline(always)]
 fn levels(levels: &[i8; LEN], x: Halves) -> [int8x16_t; 2] {
-    // SAFETY: see above; a vector is as long.
+    // SAFETY: see above; the array is as long as a vector.
     unsafe {
         let levels = vld1q_s8(levels.as_ptr());
         x.map(|x| vqtbl1q_s8(levels, x))
     }
 }
 
-/// Of 64 elements the first 32 are in the low halves of 32 bytes, the others in the high ones.
+/// Returns the four-bit numbers of a part: of 64 elements the first 32 are the low four bits of 32 bytes, the others
+/// the high ones.
 #[inline(always)]
 fn long_nibbles(bytes: &[u8], at: usize, part: usize) -> Halves {
     bits::<0>(load_part(bytes, at + 32 * (part / 2)), 4 * (part % 2), 15)
 }
 
-/// The elements of 128 are in 32 bytes, by pairs of bits; `UP` bits higher than there.
+/// Returns the two-bit numbers of a part, shifted up by `UP`: 128 elements are in 32 bytes, the parts in consecutive
+/// pairs of bits.
 #[inline(always)]
 fn pairs_of_bits<const UP: i32>(bytes: &[u8], at: usize, part: usize) -> Halves {
     bits::<UP>(load_part(bytes, at + 32 * (part / 4)), 2 * (part % 4), 3)

@@ -1,22 +1,23 @@
-//! Rows of weights in blocks, one by one, so that memory is read in one stream: what the kernels of each instruction set have in common.
+//! Streaming of weight rows in blocks, one row after the other: the code that the kernels of all x86-64 instruction
+//! sets share.
 
 use super::kernel::Panel;
 use super::layouts::{Block, PART};
 use super::rows::Beside;
 use crate::prefetch::prefetch_far;
 
-/// The most blocks of a unit, which is what a kernel takes at a time.
+/// The most blocks of a unit, which a kernel takes at a time.
 pub(super) const MAX_BLOCKS: usize = 4;
 
-/// What stands beside activations for a type of weights, whose whole numbers are made larger by `offset`, and if they are paired are
-/// those of even places first.
+/// Returns the format of activations for a type of weights whose integers are raised by `offset` and, if paired, come
+/// with even places first.
 pub(super) const fn beside<B: Block>(offset: u8, is_paired: bool) -> Beside {
     match (B::LEN > PART, B::SHARED == PART) {
         (false, _) if B::HAS_LEAST => Beside::Least,
         (false, _) if is_paired => Beside::Pairs(offset),
         (false, _) => Beside::Offset(offset),
         (true, true) => Beside::Parts,
-        // What is larger than it should be by an offset has a least value of so many scales.
+        // An offset acts as a minimum of so many scales.
         (true, false) => Beside::Halves(if B::HAS_LEAST { 1 } else { offset }),
     }
 }
@@ -24,16 +25,26 @@ pub(super) const fn beside<B: Block>(offset: u8, is_paired: bool) -> Beside {
 /// A row of weights.
 pub(super) struct Row<'a, B> {
     pub(super) blocks: &'a [B],
-    /// Its scales, if they are elsewhere.
+    /// Its scales, if they are in a tensor of their own.
     pub(super) scales: &'a [u8],
-    /// What will be read some rows later.
+    /// The blocks of a row some rows later, to be prefetched.
     pub(super) ahead: *const B,
-    /// The first row of the sums and their column, and every how many tiles the next [`MAX_ROWS`](crate::gemm::kernel::MAX_ROWS) rows go.
-    pub(super) to: (usize, usize, usize),
+    /// The first row of activations, which is the row of the sums.
+    pub(super) first: usize,
+    /// The column of the sums.
+    pub(super) column: usize,
+    /// Tiles from the sums of [`MAX_ROWS`](crate::gemm::kernel::MAX_ROWS) rows to those of the next.
+    pub(super) tile_step: usize,
 }
-
+/// The blocks of a unit, and their scales if they are in a tensor of their own.
+#[derive(Clone, Copy)]
+pub(super) struct Unit<B> {
+    pub(super) blocks: *const B,
+    pub(super) scales: *const u8,
+}
 impl<'a, B: Block> Row<'a, B> {
-    /// Row `column` of a panel, with what comes `rows_ahead` rows later, of which the scales are asked for at once.
+    /// Describes row `column` of a panel and the row `rows_ahead` rows later, whose split scales are prefetched at
+    /// once.
     #[inline(always)]
     pub(super) fn of(panel: &Panel<'a>, column: usize, rows_ahead: usize) -> Self {
         let ahead = panel.ahead(column, rows_ahead);
@@ -43,11 +54,12 @@ impl<'a, B: Block> Row<'a, B> {
         let scales = panel.weights.scales.row(column);
         let blocks: &[B] = super::blocks_of(panel.weights.numbers.row(column));
         assert!(scales.len() >= blocks.len() * B::APART, "scales of a row");
-        Self { blocks, scales, ahead: ahead.numbers.address(0).cast(), to: (0, column, panel.tile_step) }
+        let (ahead, tile_step) = (ahead.numbers.address(0).cast(), panel.tile_step);
+        Self { blocks, scales, ahead, first: 0, column, tile_step }
     }
 }
 
-/// The scales of fewer blocks than a unit has, where they are elsewhere, and zeros for the others.
+/// Pads the split scales of fewer blocks than a unit has with zeros.
 pub(super) fn unit_of_scales(scales: &[u8]) -> [u8; MAX_BLOCKS] {
     let mut all = [0; MAX_BLOCKS];
     let len = scales.len().min(MAX_BLOCKS);
@@ -55,7 +67,7 @@ pub(super) fn unit_of_scales(scales: &[u8]) -> [u8; MAX_BLOCKS] {
     all
 }
 
-/// Asks for all cache lines that bytes lie on.
+/// Prefetches all cache lines of some bytes.
 #[inline(always)]
 pub(super) fn prefetch_bytes(at: *const u8, len: usize) {
     for line in (0..len).step_by(64) {
@@ -64,15 +76,15 @@ pub(super) fn prefetch_bytes(at: *const u8, len: usize) {
     prefetch_far(at.wrapping_add(len - 1));
 }
 
-/// `run` for a machine with `$features`, and the sums of a row of weights with some rows of activations: `$Units` gives the number of
-/// blocks of a unit, `add_unit` adds the products of a unit to the `Sums` of each row.
+/// Defines `run` for a machine with `$features`. `$Units` is the trait that gives the number of blocks of a unit, and
+/// `add_unit` adds the products of a unit to the `Sums` of each row.
 macro_rules! streamed {
     ($features:literal, $Units:ident) => {
-        /// Writes sum `[r][c]` as [`kernel::run`](super::kernel::run) says.
+        /// Computes the sums of a panel as [`kernel::run`](super::kernel::run) does.
         ///
         /// # Safety
-        /// The machine must have the features that the function names; rows of activations must have as many quads as hold a row of
-        /// weights.
+        /// The machine must have the features that the function names; rows of activations must have as many quads as
+        /// a row of weights needs.
         #[target_feature(enable = $features)]
         pub(super) unsafe fn run<B: $Units>(panel: Panel<'_>, tiles: &mut [Tile]) {
             let bytes = panel.depth / B::LEN * size_of::<B>();
@@ -83,12 +95,12 @@ macro_rules! streamed {
                 for a in panel.a.chunks(pass) {
                     // SAFETY: the caller's promise.
                     with_rows!(a, rows => unsafe { sums(&row, rows, tiles) });
-                    row.to.0 += pass;
+                    row.first += pass;
                 }
             }
         }
 
-        /// Writes the sums of a row of weights with some rows of activations.
+        /// Computes the sums of a row of weights with some rows of activations.
         ///
         /// # Safety
         /// As for [`run`].
@@ -105,19 +117,19 @@ macro_rules! streamed {
                 // SAFETY: the unit and its scales are whole, and activations have as many quads as the row.
                 unsafe {
                     let scales = row.scales.as_ptr().add(at * B::BLOCKS * B::APART);
-                    add_unit((unit.as_ptr(), scales), (a, at), &mut sums);
+                    add_unit(Unit { blocks: unit.as_ptr(), scales }, a, at, &mut sums);
                 }
                 at += 1;
             }
             if !rest.is_empty() {
-                // What is not there counts as blocks of zeros.
+                // Missing blocks count as blocks of zeros.
                 let mut unit = [B::zeroed(); MAX_BLOCKS];
                 unit[..rest.len()].copy_from_slice(rest);
                 let scales = unit_of_scales(&row.scales[at * B::BLOCKS * B::APART..]);
                 // SAFETY: as above.
-                unsafe { add_unit((unit.as_ptr(), scales.as_ptr()), (a, at), &mut sums) };
+                unsafe { add_unit(Unit { blocks: unit.as_ptr(), scales: scales.as_ptr() }, a, at, &mut sums) };
             }
-            let (first, column, tile_step) = row.to;
+            let Row { first, column, tile_step, .. } = *row;
             for (row, sums) in (first..).zip(sums) {
                 tiles[row / MAX_ROWS * tile_step].0[row % MAX_ROWS * TILE_STRIDE + column] = sums.total::<B>();
             }

@@ -19,10 +19,10 @@ use crate::linear::{Write, linear};
 use crate::parallel::Lent;
 use crate::test_data::{contexts, kind, kinds, numbers, tensor};
 
-/// The types that numbers can be turned into.
+/// The types to which numbers can be quantized.
 const TYPES: [DType; 2] = [DType::Q8, DType::Q4];
 
-/// The types of blocks of files alone, with where in a block an f16 stands.
+/// The block types that only files have, with the place of an f16 in a block.
 const FOREIGN: [(DType, &[usize]); 11] = [
     (DType::Q4_1, &[0, 2]),
     (DType::Q5_0, &[0]),
@@ -41,7 +41,7 @@ fn all_types() -> impl Iterator<Item = DType> {
     TYPES.into_iter().chain(FOREIGN.map(|(dtype, _)| dtype))
 }
 
-/// A matrix in blocks: of random numbers, or for the types of files of random bytes with scales of either sign.
+/// Returns a matrix in blocks: of random numbers, or for types of files of random bytes with scales of either sign.
 fn blocks(ctx: &Context, shape: &[usize], dtype: DType, seed: u64) -> Tensor {
     let Some((_, halves)) = FOREIGN.iter().find(|(foreign, _)| *foreign == dtype) else {
         return quantize(ctx, &tensor(ctx, shape, &numbers(shape.iter().product(), seed), DType::F32), dtype);
@@ -55,7 +55,7 @@ fn blocks(ctx: &Context, shape: &[usize], dtype: DType, seed: u64) -> Tensor {
         }
         if dtype == DType::F8 {
             block[..4].copy_from_slice(&(0.1 * random[0]).to_le_bytes());
-            // NaN is for other tests.
+            // NaN is tested elsewhere.
             block[4..].iter_mut().filter(|byte| **byte & 0x7f == 0x7f).for_each(|byte| *byte = 0);
         }
         for &at in *halves {
@@ -65,7 +65,8 @@ fn blocks(ctx: &Context, shape: &[usize], dtype: DType, seed: u64) -> Tensor {
     y
 }
 
-/// The same matrix with its scales elsewhere, and room between its rows; none of a type that has its scales with its numbers.
+/// Returns the same matrix with its scales split off and space between its rows; none for a type that keeps its
+/// scales with its numbers.
 fn parted(ctx: &Context, blocks: &Tensor) -> Option<Tensor> {
     const GAP: usize = 5;
     let (mut numbers, mut scales) = (vec![0xa5; 3], vec![0x5a; 1]);
@@ -96,10 +97,10 @@ fn parted(ctx: &Context, blocks: &Tensor) -> Option<Tensor> {
 
 #[test]
 fn blocks_are_those_of_gguf() {
-    // scale 0.5 is 0x3800 as an f16.
+    // Scale 0.5 is 0x3800 as an f16.
     let block = Q8Block { scale: [0x00, 0x38], values: std::array::from_fn(|i| i as i8 - 16) };
     assert_eq!(block.ints(0).map(|n| f32::from(n) * block.scale()), std::array::from_fn(|i| (i as f32 - 16.0) * 0.5));
-    // The first 16 weights are the low halves.
+    // The first 16 weights are the low four bits.
     let block = Q4Block { scale: [0x00, 0x38], values: std::array::from_fn(|i| i as u8 | ((15 - i as u8) << 4)) };
     let exact = |i: usize| if i < 16 { i as i8 - 8 } else { 7 - (i as i8 - 16) };
     assert_eq!(block.ints(0), std::array::from_fn(exact));
@@ -107,7 +108,7 @@ fn blocks_are_those_of_gguf() {
 
 #[test]
 fn floats_of_few_bits_have_the_values_of_their_standards() {
-    // Low half first, times a power of two.
+    // The low half comes first, times a power of two.
     let mut values = [0; BLOCK_LEN / 2];
     (values[0], values[8], values[15]) = (0x7a, 0x01, 0x90);
     let mut numbers = [9.0; BLOCK_LEN];
@@ -131,11 +132,11 @@ fn floats_of_few_bits_have_the_values_of_their_standards() {
     }
 }
 
-/// The largest error of a block's numbers, and the most that it may be: `steps` scales, and what the largest of its integers
-/// makes of the scale's rounding to f16 (whose subnormals are multiples of 2^-24).
+/// Returns the largest error of a block's numbers, and its bound: `steps` scales, and the share of the scale's
+/// rounding to f16 (whose subnormals are multiples of 2^-24) for the largest integer.
 fn error_and_bound<B: FromNumbers>(x: &[f32; BLOCK_LEN], steps: f32, largest: f32) -> (f32, f32) {
     let block = B::quantize(x);
-    let (ints, (scale, _)) = (block.ints(0), Block::scale(&block, 0, &[]));
+    let (ints, scale) = (block.ints(0), Block::scale(&block, 0, &[]).scale);
     let error = x.iter().zip(ints).map(|(x, n)| (x - scale * f32::from(n)).abs()).fold(0.0, f32::max);
     let rounding = scale.abs() * 2.0_f32.powi(-11) + 2.0_f32.powi(-25);
     (error, 1.001 * (steps * scale.abs() + largest * rounding))
@@ -150,7 +151,7 @@ proptest! {
         let x = x.map(|x| x * x * x * 2.0_f32.powi(exponent));
         let (error, bound) = error_and_bound::<Q8Block>(&x, 0.5, 127.0);
         prop_assert!(error <= bound, "8 bits: {error}, at most {bound}");
-        // With the smallest of the scales that are tried the largest magnitude is 8.4, and what has the other sign becomes 7.
+        // With the smallest tried scale the largest magnitude becomes 8.4, and a number of the other sign becomes 7.
         let (error, bound) = error_and_bound::<Q4Block>(&x, 1.4, 8.0);
         prop_assert!(error <= bound, "4 bits: {error}, at most {bound}");
     }
@@ -199,7 +200,7 @@ struct Case {
 }
 
 impl Case {
-    /// The depth is that or the next that rows of the type can have.
+    /// Rounds the depth up to one that rows of the type can have.
     fn new(rows: usize, depth: usize, columns: usize, dtype: DType) -> Self {
         Self { rows, depth: depth.next_multiple_of(dtype.block_len()), columns, dtype }
     }
@@ -208,7 +209,7 @@ impl Case {
         numbers(self.rows * self.depth, 1)
     }
 
-    /// Holds `y` to the bound that the documentation states, around the sums in f64 of the weights that the blocks stand for.
+    /// Holds `y` to the documented bound around the f64 sums of the numbers that the blocks stand for.
     fn assert_close(&self, what: &str, y: &[f32], x: &[f32], w: &[f32]) {
         let Self { depth, columns, .. } = *self;
         for (i, &y) in y.iter().enumerate() {
@@ -230,7 +231,8 @@ impl Case {
     }
 }
 
-/// On every instruction set, with one to three threads, and with every kernel of each; with the scales elsewhere, too.
+/// Checks a case on every instruction set with one to three threads and with every kernel of each, also with split
+/// scales.
 fn check(case: Case) {
     let Case { rows, depth, columns, dtype } = case;
     let x = case.x();
@@ -244,7 +246,7 @@ fn check(case: Case) {
             assert_eq!(dequantize(&ctx, &weights, DType::F32).bytes(), exact.bytes(), "{case:?}");
             let y = linear(&ctx, &x_tensor, &weights, DType::F32);
             case.assert_close(&format!("{:?}", ctx.isa()), y.f32s(), &x, exact.f32s());
-            every_kernel(&ctx, case, &x_tensor, &weights, (&x, exact.f32s()));
+            every_kernel(&ctx, case, &x_tensor, &weights, exact.f32s());
             ys.push(y);
         }
         if let Some((last_kind, last)) = &last
@@ -258,7 +260,7 @@ fn check(case: Case) {
     }
 }
 
-fn every_kernel(ctx: &Context, case: Case, x: &Tensor, weights: &Tensor, values: (&[f32], &[f32])) {
+fn every_kernel(ctx: &Context, case: Case, x: &Tensor, weights: &Tensor, w: &[f32]) {
     let Case { rows, columns, dtype, .. } = case;
     if rows > 16 {
         return;
@@ -266,13 +268,13 @@ fn every_kernel(ctx: &Context, case: Case, x: &Tensor, weights: &Tensor, values:
     for kernel in Kernel::available(ctx.isa(), dtype) {
         let mut y = ctx.empty(&[rows, columns], DType::F32);
         y.f32s_mut().fill(f32::NAN);
-        let halves = matrix(weights, 0, (columns, false));
+        let halves = matrix(weights, 0, columns, false);
         let groups = &[Group { indices: None, first: 0, rows, weights: halves, columns }];
         let product = Product { a: x, weights, groups, is_paired: false };
         let to = Lent::new(y.f32s_mut());
         let store = Store { to, offsets: &[0], stride: columns, write: Write::Replace };
         product::run_few(ctx, &product, kernel, &store);
-        case.assert_close(&format!("{kernel:?}"), y.f32s(), values.0, values.1);
+        case.assert_close(&format!("{kernel:?}"), y.f32s(), x.f32s(), w);
     }
 }
 
@@ -298,7 +300,7 @@ fn odd_and_even_numbers_of_blocks_and_partial_panels_are_within_the_bound() {
 
 #[test]
 fn many_columns_are_within_the_bound() {
-    // Few are given to a GPU's blocks by halves.
+    // Half blocks of a GPU take few rows.
     for (rows, dtype) in [1, 7].into_iter().flat_map(|rows| all_types().map(move |dtype| (rows, dtype))) {
         check(Case::new(rows, 64, 4129, dtype));
     }
@@ -306,7 +308,8 @@ fn many_columns_are_within_the_bound() {
 
 #[test]
 fn blocks_of_threads_of_every_layout_are_within_the_bound() {
-    // An emulated GPU has three multiprocessors: blocks of a tile with four chunks under way, and of eight, four and two with all rows.
+    // An emulated GPU has three multiprocessors: blocks of a tile with four chunks in flight, and of eight, four and
+    // two with all rows.
     for (rows, depth, columns) in [(1, 9056, 18), (20, 288, 264), (20, 288, 100), (9, 160, 40)] {
         TYPES.into_iter().for_each(|dtype| check(Case::new(rows, depth, columns, dtype)));
     }
@@ -315,7 +318,7 @@ fn blocks_of_threads_of_every_layout_are_within_the_bound() {
 
 #[test]
 fn sums_over_a_long_depth_are_within_the_bound() {
-    // A GPU's warps copy chunks of it in turn to where earlier ones were.
+    // A GPU's warps copy chunks in turn to the places of earlier ones.
     for (rows, dtype) in [1, 13, 31].into_iter().flat_map(|rows| all_types().map(move |dtype| (rows, dtype))) {
         check(Case::new(rows, 4640, 18, dtype));
     }
@@ -366,7 +369,7 @@ fn nan_and_infinity_make_their_row_or_column_nan_and_no_other() {
         for ctx in contexts() {
             let weights = quantize(&ctx, &tensor(&ctx, &[50, 96], &w, DType::F32), dtype);
             let y = linear(&ctx, &tensor(&ctx, &[3, 96], &x, DType::F32), &weights, DType::F32);
-            // A GPU multiplies activations as they are: what is infinite stays so.
+            // A GPU does not quantize activations, so infinity stays infinite.
             let is_bad =
                 |i: usize, y: f32| if ctx.device() == Device::Cpu || i < 50 { y.is_nan() } else { !y.is_finite() };
             for (i, y) in y.f32s().iter().enumerate() {
@@ -376,8 +379,8 @@ fn nan_and_infinity_make_their_row_or_column_nan_and_no_other() {
     }
 }
 
-/// The layer's output with quantized experts of sizes D and F, and with the same weights as floats.
-fn experts(ctx: &Context, dtypes: [DType; 2], (d, f): (usize, usize), num_tokens: usize) -> [Tensor; 2] {
+/// Returns the layer's output with quantized experts of sizes D and F, and with the same weights as floats.
+fn experts(ctx: &Context, dtypes: [DType; 2], d: usize, f: usize, num_tokens: usize) -> [Tensor; 2] {
     let e = 3;
     let x = tensor(ctx, &[num_tokens, d], &numbers(num_tokens * d, 1), DType::F32);
     let [gate_up, down] = dtypes;
@@ -398,8 +401,8 @@ fn experts(ctx: &Context, dtypes: [DType; 2], (d, f): (usize, usize), num_tokens
     })
 }
 
-fn assert_experts_are_close(ctx: &Context, dtypes: [DType; 2], sizes: (usize, usize), num_tokens: usize, most: f32) {
-    let [y, exact] = experts(ctx, dtypes, sizes, num_tokens);
+fn assert_experts_are_close(ctx: &Context, dtypes: [DType; 2], d: usize, f: usize, num_tokens: usize, most: f32) {
+    let [y, exact] = experts(ctx, dtypes, d, f, num_tokens);
     let size: f32 = exact.f32s().iter().map(|x| x * x).sum();
     let error: f32 = exact.f32s().iter().zip(y.f32s()).map(|(a, b)| (a - b) * (a - b)).sum();
     let off = (error / size).sqrt();
@@ -410,9 +413,9 @@ fn assert_experts_are_close(ctx: &Context, dtypes: [DType; 2], sizes: (usize, us
 fn quantized_experts_give_nearly_what_their_weights_give_as_floats() {
     for ctx in contexts() {
         for dtypes in [[DType::Q8; 2], [DType::Q4; 2], [DType::Q4, DType::Q8]] {
-            // 33: one group of few rows, one of many. 520: more than are multiplied with blocks as they lie.
+            // 33: one group of few rows, one of many. 520: more rows than are multiplied with blocks in place.
             for num_tokens in [1, 9, 100, 33, 520] {
-                assert_experts_are_close(&ctx, dtypes, (64, 96), num_tokens, 0.014);
+                assert_experts_are_close(&ctx, dtypes, 64, 96, num_tokens, 0.014);
             }
         }
     }
@@ -423,8 +426,8 @@ fn experts_in_blocks_of_files_give_nearly_what_their_weights_give_as_floats() {
     for ctx in kinds() {
         for (dtype, _) in FOREIGN {
             for num_tokens in [1, 50] {
-                // Random bytes are numbers that are not zero on average, unlike their sums.
-                assert_experts_are_close(&ctx, [dtype; 2], (512, 256), num_tokens, 0.04);
+                // Random bytes are numbers whose mean is not zero, unlike their sums.
+                assert_experts_are_close(&ctx, [dtype; 2], 512, 256, num_tokens, 0.04);
             }
         }
     }
@@ -433,7 +436,7 @@ fn experts_in_blocks_of_files_give_nearly_what_their_weights_give_as_floats() {
 #[test]
 fn one_token_gets_nearly_the_sum_of_its_experts() {
     let (d, f, e) = (256, 768, 5);
-    // Experts 0, 2 and 4 have its rows.
+    // Experts 0, 2 and 4 have the tensor's rows.
     let (offsets, tokens, weights, token_rows) = ([0, 1, 1, 2, 2, 3], [0; 3], [0.5, 0.25, 1.5], [2, 0, 1]);
     for (ctx, dtype) in kinds().flat_map(|ctx| all_types().map(move |dtype| (ctx.clone(), dtype))) {
         let x = tensor(&ctx, &[1, d], &numbers(d, 1), DType::F32);
@@ -482,13 +485,13 @@ fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
     for ctx in contexts() {
         for dtype in all_types() {
             for num_blocks in [1_usize, 2, 7, 1025] {
-                let shape = [num_blocks.div_ceil(7), num_blocks.min(7) * dtype.block_len()];
-                let blocks = blocks(&ctx, &shape, dtype, 3);
+                let (rows, depth) = (num_blocks.div_ceil(7), num_blocks.min(7) * dtype.block_len());
+                let blocks = blocks(&ctx, &[rows, depth], dtype, 3);
                 let exact = dequantize(&ctx, &blocks, DType::F32);
                 let nearest: Vec<bf16> = exact.f32s().iter().map(|&x| bf16::from_f32(x)).collect();
                 for blocks in parted(&ctx, &blocks).into_iter().chain([blocks]) {
                     let mut found = vec![bf16::from_f32(7.0); exact.len()];
-                    super::dequantize::to_bf16(&ctx, Weights::of(&blocks), shape.into(), &mut found);
+                    super::dequantize::to_bf16(&ctx, Weights::of(&blocks), rows, depth, &mut found);
                     assert!(found == nearest, "{dtype:?}, {num_blocks} blocks, {:?}", ctx.isa());
                     let found = dequantize(&ctx, &blocks, DType::BF16);
                     assert!(found.slice::<bf16>() == nearest, "{dtype:?}, {num_blocks} blocks, {}", ctx.describe());
@@ -498,11 +501,12 @@ fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
     }
 }
 
-/// A matrix in blocks as the f32 units of products that turn its rows themselves, each row from an element on.
+/// Converts a matrix in blocks to f32 units, each row from an element on, as products do that convert rows by
+/// themselves.
 #[cfg(target_arch = "x86_64")]
 fn as_units(ctx: &Context, blocks: &Tensor, start: usize) -> Vec<f32> {
     let (rows, depth) = (blocks.rows(), blocks.cols());
-    let source = Blocks::new(ctx.isa(), [Weights::of(blocks); 2], (rows, depth));
+    let source = Blocks::new(ctx.isa(), [Weights::of(blocks); 2], rows, depth);
     let mut found = vec![0; rows * (depth - start)];
     for (row, to) in found.chunks_exact_mut(depth - start).enumerate() {
         source.to_units(row, start, Compute::F32, to);
@@ -535,11 +539,11 @@ fn a_scale_that_is_nan_makes_its_whole_block_nan_when_it_is_turned_into_bf16() {
     for ctx in contexts() {
         for dtype in [DType::Q8, DType::Q4, DType::Iq4Nl, DType::Q5_0] {
             let mut blocks = blocks(&ctx, &[1, 256], dtype, 6);
-            // Of all payloads the one that rounding would carry into the sign.
+            // Of all NaN payloads the one that rounding would carry into the sign.
             blocks.bytes_mut()[3 * dtype.size()..][..2].copy_from_slice(&0x7fff_u16.to_le_bytes());
             let is_right = |(i, is_nan): (usize, bool)| is_nan == (i / BLOCK_LEN == 3);
             let mut found = vec![bf16::from_f32(7.0); 256];
-            super::dequantize::to_bf16(&ctx, Weights::of(&blocks), (1, 256), &mut found);
+            super::dequantize::to_bf16(&ctx, Weights::of(&blocks), 1, 256, &mut found);
             assert!(found.iter().map(|x| x.is_nan()).enumerate().all(is_right), "{dtype:?} on {:?}", ctx.isa());
             #[cfg(target_arch = "x86_64")]
             if ctx.isa() >= Isa::Avx512 {

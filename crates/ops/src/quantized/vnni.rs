@@ -1,4 +1,4 @@
-//! Products of quantized rows with blocks by the byte dot product of AVX-512 VNNI.
+//! Products of quantized activations with blocks by the byte dot product of AVX-512 VNNI.
 
 use core::arch::x86_64::{
     __m512, __m512i, _mm512_add_ps, _mm512_castps_si512, _mm512_cvtepi32_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps,
@@ -10,46 +10,42 @@ use super::kernel::{Panel, with_rows};
 use super::lanes::Lanes;
 use super::layouts::PART;
 use super::rows::{Beside, Quad};
-use super::stream::{self, MAX_BLOCKS, Row, prefetch_bytes, streamed, unit_of_scales};
+use super::stream::{self, MAX_BLOCKS, Row, Unit, prefetch_bytes, streamed, unit_of_scales};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::simd::{Avx512, Level};
 
-/// What stands beside activations for a type of weights.
+/// Returns the format of activations for a type of weights.
 pub(super) const fn beside<B: Lanes>() -> Beside {
     stream::beside::<B>(B::OFFSET.cast_unsigned(), B::IS_PAIRED)
 }
 
 streamed!("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2", Lanes);
 
-/// Two vectors of sums, so that additions need not wait for each other.
+/// Two vectors of sums, so that additions do not wait for each other.
 #[derive(Clone, Copy)]
 struct Sums([__m512; 2]);
 
-/// Adds the products of unit `at` of a row of weights with `R` rows.
+/// Adds the products of unit `at` of a row of weights with `R` rows of activations.
 ///
 /// # Safety
 /// As for [`run`]; the unit and its scales must be readable, and the rows must have its quads.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn add_unit<B: Lanes, const R: usize>(
-    (unit, scales): (*const B, *const u8),
-    (a, at): ([&[Quad]; R], usize),
-    sums: &mut [Sums; R],
-) {
-    let at = at * B::QUADS;
+unsafe fn add_unit<B: Lanes, const R: usize>(unit: Unit<B>, a: [&[Quad]; R], at: usize, sums: &mut [Sums; R]) {
+    let (at, Unit { blocks: unit, scales }) = (at * B::QUADS, unit);
     // SAFETY: the caller's promise.
     unsafe {
         let scales = B::scales(unit, scales);
         if !B::IS_LONG {
             let numbers = B::numbers(unit, 0);
             for (sums, a) in sums.iter_mut().zip(a) {
-                sums.add_short::<B>((numbers, scales), a.get_unchecked(at));
+                sums.add_short::<B>(numbers, scales, a.get_unchecked(at));
             }
             return;
         }
         let numbers = [B::numbers(unit, 0), B::numbers(unit, 1)];
         for (sums, a) in sums.iter_mut().zip(a) {
-            sums.add_long::<B>((numbers, scales), [a.get_unchecked(at), a.get_unchecked(at + 1)]);
+            sums.add_long::<B>(numbers, scales, [a.get_unchecked(at), a.get_unchecked(at + 1)]);
         }
     }
 }
@@ -65,7 +61,7 @@ impl Sums {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
     fn total<B: Lanes>(self) -> f32 {
         let Self([products, others]) = self;
-        // Of products with scales and least values in one vector the upper lanes alone are sums.
+        // If scales and minima share a vector, only the upper lanes of the corrections are sums.
         let lanes = if B::IS_LONG && B::SHARED == PART { 0xff00 } else { 0xffff };
         Avx512::total(_mm512_mask_add_ps(products, lanes, products, others))
     }
@@ -76,7 +72,7 @@ impl Sums {
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-    unsafe fn add_short<B: Lanes>(&mut self, (numbers, scales): ([__m512i; 2], [__m512; 2]), a: &Quad) {
+    unsafe fn add_short<B: Lanes>(&mut self, numbers: [__m512i; 2], scales: [__m512; 2], a: &Quad) {
         let Self([products, others]) = self;
         // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each.
         unsafe {
@@ -97,18 +93,14 @@ impl Sums {
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-    unsafe fn add_long<B: Lanes>(
-        &mut self,
-        (numbers, [scales, least]): ([[__m512i; 2]; 2], [__m512; 2]),
-        a: [&Quad; 2],
-    ) {
+    unsafe fn add_long<B: Lanes>(&mut self, numbers: [[__m512i; 2]; 2], [scales, least]: [__m512; 2], a: [&Quad; 2]) {
         let Self([products, others]) = self;
         // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each, as lanes are.
         unsafe {
             let factors = _mm512_mul_ps(scales, _mm512_load_ps(a[0].beside[0].as_ptr()));
             let zero = _mm512_setzero_si512();
             if B::SHARED == PART {
-                // The upper lanes are products of least values and sums already.
+                // The upper lanes already are products of minima and sums.
                 *others = _mm512_add_ps(*others, factors);
             } else {
                 let least = if B::HAS_LEAST { least } else { scales };
@@ -132,7 +124,7 @@ impl Sums {
     }
 }
 
-/// Sums of four products each of weights and activations, added to `start`.
+/// Returns sums of four products each of weights and activations, added to `start`.
 ///
 /// # Safety
 /// As for [`run`]; activations must be aligned to a cache line.

@@ -1,18 +1,18 @@
-//! The norm of rows of which some columns are here and others elsewhere: what all parts of a row have to know is a number each way,
-//! the sum over the parts of what [`row_products`] gives.
+//! RMSNorm over a width that is sharded across tensor-parallel ranks. Forward and backward each all-reduce one number
+//! for each row, the sum over ranks of [`row_products`].
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::Rows;
+use super::{RmsNormInputs, Rows};
 use crate::Context;
 use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::{Float, LANES, kernel, sum_lanes, with_float};
 
-/// `sum over columns of a b weight` of each row of `a` and `b`, `[rows]` f32; without `weight`, which is as wide as a row, of
-/// `a b`. Forward takes that of `x` and `x`, backward that of `dy`, `x` and the weight.
+/// Returns `sum over columns of a b weight` for each row, `[rows]` f32; without `weight`, which is as wide as a row,
+/// of `a b`. Forward needs it of `x` and `x`, backward of `dy`, `x` and the weight.
 #[must_use]
-pub fn row_products(ctx: &Context, (a, b): (&Tensor, &Tensor), width: usize, weight: Option<&Tensor>) -> Tensor {
+pub fn row_products(ctx: &Context, a: &Tensor, b: &Tensor, width: usize, weight: Option<&Tensor>) -> Tensor {
     let weight = weight.map_or_else(|| vec![1.0; width], Tensor::to_f32_vec);
     let rows = Rows::wide(a, width);
     assert_eq!((a.len(), weight.len()), (b.len(), width), "row_products: {:?}, {:?}", a.shape(), b.shape());
@@ -46,10 +46,11 @@ kernel! {
     }
 }
 
-/// The part of [`rms_norm`](super::rms_norm) of rows whose `1 / rms` are `inv_rms` `[rows]`: `y` in the shape of `x`.
+/// Computes this rank's columns of [`rms_norm`](super::rms_norm) from `inv_rms` `[rows]`, the `1 / rms` of whole
+/// rows. Returns `y` in the shape of `x`.
 #[must_use]
 pub fn rms_norm_part(ctx: &Context, x: &Tensor, weight: &Tensor, inv_rms: &Tensor, out: DType) -> Tensor {
-    let rows = Rows::of(x, weight);
+    let rows = Rows::new(x, weight);
     assert_eq!(inv_rms.len(), rows.count, "rms_norm_part: inv_rms");
     let (weight, inv_rms) = (weight.to_f32_vec(), inv_rms.f32s());
     let mut y = ctx.empty(x.shape(), out);
@@ -70,18 +71,19 @@ pub fn rms_norm_part(ctx: &Context, x: &Tensor, weight: &Tensor, inv_rms: &Tenso
     y
 }
 
-/// The part of [`rms_norm_backward`](super::rms_norm_backward) of rows whose `1 / rms` are `inv_rms` and whose means of `dy x weight`
-/// over all parts are `means` (`[rows]` f32 both): returns `dx` and writes or adds the gradient of the weight's part.
+/// Computes this rank's columns of [`rms_norm_backward`](super::rms_norm_backward). `inv_rms` are the `1 / rms` of
+/// whole rows, and `means` the means of `dy x weight` over whole rows (`[rows]` f32 both). Returns `dx` and writes or
+/// adds the gradient of this rank's weight.
 #[must_use]
 pub fn rms_norm_part_backward(
     ctx: &Context,
     dy: &Tensor,
-    (x, weight): (&Tensor, &Tensor),
-    (inv_rms, means): (&Tensor, &Tensor),
+    RmsNormInputs { x, weight, inv_rms }: RmsNormInputs<'_>,
+    means: &Tensor,
     write: Write,
     dweight: &mut Tensor,
 ) -> Tensor {
-    let rows = Rows::of(x, weight);
+    let rows = Rows::new(x, weight);
     assert_eq!((dy.len(), means.len(), dweight.len()), (x.len(), rows.count, rows.width), "rms_norm_part backward");
     let (weight, dweight) = (weight.to_f32_vec(), dweight.f32s_mut());
     let mut dx = ctx.empty(x.shape(), DType::F32);

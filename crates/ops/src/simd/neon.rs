@@ -12,8 +12,8 @@ use moeworks_tensor::{bf16, f16};
 
 use super::Level;
 
-/// Pairs of NEON's vectors: of its 32 registers there are 16 pairs, as many as AVX2 has of the same 8 lanes. So whatever is laid out
-/// for that level fits this one. Where one number goes to all lanes, the instruction takes it from a lane of one register.
+/// NEON, whose vectors are taken in pairs: its 32 registers make 16 pairs, as many vectors of 8 lanes as AVX2 has, so
+/// that layouts for that level fit this one. Instructions take a number for all lanes from a lane of one register.
 #[derive(Clone, Copy)]
 pub(crate) struct Neon;
 
@@ -24,7 +24,7 @@ impl Level for Neon {
 
     #[inline(always)]
     fn splat(value: f32) -> Self::Vector {
-        // SAFETY: every aarch64 processor that this is compiled for has NEON; so also below.
+        // SAFETY: every aarch64 CPU that this is compiled for has NEON; so also below.
         unsafe { [vdupq_n_f32(value); 2] }
     }
 
@@ -94,7 +94,7 @@ impl Level for Neon {
 
     #[inline(always)]
     unsafe fn stream(to: *mut f32, value: Self::Vector) {
-        // Processors find out by themselves that whole lines are written.
+        // The CPU detects by itself that whole lines are written.
         // SAFETY: the caller's promise is handed on.
         unsafe { Self::store(to, value) }
     }
@@ -106,7 +106,7 @@ impl Level for Neon {
     }
 }
 
-/// The first elements of pairs of bf16, and the second ones.
+/// Returns the first elements of pairs of bf16, and the second ones.
 ///
 /// # Safety
 /// The machine must have NEON.
@@ -122,7 +122,7 @@ pub(crate) unsafe fn bf16_pairs(pairs: [float32x4_t; 2]) -> [[float32x4_t; 2]; 2
     }
 }
 
-/// Eight f16.
+/// Widens eight f16.
 ///
 /// # Safety
 /// The machine must have NEON.
@@ -132,7 +132,7 @@ pub(crate) unsafe fn widened_halves(halves: uint16x8_t) -> [float32x4_t; 2] {
     unsafe { [vget_low_u16(halves), vget_high_u16(halves)].map(|half| vcvt_f32_f16(vreinterpret_f16_u16(half))) }
 }
 
-/// The sums of the two halves of `a`, and then those of `b`.
+/// Returns the sums of the two halves of `a`, and then those of `b`.
 ///
 /// # Safety
 /// The machine must have NEON.
@@ -145,7 +145,7 @@ unsafe fn halves_added(a: float32x4_t, b: float32x4_t) -> float32x4_t {
     }
 }
 
-/// Lanes whose upper words are the nearest bf16, of two equally near ones the even one.
+/// Returns lanes whose upper words are the nearest bf16, ties to even.
 ///
 /// # Safety
 /// The machine must have NEON.
@@ -156,12 +156,12 @@ unsafe fn nearest(lanes: float32x4_t) -> uint32x4_t {
         let bits = vreinterpretq_u32_f32(lanes);
         let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
         let rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
-        // What is added to a NaN could make it a number; a quiet one has a NaN for its upper word.
+        // The addition could turn a NaN into a number; a quiet NaN keeps a NaN in its upper word.
         vbslq_u32(vceqq_f32(lanes, lanes), rounded, vorrq_u32(bits, vdupq_n_u32(0x0040_0000)))
     }
 }
 
-/// The upper words of both, one after the other.
+/// Returns the upper words of both vectors, one after the other.
 ///
 /// # Safety
 /// The machine must have NEON.

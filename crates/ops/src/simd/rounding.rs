@@ -1,4 +1,5 @@
-//! Rounding to bf16: by the instruction of AVX-512 BF16, and by operations of whole numbers, which does as [`Float::store`].
+//! Rounding to bf16: by the instruction of AVX-512 BF16, and by integer operations with the results of
+//! [`Float::store`].
 
 use core::arch::x86_64::{
     __m256, __m256i, __m512, __m512bh, __m512i, _CMP_ORD_Q, _CMP_UNORD_Q, _mm256_add_epi32, _mm256_and_si256,
@@ -13,8 +14,8 @@ use moeworks_tensor::bf16;
 
 use super::Float;
 
-/// Rounds elements one for one. A function with its own features: where this is reached through a closure, which has none, each
-/// instruction would become a call.
+/// Rounds elements one by one. It is a function with its own CPU features, because a closure has none and each
+/// instruction in it would become a call.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(super) fn round_by_instruction(from: &[f32], to: &mut [bf16]) {
@@ -30,11 +31,11 @@ pub(super) fn round_by_instruction(from: &[f32], to: &mut [bf16]) {
     to_rest.iter_mut().zip(rest).for_each(|(to, &x)| *to = bf16::store(x));
 }
 
-/// The lanes of both as bf16: those of `low` and then those of `high`, and one of each in turn.
+/// Returns the lanes of both vectors as bf16: those of `low` and then those of `high`, and both interleaved.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(super) fn round_and_pair(low: __m512, high: __m512) -> [__m512; 2] {
-    /// An element of the lower half and one of the upper half in turn.
+    /// Indices that alternate between the lower and the upper half.
     const TURNS: [u16; 32] = {
         let mut turns = [0; 32];
         let mut i = 0;
@@ -54,26 +55,26 @@ pub(super) fn round_and_pair(low: __m512, high: __m512) -> [__m512; 2] {
 
 /// Half of the least step of bf16, less one, in the bits of f32.
 const BELOW_HALF: i32 = 0x7fff;
-/// What makes a NaN a quiet one, whose upper word is NaN, too.
+/// The bit that makes a NaN quiet, so that its upper word is a NaN, too.
 const QUIET: i32 = 0x0040_0000;
 
-/// Lanes whose upper words are the nearest bf16, of two equally near ones the even one.
+/// Returns lanes whose upper words are the nearest bf16, ties to even.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
 pub(crate) fn nearest_of_16(lanes: __m512) -> __m512i {
     let bits = _mm512_castps_si512(lanes);
     let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
     let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(BELOW_HALF)));
-    // What is added to a NaN could make it a number.
+    // The addition could turn a NaN into a number.
     let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(lanes, lanes);
     _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(QUIET))
 }
 
-/// The lanes of both, one after the other, as bf16.
+/// Returns the lanes of both vectors, one after the other, as bf16.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) fn round_16(low: __m512, high: __m512) -> __m512 {
-    /// The upper words of both.
+    /// Indices of the upper words of both vectors.
     const UPPER: [u16; 32] = {
         let mut words = [0; 32];
         let mut i = 0;
@@ -88,7 +89,7 @@ pub(super) fn round_16(low: __m512, high: __m512) -> __m512 {
     _mm512_castsi512_ps(_mm512_permutex2var_epi16(nearest_of_16(low), upper, nearest_of_16(high)))
 }
 
-/// The nearest bf16, of two equally near ones the even one, in 32 bits.
+/// Returns the nearest bf16, ties to even, in 32-bit lanes.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
 fn nearest_of_8(lanes: __m256) -> __m256i {
@@ -96,16 +97,16 @@ fn nearest_of_8(lanes: __m256) -> __m256i {
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(BELOW_HALF)));
     let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(QUIET));
-    // What is added to a NaN could make it a number.
+    // The addition could turn a NaN into a number.
     let is_number = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_ORD_Q>(lanes, lanes));
     _mm256_srli_epi32::<16>(_mm256_blendv_epi8(quiet, rounded, is_number))
 }
 
-/// The lanes of both, one after the other, as bf16.
+/// Returns the lanes of both vectors, one after the other, as bf16.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
 pub(crate) fn round_8(low: __m256, high: __m256) -> __m256 {
     let words = _mm256_packus_epi32(nearest_of_8(low), nearest_of_8(high));
-    // Packing goes by halves of vectors.
+    // The instruction packs by halves of vectors.
     _mm256_castsi256_ps(_mm256_permute4x64_epi64::<0b11_01_10_00>(words))
 }

@@ -1,8 +1,8 @@
-//! A number in all lanes of a vector.
+//! Broadcast of a number to all lanes of a vector.
 
-/// The 32 bits `at` units behind `from`, in all lanes, by the instruction for integers. Compilers choose the one for floats, which takes
-/// a place among multiplications on Zen 4: tiles of 8 rows by 1 vector then have 2.6 instead of 3.2 (f32) and 3.5 (pairs of bf16) G
-/// products of vectors a second.
+/// Broadcasts the 32 bits `at` units after `from`, by the integer instruction. Compilers choose the one for floats,
+/// which competes with multiplications on Zen 4: tiles of 8 rows by 1 vector then compute 2.6 billion vector products
+/// a second instead of 3.2 (f32) and 3.5 (pairs of bf16).
 ///
 /// # Safety
 /// The machine must have AVX-512 F, and the unit must be readable. It need not be aligned.

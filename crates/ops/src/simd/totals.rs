@@ -1,6 +1,6 @@
 //! The sums of a vector's lanes, in one order for every instruction set.
 
-/// The sum of eight lanes, halves first.
+/// Returns the sum of eight lanes, adding halves first.
 ///
 /// # Safety
 /// The machine must have AVX2.
@@ -18,7 +18,7 @@ pub(super) unsafe fn total_of_8(lanes: core::arch::x86_64::__m256) -> f32 {
     }
 }
 
-/// The sum of sixteen lanes, halves first.
+/// Returns the sum of sixteen lanes, adding halves first.
 ///
 /// # Safety
 /// The machine must have AVX-512 F and DQ.
@@ -29,7 +29,7 @@ pub(super) unsafe fn total_of_16(lanes: core::arch::x86_64::__m512) -> f32 {
     unsafe { total_of_8(_mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes))) }
 }
 
-/// [`total_of_16`] of four vectors.
+/// Returns the [`total_of_16`] of each of four vectors.
 ///
 /// # Safety
 /// The machine must have AVX-512 F and DQ.
@@ -43,7 +43,7 @@ pub(super) unsafe fn totals_of_16([a, b, c, d]: [core::arch::x86_64::__m512; 4])
     unsafe {
         let ab = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
         let cd = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xee>(c, d));
-        // Each quarter is now what is left of one vector.
+        // Each quarter now holds the partial sums of one vector.
         let four = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
         let two = _mm512_add_ps(four, _mm512_permute_ps::<0x4e>(four));
         let one = _mm512_add_ps(two, _mm512_permute_ps::<0xb1>(two));

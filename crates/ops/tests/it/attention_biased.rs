@@ -12,12 +12,7 @@ use crate::common::{
 };
 
 /// The definition, in f64.
-fn reference(
-    (q, k, v): (&[f64], &[f64], &[f64]),
-    bias: Option<&[f64]>,
-    is_causal: bool,
-    s: &AttentionShape,
-) -> Vec<f64> {
+fn reference(q: &[f64], k: &[f64], v: &[f64], bias: Option<&[f64]>, is_causal: bool, s: &AttentionShape) -> Vec<f64> {
     let (h, w, group) = (s.head_dim, s.value_dim, s.num_heads / s.num_kv_heads);
     let mut o = vec![0.0; s.batch * s.seq_len * s.num_heads * w];
     for (row, o) in o.chunks_exact_mut(w).enumerate() {
@@ -51,7 +46,7 @@ struct Case {
 }
 
 impl Case {
-    fn new(ctx: &Context, shape: AttentionShape, (is_causal, has_bias): (bool, bool), dtype: DType) -> Self {
+    fn new(ctx: &Context, shape: AttentionShape, is_causal: bool, has_bias: bool, dtype: DType) -> Self {
         let (rows, kv_rows) = (shape.batch * shape.seq_len, shape.batch * shape.kv_capacity);
         let AttentionShape { seq_len, kv_len, num_heads, num_kv_heads, head_dim, value_dim, .. } = shape;
         let qkv = [
@@ -65,7 +60,7 @@ impl Case {
     fn run(&self, ctx: &Context) -> Tensor {
         let [q, k, v] = &self.qkv;
         let rule = ScoreRule { bias: self.bias.as_deref(), is_causal: self.is_causal };
-        attention_biased(ctx, (q, k, v), &rule, &self.shape)
+        attention_biased(ctx, q, k, v, &rule, &self.shape)
     }
 
     fn d_o(&self, ctx: &Context) -> Tensor {
@@ -76,7 +71,7 @@ impl Case {
     fn backward(&self, ctx: &Context) -> BiasedGrads {
         let [q, k, v] = &self.qkv;
         let rule = ScoreRule { bias: self.bias.as_deref(), is_causal: self.is_causal };
-        attention_biased_backward(ctx, &self.d_o(ctx), (q, k, v), &rule, &self.shape)
+        attention_biased_backward(ctx, &self.d_o(ctx), q, k, v, &rule, &self.shape)
     }
 
     fn bias(&self) -> Option<Vec<f64>> {
@@ -133,7 +128,7 @@ impl Case {
 
     fn check(&self, what: &str, ctx: &Context) {
         let [q, k, v] = self.qkv.each_ref().map(doubles);
-        let expected = reference((&q, &k, &v), self.bias().as_deref(), self.is_causal, &self.shape);
+        let expected = reference(&q, &k, &v, self.bias().as_deref(), self.is_causal, &self.shape);
         let tolerance = 1e-5 + rounding(self.qkv[0].dtype());
         let what = format!("{what}, causal {}, {:?}", self.is_causal, self.shape);
         assert_close(&what, &doubles(&self.run(ctx)), &expected, tolerance);
@@ -159,8 +154,8 @@ fn shape(
     }
 }
 
-/// An encoder longer than a block of keys, a decoder's prefill and step, both kinds of cross-attention; with whether they are
-/// causal and have a bias.
+/// An encoder longer than a block of keys, a decoder's prefill and step, both kinds of cross-attention; with whether
+/// they are causal and have a bias.
 fn usual_shapes() -> [(AttentionShape, (bool, bool)); 5] {
     [
         (shape([2, 150, 150, 0], [2, 1, 16, 16]), (false, true)),
@@ -177,7 +172,7 @@ fn every_instruction_set_gives_the_definition() {
         for (dtype, (shape, kind)) in
             [DType::F32, DType::BF16].into_iter().flat_map(|dtype| usual_shapes().map(|s| (dtype, s)))
         {
-            let case = Case::new(&ctx, shape, kind, dtype);
+            let case = Case::new(&ctx, shape, kind.0, kind.1, dtype);
             case.check(&what, &ctx);
             case.check_backward(&what, &ctx);
         }
@@ -187,11 +182,11 @@ fn every_instruction_set_gives_the_definition() {
 #[test]
 fn gradients_are_those_of_finite_differences() {
     let ctx = Context::cpu(2);
-    let case = Case::new(&ctx, shape([2, 4, 6, 1], [2, 2, 3, 4]), (true, true), DType::F32);
+    let case = Case::new(&ctx, shape([2, 4, 6, 1], [2, 2, 3, 4]), true, true, DType::F32);
     let ([q, k, v], d_o) = (case.qkv.each_ref().map(doubles), doubles(&case.d_o(&ctx)));
     let bias = case.bias().unwrap();
     let loss = |q: &[f64], k: &[f64], v: &[f64], bias: &[f64]| {
-        dot(&reference((q, k, v), Some(bias), case.is_causal, &case.shape), &d_o)
+        dot(&reference(q, k, v, Some(bias), case.is_causal, &case.shape), &d_o)
     };
     let expected = [
         finite_differences(&q, |q| loss(q, &k, &v, &bias)),
@@ -207,7 +202,7 @@ fn gradients_are_those_of_finite_differences() {
 #[test]
 fn without_bias_and_causal_it_is_plain_attention() {
     let ctx = Context::cpu(2);
-    let case = Case::new(&ctx, shape([2, 80, 90, 0], [2, 2, 16, 16]), (true, false), DType::F32);
+    let case = Case::new(&ctx, shape([2, 80, 90, 0], [2, 2, 16, 16]), true, false, DType::F32);
     let [q, k, v] = &case.qkv;
     let (o, lse) = attention(&ctx, q, k, v, &case.shape);
     assert_close("o", &doubles(&case.run(&ctx)), &doubles(&o), 1e-5);
@@ -220,7 +215,7 @@ fn without_bias_and_causal_it_is_plain_attention() {
 #[test]
 fn any_number_of_threads_gives_the_same_bits() {
     let [one, two, three] = thread_counts().map(|ctx| {
-        let case = Case::new(&ctx, shape([2, 130, 130, 0], [3, 1, 16, 16]), (false, true), DType::F32);
+        let case = Case::new(&ctx, shape([2, 130, 130, 0], [3, 1, 16, 16]), false, true, DType::F32);
         let BiasedGrads { qkv, bias } = case.backward(&ctx);
         (case.run(&ctx).to_f32_vec(), qkv.map(|d| d.to_f32_vec()), bias)
     });
@@ -239,7 +234,7 @@ proptest! {
         let ctx = Context::cpu(2);
         let kv_len = if is_causal { seq_len + keys } else { keys };
         let shape = shape([batch, seq_len, kv_len, spare], [kv_heads, group, head_dim, value_dim]);
-        let case = Case::new(&ctx, shape, (is_causal, has_bias), DType::F32);
+        let case = Case::new(&ctx, shape, is_causal, has_bias, DType::F32);
         case.check("random", &ctx);
         case.check_backward("random", &ctx);
     }

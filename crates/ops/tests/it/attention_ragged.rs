@@ -1,4 +1,5 @@
-//! Attention of sequences of different length, against the definition of each and against the bits that each gets alone.
+//! Attention of sequences of different length, against the definition of each and against the bits that each gets
+//! alone.
 
 use moeworks_ops::attention::{
     AttentionGrads, AttentionHeads, AttentionInputs, AttentionOutput, AttentionShape, KeyRows, RaggedSequence,
@@ -62,7 +63,8 @@ impl Sequence {
     }
 }
 
-/// One query and one key; keys around the edge of a block; queries in pieces; long enough for several blocks and ranges; no queries.
+/// One query and one key; keys around the edge of a block; queries in pieces; long enough for several blocks and
+/// ranges; no queries.
 fn adversarial_lists() -> Vec<Vec<Sequence>> {
     let shared = |num_queries, num_keys| Sequence {
         num_queries,
@@ -81,7 +83,7 @@ fn adversarial_lists() -> Vec<Vec<Sequence>> {
     ]
 }
 
-fn heads((num_heads, num_kv_heads): (usize, usize), head_dim: usize, window: Option<usize>) -> AttentionHeads {
+fn heads([num_heads, num_kv_heads]: [usize; 2], head_dim: usize, window: Option<usize>) -> AttentionHeads {
     let scale = 1.0 / (head_dim as f32).sqrt();
     AttentionHeads { num_heads, num_kv_heads, head_dim, value_dim: head_dim, window, scale }
 }
@@ -89,10 +91,10 @@ fn heads((num_heads, num_kv_heads): (usize, usize), head_dim: usize, window: Opt
 /// Groups of 1, 4 and 8 heads, windows shorter than a block, values of another size.
 fn several_heads() -> Vec<AttentionHeads> {
     vec![
-        heads((2, 2), 16, None),
-        heads((4, 1), 32, Some(7)),
-        AttentionHeads { value_dim: 20, ..heads((8, 1), 24, None) },
-        AttentionHeads { value_dim: 40, ..heads((8, 2), 8, Some(100)) },
+        heads([2, 2], 16, None),
+        heads([4, 1], 32, Some(7)),
+        AttentionHeads { value_dim: 20, ..heads([8, 1], 24, None) },
+        AttentionHeads { value_dim: 40, ..heads([8, 2], 8, Some(100)) },
     ]
 }
 
@@ -193,10 +195,10 @@ impl Case {
             let what =
                 |part: &str| format!("{what}, {part} of sequence {index} of {:?}, {:?}", self.sequences, self.heads);
             let (q, k, v) = (doubles(&q), doubles(&k), doubles(&v));
-            let (expected_o, expected_lse) = reference((&q, &k, &v), sinks.as_deref(), &shape);
+            let (expected_o, expected_lse) = reference(&q, &k, &v, sinks.as_deref(), &shape);
             // The softmax's weights are rounded, too: each adds its share of the size of its value.
             let sizes: Vec<f64> = v.iter().map(|v| v.abs()).collect();
-            let (weighed_sizes, _) = reference((&q, &k, &sizes), sinks.as_deref(), &shape);
+            let (weighed_sizes, _) = reference(&q, &k, &sizes, sinks.as_deref(), &shape);
             let further: Vec<f64> = weighed_sizes.iter().map(|size| slack * size).collect();
             let found = self.of_queries(index, &o, shape.num_heads * shape.value_dim);
             assert_within(&what("o"), found, &expected_o, 1e-5 + slack, &further);
@@ -270,7 +272,7 @@ fn sequences_that_share_blocks_see_the_same_prefix() {
         Sequence { num_queries: 80, num_keys: 80, rows: blocks(4) },
         Sequence { num_queries: 70, num_keys: 70, rows: blocks(15) },
     ];
-    let mut case = Case::new(&ctx, heads((4, 2), 16, None), sequences, DType::F32, 1);
+    let mut case = Case::new(&ctx, heads([4, 2], 16, None), sequences, DType::F32, 1);
     let q = case.q.to_f32_vec();
     let prefix = 64 * case.q.cols();
     case.q.f32s_mut()[80 * 64..][..prefix].copy_from_slice(&q[..prefix]);
@@ -284,7 +286,7 @@ fn sequences_that_share_blocks_see_the_same_prefix() {
 fn keys_that_are_values_have_the_bits_of_each_sequence_alone() {
     for (name, ctx) in host_contexts().into_iter().chain(gpu_contexts()) {
         for sequences in [4, 5].map(|list| adversarial_lists()[list].clone()) {
-            let mut case = Case::new(&ctx, heads((16, 1), 576, None), sequences, DType::BF16, 3);
+            let mut case = Case::new(&ctx, heads([16, 1], 576, None), sequences, DType::BF16, 3);
             case.v = case.k.clone();
             let inputs = AttentionInputs { q: &case.q, k: &case.k, v: &case.k, sinks: None };
             let sequences: Vec<_> = case.sequences.iter().map(Sequence::ragged).collect();
@@ -326,7 +328,7 @@ fn check_grads(name: &str, ctx: &Context, case: &Case) {
         let d_o = doubles(&d_o);
         let d_o = case.of_queries(index, &d_o, shape.num_heads * shape.value_dim);
         let [own_dq, own_dk, own_dv] =
-            reference_grads(d_o, (&doubles(&q), &doubles(&k), &doubles(&v)), sinks.as_deref(), &shape);
+            reference_grads(d_o, &doubles(&q), &doubles(&k), &doubles(&v), sinks.as_deref(), &shape);
         let what = |part: &str| format!("{name}, {part} of document {index}, {:?}", case.heads);
         assert_close(&what("dq"), case.of_queries(index, &dq, q.cols()), &own_dq, slack);
         for (part, all, own, width) in [("dk", &mut dk, own_dk, k.cols()), ("dv", &mut dv, own_dv, v.cols())] {
@@ -361,23 +363,27 @@ fn check_bits_of_grads(name: &str, ctx: &Context, case: &Case) {
         let (o, lse) = attention_with_sinks(ctx, (&q, &k, &v), case.sinks.as_ref(), &shape);
         let (own_dq, own_dk, own_dv) = attention_backward(ctx, &own_d_o, (&q, &k, &v), (&o, &lse), &shape);
         let of_keys = |all: &Tensor, own: &Tensor| {
-            all.f32s()[sequence.row(0) * own.cols()..][..own.len()].iter().zip(own.f32s()).all(same_bits)
+            all.f32s()[sequence.row(0) * own.cols()..][..own.len()]
+                .iter()
+                .zip(own.f32s())
+                .all(|(a, b)| same_bits(*a, *b))
         };
-        let are_same = case.of_queries(index, dq.f32s(), q.cols()).iter().zip(own_dq.f32s()).all(same_bits)
-            && of_keys(&dk, &own_dk)
-            && of_keys(&dv, &own_dv);
+        let are_same =
+            case.of_queries(index, dq.f32s(), q.cols()).iter().zip(own_dq.f32s()).all(|(a, b)| same_bits(*a, *b))
+                && of_keys(&dk, &own_dk)
+                && of_keys(&dv, &own_dv);
         assert!(are_same, "{name}, document {index}, {:?}", case.heads);
     }
 }
 
-fn same_bits((a, b): (&f32, &f32)) -> bool {
+fn same_bits(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits()
 }
 
 #[test]
 fn gradients_of_sinks_are_the_sums_over_sequences() {
     for (name, ctx) in contexts() {
-        let case = Case::new(&ctx, heads((4, 2), 16, Some(60)), documents(), DType::F32, 2);
+        let case = Case::new(&ctx, heads([4, 2], 16, Some(60)), documents(), DType::F32, 2);
         let (d_o, output, sinks) = (d_o_of(&ctx, &case), case.run(&ctx), case.sinks.as_ref().expect("sinks"));
         let mut expected = [0.0_f64; 4];
         for index in case.with_queries() {
@@ -405,7 +411,7 @@ fn gradients_of_sinks_are_the_sums_over_sequences() {
 fn gradients_of_sequences_that_share_keys_are_refused() {
     let ctx = Context::cpu(1);
     let sequences = vec![Sequence::from(0, 10, 10), Sequence::from(9, 10, 10)];
-    let case = Case::new(&ctx, heads((2, 1), 8, None), sequences, DType::F32, 1);
+    let case = Case::new(&ctx, heads([2, 1], 8, None), sequences, DType::F32, 1);
     let _ = case.run_backward(&ctx, &d_o_of(&ctx, &case), &case.run(&ctx));
 }
 
@@ -414,7 +420,7 @@ fn gradients_of_sequences_that_share_keys_are_refused() {
 fn a_sequence_with_too_few_blocks_is_refused() {
     let ctx = Context::cpu(1);
     let short = Sequence { num_queries: 1, num_keys: 33, rows: Rows::Blocks(16, vec![0, 1]) };
-    let case = Case::new(&ctx, heads((2, 1), 8, None), vec![Sequence::from(0, 1, 1), short], DType::F32, 1);
+    let case = Case::new(&ctx, heads([2, 1], 8, None), vec![Sequence::from(0, 1, 1), short], DType::F32, 1);
     let _ = case.run(&ctx);
 }
 
@@ -423,7 +429,7 @@ fn a_sequence_with_too_few_blocks_is_refused() {
 fn a_block_beyond_the_rows_is_refused() {
     let ctx = Context::cpu(1);
     let far = Sequence { num_queries: 1, num_keys: 33, rows: Rows::Blocks(16, vec![0, 40, 2]) };
-    let case = Case::new(&ctx, heads((2, 1), 8, None), vec![far], DType::F32, 1);
+    let case = Case::new(&ctx, heads([2, 1], 8, None), vec![far], DType::F32, 1);
     let _ = case.run(&ctx);
 }
 
@@ -454,7 +460,7 @@ proptest! {
         seed in 0..1000_u64,
     ) {
         let ctx = Context::cpu(2);
-        let heads = AttentionHeads { value_dim, ..heads((num_kv_heads * group, num_kv_heads), head_dim, window) };
+        let heads = AttentionHeads { value_dim, ..heads([num_kv_heads * group, num_kv_heads], head_dim, window) };
         let case = Case::new(&ctx, heads, sequences, if is_bf16 { DType::BF16 } else { DType::F32 }, seed);
         case.check("random", &ctx);
         case.check_bits("random", &ctx);

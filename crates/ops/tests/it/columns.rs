@@ -12,7 +12,7 @@ fn blocks_are_copied_repeated_and_added_where_they_belong() {
             let from = normal_tensor(&ctx, 1, &[rows, 10], DType::F32);
             let blocks = Blocks { count: 3, width: 2 };
             for (start, step) in [(1, 3), (4, 0)] {
-                let at = (&from, Columns { start, step });
+                let (at, to_at) = (Columns { start, step }, Columns { start: 2, step: 5 });
                 let mut to = normal_tensor(&ctx, 2, &[rows, 17], DType::F32);
                 let mut expected = doubles(&to);
                 let each = |expected: &mut [f64], f: fn(&mut f64, f64)| {
@@ -23,10 +23,10 @@ fn blocks_are_copied_repeated_and_added_where_they_belong() {
                         }
                     }
                 };
-                copy_columns(&ctx, blocks, at, (&mut to, Columns { start: 2, step: 5 }));
+                copy_columns(&ctx, blocks, &from, at, &mut to, to_at);
                 each(&mut expected, |to, x| *to = x);
                 assert_eq!(doubles(&to), expected);
-                add_columns(&ctx, blocks, at, (&mut to, Columns { start: 2, step: 5 }));
+                add_columns(&ctx, blocks, &from, at, &mut to, to_at);
                 each(&mut expected, |to, x| *to += x);
                 assert_eq!(doubles(&to), expected);
             }
@@ -45,7 +45,7 @@ fn heads_of_either_type_are_parted_and_joined_and_added_up_to_one() {
                 let from = normal_tensor(&ctx, 3, &[rows, heads * (wide + extra)], dtype);
                 let mut to = ctx.zeros(&[rows, heads * plain], dtype);
                 let (at, to_at) = (Columns { start: rotary, step: wide + extra }, Columns { start: 0, step: plain });
-                copy_columns(&ctx, Blocks { count: heads, width: plain }, (&from, at), (&mut to, to_at));
+                copy_columns(&ctx, Blocks { count: heads, width: plain }, &from, at, &mut to, to_at);
                 let (from, to) = (doubles(&from), doubles(&to));
                 for (i, x) in to.iter().enumerate() {
                     let (row, head, column) = (i / (heads * plain), i / plain % heads, i % plain);
@@ -57,7 +57,7 @@ fn heads_of_either_type_are_parted_and_joined_and_added_up_to_one() {
         let from = normal_tensor(&ctx, 4, &[rows, heads * wide], DType::F32);
         let mut to = ctx.zeros(&[rows, rotary], DType::F32);
         let (at, to_at) = (Columns { start: plain, step: wide }, Columns { start: 0, step: 0 });
-        add_columns(&ctx, Blocks { count: heads, width: rotary }, (&from, at), (&mut to, to_at));
+        add_columns(&ctx, Blocks { count: heads, width: rotary }, &from, at, &mut to, to_at);
         for (i, x) in to.f32s().iter().enumerate() {
             let of_head = |head| from.f32s()[(i / rotary * heads + head) * wide + plain + i % rotary];
             assert_eq!(*x, (0..heads).map(of_head).fold(0.0, |sum, x| sum + x), "{name}, element {i}");
@@ -71,5 +71,5 @@ fn columns_that_are_not_there_are_refused() {
     let ctx = moeworks_ops::Context::cpu(1);
     let (from, mut to) = (ctx.zeros(&[2, 4], DType::F32), ctx.zeros(&[2, 4], DType::F32));
     let at = Columns { start: 1, step: 2 };
-    copy_columns(&ctx, Blocks { count: 2, width: 2 }, (&from, at), (&mut to, at));
+    copy_columns(&ctx, Blocks { count: 2, width: 2 }, &from, at, &mut to, at);
 }

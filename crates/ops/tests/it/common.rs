@@ -4,7 +4,8 @@ use moeworks_gpu::Gpu;
 use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
-/// A context for each instruction set of the machine, for one, two and three threads, and for each GPU or its emulation.
+/// A context for each instruction set of the machine, for one, two and three threads, and for each GPU or its
+/// emulation.
 pub(crate) fn contexts() -> Vec<(String, Context)> {
     let isas = Isa::available().into_iter().map(|isa| (format!("{isa:?}"), Context::cpu(2).with_isa(isa)));
     let threads = [1, 3].map(|threads| (format!("{threads} threads"), Context::cpu(threads)));

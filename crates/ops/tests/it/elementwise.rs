@@ -57,9 +57,9 @@ fn copied_rows_are_the_same_bits_where_they_are_put_and_leave_the_others() {
             let (x, mut y) = (normal_tensor(&ctx, 1, &[9, cols], dtype), normal_tensor(&ctx, 2, &[6, cols], dtype));
             let mut expected = y.to_f32_vec();
             expected[2 * cols..5 * cols].copy_from_slice(&x.to_f32_vec()[4 * cols..7 * cols]);
-            copy_rows(&ctx, (&x, 4), (&mut y, 2), 3);
+            copy_rows(&ctx, &x, 4, &mut y, 2, 3);
             assert_eq!(y.to_f32_vec(), expected, "{name}, {cols} columns");
-            copy_rows(&ctx, (&x, 9), (&mut y, 6), 0);
+            copy_rows(&ctx, &x, 9, &mut y, 6, 0);
             assert_eq!(y.to_f32_vec(), expected, "{name}, no rows");
         }
     }

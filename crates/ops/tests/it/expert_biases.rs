@@ -63,8 +63,8 @@ fn check(name: &str, ctx: &Context) {
     add_bias_row_weight_grads(ctx, &dy, &b2, rows, &mut back.d_row_weights);
     let (mut d_b1, mut d_b2) = (ctx.zeros(&[E, F], DType::F32), ctx.zeros(&[E, D], DType::F32));
     d_b1.f32s_mut().fill(9.0);
-    experts_bias_grad(ctx, (&dy, &back.dh), rows, Write::Replace, (&mut d_b1, &mut d_b2));
-    experts_bias_grad(ctx, (&dy, &back.dh), rows, Write::Add, (&mut d_b1, &mut d_b2));
+    experts_bias_grad(ctx, &dy, &back.dh, rows, Write::Replace, &mut d_b1, &mut d_b2);
+    experts_bias_grad(ctx, &dy, &back.dh, rows, Write::Add, &mut d_b1, &mut d_b2);
     let dy = doubles(&dy);
     let grad = |which: usize| {
         finite_differences(&inputs[which], |values| {

@@ -1,6 +1,6 @@
 //! Experts that stay in the host's memory and come to a GPU when tokens choose them.
 
-use moeworks_gpu::{Emulation, ExpertCacheStats, Gpu};
+use moeworks_gpu::{Emulation, ExpertCacheStats, Gpu, GpuOptions};
 use moeworks_ops::experts::{ExpertRows, ExpertWeights, experts_forward, send_experts_ahead};
 use moeworks_ops::{Activation, Context, elementwise, quantized};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
@@ -33,7 +33,7 @@ impl Layer {
         ExpertWeights { gate_up: &self.gate_up, down: &self.down, activation: Activation::SwiGlu }
     }
 
-    /// The same weights, each expert's matrix a tensor of its own.
+    /// Returns the weights with each expert's matrix as a tensor of its own.
     fn in_pieces(&self, ctx: &Context) -> Self {
         let pieces = |stack: &Tensor| {
             let len = stack.len() / E;
@@ -71,8 +71,10 @@ impl Layer {
 
 /// GPUs with an expert cache of so many bytes, and the same without.
 fn gpus(bytes: usize) -> Vec<[Context; 2]> {
-    let emulations = [false, true].map(|is_hopper| Gpu::emulated(Emulation { is_hopper, ..Emulation::default() }));
-    let all = emulations.into_iter().chain([Gpu::open(0)]);
+    let options = &GpuOptions::for_tests();
+    let emulations =
+        [false, true].map(|is_hopper| Gpu::emulated(Emulation { is_hopper, ..Emulation::default() }, options));
+    let all = emulations.into_iter().chain([Gpu::open(0, options)]);
     let there = all
         .filter_map(|gpu| gpu.inspect_err(|missing| println!("SKIPPED: experts in the host's memory: {missing}")).ok());
     let contexts = |gpu: Gpu| [gpu.clone().with_expert_cache(bytes), gpu].map(|gpu| Context::cpu(2).with_gpu(gpu));

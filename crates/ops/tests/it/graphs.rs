@@ -62,7 +62,8 @@ fn the_second_of_two_equal_steps_is_of_graphs_and_a_short_one_never() {
             drop(ctx.capture_replay(|| doubled(&ctx, &x, times)));
             since(&ctx, &before)
         };
-        // The first of them small, so that the GPU begins while the host puts the rest together: 12, 24 and the other 24.
+        // The first of them small, so that the GPU begins while the host puts the rest together: 12, 24 and the other
+        // 24.
         assert_eq!((step(20).graphs, step(20).graphs, step(20).launches), (0, 3, 0));
         assert_eq!((step(2).graphs, step(2).graphs), (0, 0));
     }
@@ -120,7 +121,7 @@ fn random(ctx: &Context, shape: &[usize], dtype: DType, seed: u64) -> Tensor {
     cast(ctx, &x, dtype)
 }
 
-/// How many launches a step of its own makes.
+/// Returns the result of a step and the number of its launches.
 fn launches<R>(ctx: &Context, step: impl FnOnce() -> R) -> (R, u64) {
     let before = ctx.gpu().expect("a GPU").traffic();
     let result = step();
@@ -172,11 +173,14 @@ fn a_norm_for_which_a_blocks_shared_memory_has_no_room_is_a_kernel_of_its_own() 
 /// A router's normed rows, scores and sorted choices.
 fn decision(
     ctx: &Context,
-    (x, norm, w): (&Tensor, &Tensor, &Tensor),
-    (k, of_y): (usize, DType),
+    x: &Tensor,
+    norm: &Tensor,
+    w: &Tensor,
+    k: usize,
+    of_y: DType,
 ) -> (Vec<Tensor>, Option<SortedChoices>) {
     let (y, _) = rms_norm(ctx, x, norm, 1e-5, of_y);
-    let scores = softmax_top_k_with(ctx, logits(ctx, &y, w), (k, true), false);
+    let scores = softmax_top_k_with(ctx, logits(ctx, &y, w), k, true, false);
     (vec![y, scores.probs, scores.ids, scores.weights], scores.sorted)
 }
 
@@ -195,7 +199,7 @@ fn a_router_for_few_tokens_is_one_kernel_with_the_same_decision() {
         let what = format!("{tokens} tokens, {experts} experts");
         let (x, weight) = (random(&ctx, &[tokens, 96], DType::F32, 1), random(&ctx, &[96], DType::F32, 2));
         let w = random(&ctx, &[experts, 96], DType::F32, 3);
-        let step = || decision(&ctx, (&x, &weight, &w), (k, of_y));
+        let step = || decision(&ctx, &x, &weight, &w, k, of_y);
         let ((apart, _), three) = launches(&ctx, step);
         let by_hand = sort_all_choices(&Context::cpu(1), &apart[2], &apart[3], experts);
         // The second time counters have to be as they were.

@@ -78,8 +78,8 @@ fn check(name: &str, ctx: &Context, tokens: usize, cols: usize, vocabulary: usiz
     });
     assert_eq!((loss.num_targets, loss.num_correct), (counted.clone().count(), correct.count()), "{what}");
     let (expected_dx, expected_dw) = reference_grads(&x, &w, &targets, cols);
-    // Products in bf16 round the logits' gradients, which are at most one, to eight bits. With many classes most of them
-    // are too small to count beside the few large ones when the product adds them in f32.
+    // Products in bf16 round the logits' gradients, which are at most one, to eight bits. With many classes most of
+    // them are too small to count beside the few large ones when the product adds them in f32.
     let many = (vocabulary as f64 / 1000.0).max(1.0);
     let slack = if dtype == DType::BF16 { 1.0 / 64.0 } else { 1e-5 * many };
     let halves = |values: Vec<f64>| values.into_iter().map(|x| 0.5 * x).collect::<Vec<_>>();

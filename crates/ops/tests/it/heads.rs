@@ -21,8 +21,8 @@ impl Matrix {
 
 #[test]
 fn each_head_multiplies_with_rows_of_its_own() {
-    // Heads of 6 columns, 4 of them used, with 3 and then 5 rows; also odd widths, which pairs of bf16 do not divide; then heads that
-    // are whole vectors, more than a block of a GPU has.
+    // Heads of 6 columns, 4 of them used, with 3 and then 5 rows; also odd widths, which pairs of bf16 do not divide;
+    // then heads that are whole vectors, more than a block of a GPU has.
     for (what, ctx) in contexts() {
         for (dtype, rows) in [(DType::F32, 1), (DType::F32, 40), (DType::BF16, 3), (DType::BF16, 70)] {
             for (inner, num_rows, first, spare) in [(4, 6, 1, 2), (7, 5, 1, 2), (64, 32, 1, 2), (264, 16, 8, 8)] {

@@ -1,7 +1,7 @@
 //! Layer norm against its definition in f64.
 
 use moeworks_ops::Context;
-use moeworks_ops::layer_norm::{LayerNormWeights, layer_norm, layer_norm_backward};
+use moeworks_ops::layer_norm::{LayerNormGrads, LayerNormWeights, layer_norm, layer_norm_backward};
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
@@ -30,8 +30,8 @@ fn run(ctx: &Context, seed: u64, shape: &[usize], width: usize, dtype: DType) ->
     let weights = LayerNormWeights { weight: &weight, bias: &bias };
     let (y, statistics) = layer_norm(ctx, &x, weights, EPS, dtype);
     let (mut dweight, mut dbias) = (ctx.zeros(&[width], DType::F32), ctx.zeros(&[width], DType::F32));
-    let grads = (&mut dweight, &mut dbias);
-    let dx = layer_norm_backward(ctx, &dy, (&x, &statistics), &weight, Write::Add, grads);
+    let grads = LayerNormGrads { weight: &mut dweight, bias: &mut dbias };
+    let dx = layer_norm_backward(ctx, &dy, &x, &statistics, &weight, Write::Add, grads);
     [x, weight, bias, dy, y, dx, dweight, dbias]
 }
 

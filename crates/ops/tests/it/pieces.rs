@@ -20,7 +20,8 @@ fn random(ctx: &Context, shape: &[usize], dtype: DType, seed: u64) -> Tensor {
     if dtype.is_quantized() { quantize(ctx, &x, dtype) } else { elementwise::cast(ctx, &x, dtype) }
 }
 
-/// A stack in `count` pieces a matrix, in a file of its own in which they come in another order, with something between.
+/// A stack in `count` pieces a matrix, in a file of its own in which they come in another order, with something
+/// between.
 fn in_pieces(pool: &MemoryPool, stack: &Tensor, count: usize) -> Tensor {
     let rows = stack.rows() / EXPERTS / count;
     let len = stack.num_bytes() / EXPERTS / count;

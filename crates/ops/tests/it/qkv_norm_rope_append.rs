@@ -1,4 +1,4 @@
-//! What becomes of projections, by one operation, against what the operations that it is made of give on the processor.
+//! The fused operation on projections against the operations that it is made of, on the CPU.
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{AttentionShape, attention_with_sinks};
@@ -12,7 +12,8 @@ use crate::common::{assert_close, below, contexts, doubles, gpu_contexts, normal
 
 const EPS: f32 = 1e-5;
 
-/// Heads of queries, heads of keys, elements of a head, of a value; how many of those before the rotated ones stay, and pairs.
+/// Heads of queries, heads of keys, elements of a head, of a value; how many of those before the rotated ones stay,
+/// and pairs.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
     heads: [usize; 2],
@@ -28,7 +29,7 @@ const PART: Sizes = Sizes { heads: [6, 3], width: 20, value: 12, start: 4, half:
 const ODD: Sizes = Sizes { heads: [3, 1], width: 7, value: 5, start: 1, half: 3, is_interleaved: false };
 const WIDE: Sizes = Sizes { heads: [40, 5], width: 64, value: 64, start: 0, half: 16, is_interleaved: false };
 
-/// What is normed: nothing, whole rows, or each head.
+/// The extent of the norms: none, whole rows, or each head.
 #[derive(Clone, Copy, Debug)]
 enum Normed {
     Nothing,
@@ -36,7 +37,15 @@ enum Normed {
     Heads,
 }
 
-fn check(name: &str, ctx: &Context, (s, normed): (Sizes, Normed), (rows, num_sequences): (usize, usize), dtype: DType) {
+/// The number of rows, and of the sequences that share them.
+#[derive(Clone, Copy)]
+struct Rows {
+    rows: usize,
+    num_sequences: usize,
+}
+
+fn check(name: &str, ctx: &Context, s: Sizes, normed: Normed, rows: Rows, dtype: DType) {
+    let Rows { rows, num_sequences } = rows;
     let what = format!("{name}: {s:?}, {normed:?}, {rows} rows of {num_sequences}, {dtype:?}");
     let widths = [s.heads[0] * s.width, s.heads[1] * s.width, s.heads[1] * s.value];
     let layout = RopeLayout { head_dim: s.width, start: s.start, is_interleaved: s.is_interleaved };
@@ -66,8 +75,8 @@ fn check(name: &str, ctx: &Context, (s, normed): (Sizes, Normed), (rows, num_seq
                 rope(ctx, &mut x, &table, &positions, Rotation::Forward);
                 x
             });
-            copy_rows_of_each(ctx, &k, (&mut keys, held), num_sequences);
-            copy_rows_of_each(ctx, &v, (&mut values, held), num_sequences);
+            copy_rows_of_each(ctx, &k, &mut keys, held, num_sequences);
+            copy_rows_of_each(ctx, &v, &mut values, held, num_sequences);
             q
         };
         [queries, keys, values].map(|x| doubles(&x))
@@ -83,13 +92,13 @@ fn queries_keys_and_values_are_where_attention_looks_for_them() {
     for (name, ctx) in contexts() {
         for (dtype, sizes) in [DType::F32, DType::BF16].into_iter().flat_map(|d| [WHOLE, PART, ODD].map(|s| (d, s))) {
             for normed in [Normed::Nothing, Normed::Rows, Normed::Heads] {
-                for rows in [(1, 1), (7, 1), (6, 3)] {
-                    check(&name, &ctx, (sizes, normed), rows, dtype);
+                for (rows, num_sequences) in [(1, 1), (7, 1), (6, 3)] {
+                    check(&name, &ctx, sizes, normed, Rows { rows, num_sequences }, dtype);
                 }
             }
         }
-        check(&name, &ctx, (WIDE, Normed::Rows), (2, 2), DType::BF16);
-        check(&name, &ctx, (WIDE, Normed::Heads), (2, 1), DType::F32);
+        check(&name, &ctx, WIDE, Normed::Rows, Rows { rows: 2, num_sequences: 2 }, DType::BF16);
+        check(&name, &ctx, WIDE, Normed::Heads, Rows { rows: 2, num_sequences: 1 }, DType::F32);
     }
 }
 
@@ -114,7 +123,7 @@ fn a_row_that_is_not_finite_stays_alone() {
 }
 
 /// Attention of new tokens right behind, within a step: one kernel for both if a sequence has one new token.
-fn check_with_attention(ctx: &Context, (s, normed): (Sizes, Normed), shape: &AttentionShape) {
+fn check_with_attention(ctx: &Context, s: Sizes, normed: Normed, shape: &AttentionShape) {
     let what = format!("{s:?}, {normed:?}, {shape:?}");
     let (rows, num_sequences, held) = (shape.batch * shape.seq_len, shape.batch, shape.kv_len - shape.seq_len);
     let widths = [s.heads[0] * s.width, s.heads[1] * s.width, s.heads[1] * s.value];
@@ -182,7 +191,7 @@ fn attention_of_a_new_token_makes_its_queries_key_and_value_with_the_same_bits()
                     window,
                     scale: 0.3,
                 };
-                check_with_attention(&ctx, (s, normed), &shape);
+                check_with_attention(&ctx, s, normed, &shape);
             }
         }
         // Two new tokens, and more sequences than there are blocks at a time.
@@ -199,7 +208,7 @@ fn attention_of_a_new_token_makes_its_queries_key_and_value_with_the_same_bits()
                 window: None,
                 scale: 0.3,
             };
-            check_with_attention(&ctx, (WHOLE, Normed::Rows), &shape);
+            check_with_attention(&ctx, WHOLE, Normed::Rows, &shape);
         }
     }
 }

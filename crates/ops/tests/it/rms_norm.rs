@@ -3,7 +3,8 @@
 use moeworks_ops::elementwise::cast;
 use moeworks_ops::linear::Write;
 use moeworks_ops::rms_norm::{
-    rms_norm, rms_norm_backward, rms_norm_backward_onto, rms_norm_part, rms_norm_part_backward, row_products,
+    RmsNormInputs, rms_norm, rms_norm_backward, rms_norm_backward_onto, rms_norm_part, rms_norm_part_backward,
+    row_products,
 };
 use moeworks_ops::{Context, Isa};
 use moeworks_tensor::{DType, Tensor};
@@ -45,7 +46,8 @@ fn run(ctx: &Context, seed: u64, shape: &[usize], width: usize, dtype: DType) ->
     let dx = rms_norm_backward(ctx, &dy, &x, &weight, &inv_rms, Write::Add, &mut dweight);
     let base = normal_tensor(ctx, seed + 9, x.shape(), DType::F32);
     let mut again = ctx.zeros(&[width], DType::F32);
-    let onto = rms_norm_backward_onto(ctx, &dy, (&x, &weight, &inv_rms), Some(&base), Write::Replace, &mut again);
+    let inputs = RmsNormInputs { x: &x, weight: &weight, inv_rms: &inv_rms };
+    let onto = rms_norm_backward_onto(ctx, &dy, inputs, Some(&base), Write::Replace, &mut again);
     // A GPU may take a product and this sum as one.
     let sums: Vec<f64> = doubles(&dx).iter().zip(doubles(&base)).map(|(dx, base)| dx + base).collect();
     assert_close(&format!("on top of a base: {shape:?} by {width}"), &doubles(&onto), &sums, 1e-6);
@@ -137,13 +139,13 @@ fn parts_of_rows_that_know_each_others_sums_are_normed_as_the_whole() {
             Tensor::from_slice(ctx.pool(), &[rows], &sums)
         };
         let squares =
-            sums(&|range| row_products(&ctx, (&part(&x, range.clone()), &part(&x, range.clone())), range.len(), None));
+            sums(&|range| row_products(&ctx, &part(&x, range.clone()), &part(&x, range.clone()), range.len(), None));
         let found: Vec<f64> =
             doubles(&squares).iter().map(|sum| 1.0 / (sum / width as f64 + f64::from(EPS)).sqrt()).collect();
         assert_close(&name, &doubles(&inv_rms), &found, 2e-6);
         let mut means = sums(&|range| {
-            let of_part = (&part(&dy, range.clone()), &part(&x, range.clone()));
-            row_products(&ctx, of_part, range.len(), Some(&part(&weight, range.clone())))
+            let (dy, x) = (part(&dy, range.clone()), part(&x, range.clone()));
+            row_products(&ctx, &dy, &x, range.len(), Some(&part(&weight, range.clone())))
         });
         means.f32s_mut().iter_mut().for_each(|mean| *mean /= width as f32);
         for range in [0..20, 20..width] {
@@ -152,7 +154,8 @@ fn parts_of_rows_that_know_each_others_sums_are_normed_as_the_whole() {
             let expected = |tensor: &Tensor| doubles(&part(tensor, range.clone()));
             assert_close(&name, &doubles(&rms_norm_part(&ctx, &x, &weight, &inv_rms, DType::F32)), &expected(&y), 2e-6);
             let mut d_weight = ctx.zeros(&[range.len()], DType::F32);
-            let d_x = rms_norm_part_backward(&ctx, &dy, (&x, &weight), (&inv_rms, &means), Write::Add, &mut d_weight);
+            let inputs = RmsNormInputs { x: &x, weight: &weight, inv_rms: &inv_rms };
+            let d_x = rms_norm_part_backward(&ctx, &dy, inputs, &means, Write::Add, &mut d_weight);
             assert_close(&name, &doubles(&d_x), &expected(&dx), 5e-6);
             assert_close(&name, &doubles(&d_weight), &expected(&dweight), 5e-6);
         }

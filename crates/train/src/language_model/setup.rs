@@ -4,7 +4,7 @@ use moeworks_gpu::{Gpu, GpuError};
 use moeworks_infer::system::System;
 use moeworks_model::account::{Kept, shape};
 use moeworks_model::{Tokenizer, WeightTable};
-use moeworks_ops::Context;
+use moeworks_ops::{Context, MachineOptions};
 use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
 
 use crate::config::{ConfigError, Precision, RunConfig, TrainConfig};
@@ -79,15 +79,16 @@ pub fn machine_bytes() -> Option<u64> {
 ///
 /// # Errors
 /// [`GpuError`] if the device is not available.
-pub fn context(config: &RunConfig, ranks: Option<&Ranks>) -> Result<Context, GpuError> {
+pub fn context(config: &RunConfig, ranks: Option<&Ranks>, machine: &MachineOptions) -> Result<Context, GpuError> {
     let ctx = match (config.train.threads, ranks) {
         (0, None) => Context::cpu_all_cores(),
         (0, Some(ranks)) => Context::cpu((ranks.num_cores() as usize).max(1)),
         (threads, _) => Context::cpu(threads),
     };
     // The ranks of a node take its GPUs in turn.
-    let device = ranks.map_or(config.train.device, |ranks| config.train.device.later(ranks.place_on_node()));
-    let (ctx, missing) = ctx.on_device(device)?;
+    let device = config.train.device;
+    let device = ranks.map_or(device, |ranks| device.later(ranks.place_on_node(), &machine.gpu));
+    let (ctx, missing) = ctx.on_device(device, machine)?;
     if let Some(missing) = missing {
         tracing::warn!("train.device = auto computes on the processor: {missing}");
     }

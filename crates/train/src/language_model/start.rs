@@ -8,8 +8,8 @@ use moeworks_infer::store::{Pick, resolve_run};
 use moeworks_model::hf::load_model;
 use moeworks_model::{Decoder, DecoderWeights, ParamSet, Tokenizer};
 use moeworks_moe::{TableSource, balanced_hash, clustered_hash};
-use moeworks_ops::Context;
 use moeworks_ops::elementwise::cast;
+use moeworks_ops::{Context, MachineOptions};
 use moeworks_tensor::{DType, Tensor};
 
 use super::corpus::Corpus;
@@ -34,6 +34,8 @@ pub struct LanguageModelStart<'a> {
     pub from: Option<PathBuf>,
     /// This rank's handle; none for a single rank. All ranks start the run.
     pub ranks: Option<Ranks>,
+    /// The options of the machine.
+    pub machine: MachineOptions,
     /// A listener for warnings and progress while data is read.
     pub watch: &'a Watch,
 }
@@ -42,7 +44,7 @@ impl<'a> LanguageModelStart<'a> {
     /// Creates the options of a run on one rank with random weights.
     #[must_use]
     pub fn new(config: RunConfig, folder: impl Into<RunFolder>, watch: &'a Watch) -> Self {
-        Self { config, folder: folder.into(), from: None, ranks: None, watch }
+        Self { config, folder: folder.into(), from: None, ranks: None, machine: MachineOptions::default(), watch }
     }
 }
 
@@ -55,6 +57,8 @@ pub struct LanguageModelResume<'a> {
     /// This rank's handle; none for a single rank. All ranks resume the run, whose checkpoint may be from any number
     /// of ranks.
     pub ranks: Option<Ranks>,
+    /// The options of the machine.
+    pub machine: MachineOptions,
     /// A listener for warnings and progress while data is read.
     pub watch: &'a Watch,
 }
@@ -63,6 +67,7 @@ pub struct LanguageModelResume<'a> {
 struct Run {
     config: RunConfig,
     ranks: Option<Arc<Ranks>>,
+    machine: MachineOptions,
     watch: Watch,
 }
 
@@ -72,11 +77,11 @@ impl LanguageModel {
     /// # Errors
     /// If the folder is taken, or the configuration or the data is invalid.
     pub fn start(start: LanguageModelStart<'_>) -> Result<LanguageModelTrainer, TrainError> {
-        let LanguageModelStart { config, folder, from, ranks, watch } = start;
+        let LanguageModelStart { config, folder, from, ranks, machine, watch } = start;
         if is_root(ranks.as_ref()) {
             folder.check()?;
         }
-        let mut run = Run::new(config, ranks, watch);
+        let mut run = Run::new(config, ranks, machine, watch);
         let (task, ctx) = run.prepare(from)?;
         Trainer::start(task, StartOptions { folder, settings: trainer_settings(&run.config), ctx, ranks: run.ranks })
     }
@@ -86,8 +91,8 @@ impl LanguageModel {
     /// # Errors
     /// If the checkpoint is damaged or the data is invalid.
     pub fn resume(resume: LanguageModelResume<'_>) -> Result<LanguageModelTrainer, TrainError> {
-        let LanguageModelResume { run_dir, config, ranks, watch } = resume;
-        let mut run = Run::new(config, ranks, watch);
+        let LanguageModelResume { run_dir, config, ranks, machine, watch } = resume;
+        let mut run = Run::new(config, ranks, machine, watch);
         run.check_ranks()?;
         let point = ResumePoint::find(run_dir.clone(), run.ranks.as_deref())?;
         let (task, ctx) = match &point.checkpoint {
@@ -143,10 +148,10 @@ impl LanguageModel {
 }
 
 impl Run {
-    fn new(config: RunConfig, ranks: Option<Ranks>, watch: &Watch) -> Self {
+    fn new(config: RunConfig, ranks: Option<Ranks>, machine: MachineOptions, watch: &Watch) -> Self {
         // Only the root reports the progress of reading.
         let watch = if is_root(ranks.as_ref()) { watch.clone() } else { watch.silent() };
-        Self { config, ranks: ranks.map(Arc::new), watch }
+        Self { config, ranks: ranks.map(Arc::new), machine, watch }
     }
 
     /// Refuses ranks with other settings, or a number of ranks that does not match the settings.
@@ -164,7 +169,7 @@ impl Run {
         run_files::make_absolute(&mut self.config)?;
         self.check_ranks()?;
         let ranks = self.ranks.as_deref();
-        let ctx = context(&self.config, ranks)?;
+        let ctx = context(&self.config, ranks, &self.machine)?;
         let corpus = root_first(ranks, || Corpus::open(&self.config, None, &self.watch))?;
         self.config.model.vocab_size = vocab_size(&self.config, &corpus.tokenizer)?;
         let decoder = self.decoder()?;
@@ -176,7 +181,7 @@ impl Run {
     fn prepare_to_go_on(&self, dir: &Path) -> Result<(LanguageModel, Context), TrainError> {
         let open = || Corpus::open(&self.config, Some(Tokenizer::from_dir(dir)?), &self.watch);
         let corpus = root_first(self.ranks.as_deref(), open)?;
-        let ctx = context(&self.config, self.ranks.as_deref())?;
+        let ctx = context(&self.config, self.ranks.as_deref(), &self.machine)?;
         let decoder = self.decoder()?;
         Ok((self.task(corpus, decoder, None), ctx))
     }

@@ -14,6 +14,7 @@ use moeworks_infer::data::{DataError, Watch};
 use moeworks_infer::store::CONFIG_FILE;
 use moeworks_model::Tokenizer;
 use moeworks_model::account::{Parameters, training_flops_per_token};
+use moeworks_ops::MachineOptions;
 
 use crate::config::{RunConfig, TokenizerChoice};
 use crate::error::TrainError;
@@ -199,6 +200,7 @@ impl Study {
     /// events; `watch` reports progress while data is read. Returns `None` if a stop was requested.
     pub fn run(
         &self,
+        machine: &MachineOptions,
         requests: &Requests,
         watch: &Watch,
         mut on_event: impl FnMut(&str, Event<'_>),
@@ -215,7 +217,7 @@ impl Study {
                 let run_dir = self.run_dir(variant.name, seed);
                 let name = run_dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
                 let mut on_event = |event: Event<'_>| on_event(&name, event);
-                if train(config, &run_dir, requests, watch, &mut on_event)? == Outcome::Stopped {
+                if train(config, &run_dir, machine.clone(), requests, watch, &mut on_event)? == Outcome::Stopped {
                     return Ok(None);
                 }
                 runs.push(run_dir);
@@ -230,6 +232,7 @@ impl Study {
 fn train(
     mut config: RunConfig,
     run_dir: &Path,
+    machine: MachineOptions,
     requests: &Requests,
     watch: &Watch,
     on_event: &mut dyn FnMut(Event<'_>),
@@ -246,9 +249,10 @@ fn train(
             return Err(TrainError::State { path: run_dir.to_owned(), problem });
         }
         let run_dir = run_dir.to_owned();
-        LanguageModel::resume(LanguageModelResume { run_dir, config: stored, ranks: None, watch })
+        LanguageModel::resume(LanguageModelResume { run_dir, config: stored, ranks: None, machine, watch })
     } else {
-        LanguageModel::start(LanguageModelStart::new(config, run_dir.to_owned(), watch))
+        let start = LanguageModelStart::new(config, run_dir.to_owned(), watch);
+        LanguageModel::start(LanguageModelStart { machine, ..start })
     };
     match opened {
         Ok(mut trainer) => trainer.run(requests, on_event),

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moeworks_infer::data::{DataError, ReadPhase, Watch};
 use moeworks_model::Tokenizer;
+use moeworks_ops::MachineOptions;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
 use moeworks_train::data::{Dataset, DatasetError, Mix};
 use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart, LanguageModelTrainer};
@@ -189,7 +190,8 @@ fn a_run_on_weighted_sources_resumes_exactly() {
     let mut broken = losses(&mut first, 3);
     drop(first);
     let (run_dir, config) = (texts.run("parts"), resumed_config(&texts.run("parts"), Ok).unwrap());
-    let resume = LanguageModelResume { run_dir, config, ranks: None, watch: &watch };
+    let resume =
+        LanguageModelResume { run_dir, config, ranks: None, machine: MachineOptions::default(), watch: &watch };
     let mut second = LanguageModel::resume(resume).unwrap();
     assert_eq!(second.task().dataset().train_batch(4, 1), whole.task().dataset().train_batch(4, 1));
     broken.extend(losses(&mut second, 6));

@@ -1,6 +1,6 @@
 //! Training with fp8 products in the experts.
 
-use moeworks_gpu::{Emulation, Gpu};
+use moeworks_gpu::{Emulation, Gpu, GpuOptions};
 use moeworks_ops::Context;
 
 use crate::steps::Steps;
@@ -36,7 +36,8 @@ fn experts_in_eight_bit_floats_learn_as_in_bf16() {
 fn a_gpu_makes_the_steps_of_the_processor_in_eight_bit_floats() {
     let expected = losses(&Context::cpu(2).with_fp8_experts(true));
     let hopper = Emulation { is_hopper: true, ..Emulation::default() };
-    let gpus = [Gpu::emulated(Emulation::default()), Gpu::emulated(hopper), Gpu::open(0)];
+    let options = &GpuOptions::for_tests();
+    let gpus = [Gpu::emulated(Emulation::default(), options), Gpu::emulated(hopper, options), Gpu::open(0, options)];
     for gpu in gpus {
         let gpu = match gpu {
             Ok(gpu) => gpu,

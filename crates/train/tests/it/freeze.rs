@@ -7,8 +7,8 @@ use moeworks_infer::data::Watch;
 use moeworks_model::hf::load_model;
 use moeworks_model::safetensors::SafetensorsFile;
 use moeworks_model::{Decoder, GradTarget, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
-use moeworks_ops::Context;
 use moeworks_ops::linear::Write;
+use moeworks_ops::{Context, MachineOptions};
 use moeworks_tensor::DType;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
 use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart, LanguageModelTrainer};
@@ -70,7 +70,14 @@ impl Place {
         let config = resumed_config(&self.run_dir(name), change).expect("the run goes on");
         self.on_ranks(&config, |ranks| {
             let (run_dir, config, watch) = (self.run_dir(name), config.clone(), &Watch::default());
-            LanguageModel::resume(LanguageModelResume { run_dir, config, ranks, watch }).expect("a run")
+            LanguageModel::resume(LanguageModelResume {
+                run_dir,
+                config,
+                ranks,
+                machine: MachineOptions::default(),
+                watch,
+            })
+            .expect("a run")
         })
     }
 

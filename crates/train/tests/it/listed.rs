@@ -1,7 +1,7 @@
 //! Bytes that a training step copies to and from a GPU, at sizes that a test cannot compute on the CPU: the step must
 //! run where its tensors are.
 
-use moeworks_gpu::{Emulation, Gpu};
+use moeworks_gpu::{Emulation, Gpu, GpuOptions};
 use moeworks_model::{Decoder, GradTarget, ModelConfig, PassOptions, TokenBatch};
 use moeworks_moe::{GroupScore, Ramp, RouterConfig, ScoreFunction};
 use moeworks_ops::Context;
@@ -15,7 +15,7 @@ const SEQUENCES: usize = 40;
 /// Returns the bytes that a training pass of this model copies to and from a GPU, after a first pass.
 fn copied(config: ModelConfig) -> (u64, u64) {
     let traced = Emulation { is_hopper: true, is_traced: true, ..Emulation::default() };
-    let ctx = Context::cpu(2).with_gpu(Gpu::emulated(traced).expect("needs no compiler"));
+    let ctx = Context::cpu(2).with_gpu(Gpu::emulated(traced, &GpuOptions::default()).expect("needs no compiler"));
     let decoder = Decoder::new(config).expect("a model");
     let weights = decoder.init(&ctx, 1, None).compute_copy(&ctx, DType::BF16);
     let mut grads = decoder.init(&ctx, 1, None).zeros_like(&ctx);

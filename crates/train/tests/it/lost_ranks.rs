@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use moeworks_comm::{RankOptions, try_run_ranks};
 use moeworks_infer::data::Watch;
+use moeworks_ops::MachineOptions;
 use moeworks_train::config::{ConfigLayers, Override, RunConfig};
 use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart};
 use moeworks_train::metrics::{METRICS_JSONL, read_records};
@@ -91,6 +92,7 @@ fn a_rank_that_panics_in_a_step_is_named_and_nothing_is_lost() {
         run_dir: run_dir.clone(),
         config: config.expect("it can"),
         ranks: None,
+        machine: MachineOptions::default(),
         watch: &Watch::default(),
     };
     let mut resumed = LanguageModel::resume(resume).expect("resumed");

@@ -1,7 +1,7 @@
-//! Sums of f32 in parts of bf16 that are not finite are taken again in f32.
+//! Computes sums of f32 again that were not finite as bf16x3.
 //!
-//! The parts of an infinite element are infinite and not a number, and so are those of one that is more than the largest bf16. Whatever
-//! is multiplied with them is not a number, so nothing else has to be looked at than the sums.
+//! An infinite element, or one above the largest bf16, is split into parts that are infinite or NaN, and every
+//! product with them is NaN. So only the sums have to be checked.
 
 use core::arch::x86_64::{_mm512_fpclass_ps_mask, _mm512_load_ps};
 
@@ -10,69 +10,69 @@ use crate::Isa;
 use crate::gemm::kernel::{Kernels, MAX_ROWS, TILE_STRIDE, Tile};
 use crate::gemm::plan::GemmKernel;
 use crate::gemm::scratch::ScratchSlot;
-use crate::gemm::store::Room;
+use crate::gemm::store::Scratch;
 use crate::gemm::tasks::Task;
-use crate::gemm::{Compute, Finish, Place, Work};
+use crate::gemm::{Compute, Finish, Place, Span, Work};
 
-/// Elements of the depth that are summed at once where that is done again.
+/// Elements of the depth that are summed at once in the second computation.
 const PART: usize = 2048;
 
-/// An epilogue after a task in parts.
+/// The epilogue of a bf16x3 task, which repairs sums before passing them on.
 pub(super) struct Exact<'a> {
     pub(super) work: &'a Work<'a>,
     pub(super) epilogue: &'a dyn Finish,
 }
 
 impl Finish for Exact<'_> {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, room: &mut Room) {
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, second: Option<&mut Tile>, scratch: &mut Scratch) {
         if is_finite(tile, at) && second.as_ref().is_none_or(|second| is_finite(second, at)) {
-            return self.epilogue.finish(isa, at, tile, second, room);
+            return self.epilogue.finish(isa, at, tile, second, scratch);
         }
         let sums = [Some(&*tile), second.as_deref()];
         sum_again(self.work, at, &Mended { sums, epilogue: self.epilogue });
     }
 
-    fn ask_ahead(&self, at: Place) {
-        self.epilogue.ask_ahead(at);
+    fn prefetch(&self, at: Place) {
+        self.epilogue.prefetch(at);
     }
 }
 
-/// An epilogue that takes what is finite from sums in parts.
+/// An epilogue that keeps the finite sums of the first computation.
 struct Mended<'a> {
     sums: [Option<&'a Tile>; 2],
     epilogue: &'a dyn Finish,
 }
 
 impl Finish for Mended<'_> {
-    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, mut second: Option<&mut Tile>, room: &mut Room) {
+    fn finish(&self, isa: Isa, at: Place, tile: &mut Tile, mut second: Option<&mut Tile>, scratch: &mut Scratch) {
         for (tile, sums) in [Some(&mut *tile), second.as_deref_mut()].into_iter().zip(self.sums) {
             let (Some(tile), Some(sums)) = (tile, sums) else { continue };
             tile.0.iter_mut().zip(&sums.0).filter(|(_, sum)| sum.is_finite()).for_each(|(to, &sum)| *to = sum);
         }
-        self.epilogue.finish(isa, at, tile, second, room);
+        self.epilogue.finish(isa, at, tile, second, scratch);
     }
 
-    fn ask_ahead(&self, _: Place) {}
+    fn prefetch(&self, _: Place) {}
 }
 
-/// Whether all sums of a tile are numbers that are not infinite.
+/// Returns whether all sums of a tile are finite.
 fn is_finite(tile: &Tile, at: Place) -> bool {
-    // SAFETY: tasks in parts are made on machines with tiles alone.
-    unsafe { is_finite_in_vectors(tile, at.rows.1, at.columns.1) }
+    // SAFETY: bf16x3 tasks exist only on machines with tiles.
+    unsafe { is_finite_in_vectors(tile, at.rows.len, at.columns.len) }
 }
 
 /// # Safety
 /// The machine must have AVX-512 F and DQ.
 #[target_feature(enable = "avx512f,avx512dq")]
 unsafe fn is_finite_in_vectors(tile: &Tile, rows: usize, columns: usize) -> bool {
-    /// Both kinds of what is not a number, and both infinite values.
+    /// Both kinds of NaN, and both infinities.
     const NOT_FINITE: i32 = 0x01 | 0x80 | 0x08 | 0x10;
     let mut found = 0;
     for row in tile.0.chunks_exact(TILE_STRIDE).take(rows) {
         for (column, sums) in (0..columns).step_by(BLOCK).zip(row.chunks_exact(BLOCK)) {
             // SAFETY: sixteen sums are there; tiles and their rows begin with a cache line.
             let classes = _mm512_fpclass_ps_mask::<NOT_FINITE>(unsafe { _mm512_load_ps(sums.as_ptr()) });
-            // Nobody fills what lies behind the last vector's columns.
+            // Columns beyond the panel's are never filled.
             let are_there = if columns - column >= BLOCK { u16::MAX } else { (1 << (columns - column)) - 1 };
             found |= classes & are_there;
         }
@@ -80,7 +80,7 @@ unsafe fn is_finite_in_vectors(tile: &Tile, rows: usize, columns: usize) -> bool
     found == 0
 }
 
-/// Computes the sums of a tile's rows and columns in f32.
+/// Computes the sums of a tile's rows and columns in f32 with vectors.
 #[cold]
 fn sum_again(work: &Work<'_>, at: Place, epilogue: &dyn Finish) {
     let Work { product, group, isa, .. } = *work;
@@ -94,7 +94,7 @@ fn sum_again(work: &Work<'_>, at: Place, epilogue: &dyn Finish) {
     let task = Task {
         group: at.group,
         rows: at.rows,
-        panels: (at.panel, 1),
+        panels: Span::new(at.panel, 1),
         part,
         b_units,
         a_units,

@@ -1,17 +1,18 @@
-//! The kernels: 32 rows of A by up to three vectors of columns of B.
+//! The tile kernels: 32 rows of A by up to three vectors of columns of B.
 //!
-//! Of the eight tile registers six hold sums; A and B take turns in the other two. The part of A that a kernel reads is to stay in
-//! the first-level cache from one panel of B to the next, and B to pass it by from the second-level cache: so B is loaded with the
-//! hint that it is not needed again, without which the two of them drive each other out.
+//! Six of the eight tile registers hold sums; A and B alternate in the other two. The part of A that a kernel reads
+//! should stay in the L1 cache from one panel of B to the next, while B streams from the L2 cache. So B is loaded
+//! with a non-temporal hint, without which the two evict each other.
 
 use std::arch::asm;
 use std::marker::PhantomData;
 
 use super::{BLOCK, PARTS};
+use crate::gemm::Span;
 use crate::gemm::kernel::{MAX_VECTORS, TILE_STRIDE, Tile};
 use crate::gemm::source::{Format, Source};
 
-/// Sixteen rows of A, packed or as they lie.
+/// Sixteen rows of A, packed or in place.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     at: *const u8,
@@ -24,20 +25,17 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// Rows packed as blocks of sixteen units of depth, `[block][row][unit]`.
+    /// Describes rows packed as blocks of sixteen units of depth, `[block][row][unit]`.
     #[inline(always)]
     pub(super) fn packed(units: &'a [u32], num_units: usize) -> Self {
         assert!(units.len() >= BLOCK * num_units, "packed rows");
         Self { at: units.as_ptr().cast(), row: 4 * BLOCK, step: 4 * BLOCK * BLOCK, num_units, of: PhantomData }
     }
 
-    /// Rows of a matrix from row `first` on, if they are bf16, one as far from the next as all others, and whole blocks of depth.
-    pub(super) fn in_place(
-        source: &Source<'a>,
-        first: usize,
-        (start, depth): (usize, usize),
-        format: Format,
-    ) -> Option<Self> {
+    /// Describes the rows of a matrix from row `first` on, if they are bf16, evenly spaced, and whole blocks of
+    /// depth.
+    pub(super) fn in_place(source: &Source<'a>, first: usize, depth: Span, format: Format) -> Option<Self> {
+        let Span { first: start, len: depth } = depth;
         let is_plain = source.indices.is_none() && source.blocks.is_none();
         if !is_plain || !depth.is_multiple_of(2 * BLOCK) || !source.is_direct(format) {
             return None;
@@ -50,45 +48,46 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Memory that kernels ask for while they multiply: any addresses.
+/// Memory that kernels prefetch while they multiply: any addresses.
 #[derive(Clone, Copy)]
 #[repr(C)]
-pub(super) struct Ahead {
+pub(super) struct Prefetch {
     pub(super) at: *const u8,
-    /// Lines with each block of the depth, at least one: those that follow, or where there are [`Later`] sums a line of each of so
+    /// Lines per block of the depth, at least one: consecutive ones, or with [`Later`] sums one line of each of so
     /// many rows.
     pub(super) count: usize,
 }
 
-/// What comes next in a task whose sums wait for the next part of the depth.
+/// The next call of a task that keeps partial sums between parts of the depth.
 #[derive(Clone, Copy)]
 pub(super) struct Later {
-    /// The tiles that the sums of the next call are in.
+    /// The tiles that hold the sums of the next call.
     pub(super) sums: [usize; 2],
-    /// Bytes from one row that is asked for to the next.
+    /// Bytes from one prefetched row to the next.
     pub(super) row_step: usize,
 }
 
-/// Bytes that rows are apart, or a multiple, where a cache has too few places for what is asked for and for what is in use.
+/// Distances between rows that are multiples of this fall on too few sets of a cache for prefetched lines and those
+/// in use.
 pub(super) const FAR: usize = 4096;
 
-/// One or two times sixteen rows of A, a packed panel of B, and what kernels do besides multiplying them.
+/// The operands of a kernel call: one or two times sixteen rows of A and a packed panel of B, with its prefetches.
 pub(super) struct Call<'a> {
-    /// Either packed or as they lie, all of them as far apart.
+    /// Either packed or in place, all equally spaced.
     pub(super) a: &'a [Rows<'a>],
     pub(super) b: &'a [u32],
-    /// Of the panel.
+    /// The width of the panel in columns.
     pub(super) width: usize,
-    /// Whether to go on from the sums that are there.
+    /// True if to continue the sums in the tiles.
     pub(super) is_continued: bool,
-    /// Parts of each element, one or [`PARTS`].
+    /// Number of bf16 that an element is split into, one or [`PARTS`].
     pub(super) parts: usize,
-    pub(super) ahead: Option<Ahead>,
+    pub(super) ahead: Option<Prefetch>,
     pub(super) later: Option<Later>,
 }
 
 impl Call<'_> {
-    /// Sums each sixteen rows with the panel: the sums of number i to two tiles from number `to[i]` on.
+    /// Multiplies each sixteen rows with the panel: the sums of rows `i` go to two tiles from number `to[i]` on.
     ///
     /// # Safety
     /// [`Registers`](super::Registers) must be set up.
@@ -96,7 +95,8 @@ impl Call<'_> {
     pub(super) unsafe fn run(&self, tiles: &mut [Tile], to: &[usize]) {
         let (first, last) = (&self.a[0], self.a.len() - 1);
         assert!(to.len() == self.a.len() && to.iter().all(|&at| at + 2 <= tiles.len()), "places for sums");
-        // Number by number: compared as vectors they would be loaded before they are stored, and wait for all stores of sums.
+        // Field by field: compared as vectors they would be loaded before they are stored, and wait for all stores of
+        // sums.
         let Rows { row, step, num_units, .. } = self.a[last];
         let is_same = row == first.row && step == first.step && num_units == first.num_units;
         assert!(is_same && self.b.len() >= first.num_units * self.width, "operands of one depth");
@@ -104,13 +104,13 @@ impl Call<'_> {
             return to.iter().for_each(|&at| tiles[at..at + 2].iter_mut().for_each(|tile| tile.0.fill(0.0)));
         }
         let kernel = match (last, self.width / BLOCK) {
-            (1, 3) if self.parts == PARTS && self.later.is_some() => two_by_three_cut_in_parts,
-            (_, vectors) if self.parts == PARTS => KERNELS_IN_PARTS[last][vectors - 1],
-            (1, 3) if self.later.is_some() => two_by_three_cut,
+            (1, 3) if self.parts == PARTS && self.later.is_some() => two_by_three_partial_bf16x3,
+            (_, vectors) if self.parts == PARTS => KERNELS_BF16X3[last][vectors - 1],
+            (1, 3) if self.later.is_some() => two_by_three_partial,
             (1, 3) if first.row.is_multiple_of(FAR) => two_by_three_far,
             (_, vectors) => KERNELS[last][vectors - 1],
         };
-        // Narrower kernels do not ask for rows that are apart.
+        // Narrower kernels do not prefetch separate rows.
         let asks = self.later.is_none() || (last, self.width) == (1, 3 * BLOCK);
         let sums = tiles.as_mut_ptr();
         let args = TileArgs {
@@ -121,22 +121,24 @@ impl Call<'_> {
             b: self.b.as_ptr(),
             sums: [to[0], to[last]].map(|at| sums.wrapping_add(at).cast()),
             is_continued: self.is_continued,
-            // Without anything to ask for, the line that is read next.
-            ahead: self.ahead.filter(|_| asks).unwrap_or(Ahead { at: self.b.as_ptr().cast(), count: 1 }),
+            // Without prefetches, the line that is read next.
+            ahead: self.ahead.filter(|_| asks).unwrap_or(Prefetch { at: self.b.as_ptr().cast(), count: 1 }),
             later_sums: self.later.map_or([to[0], to[last]], |later| later.sums).map(|at| sums.wrapping_add(at).cast()),
             row_step: self.later.map_or(0, |later| later.row_step),
         };
-        // SAFETY: the operands and the sums are as long as the assertions here and in `Rows` say, and the registers are set up.
+        // SAFETY: the operands and the sums are as long as the assertions here and in `Rows` say, and the registers
+        // are set up.
         unsafe { kernel(&args) };
     }
 }
 
-/// What a kernel is called with.
+/// The arguments of a kernel.
 #[repr(C)]
 struct TileArgs {
     /// Blocks of depth, at least one.
     depth: usize,
-    /// The first of each sixteen rows of A, bytes from one to the next, and from one block of depth to the next.
+    /// The first of each sixteen rows of A, the bytes from one row to the next, and those from one block of the depth
+    /// to the next.
     a: [*const u8; 2],
     a_row: usize,
     a_step: usize,
@@ -144,22 +146,20 @@ struct TileArgs {
     b: *const u32,
     /// The sums of each sixteen rows, rows [`TILE_STRIDE`] apart.
     sums: [*mut f32; 2],
-    /// Whether to go on from the sums that are there.
+    /// True if to continue the sums in the tiles.
     is_continued: bool,
-    ahead: Ahead,
-    /// The sums of the call that follows, and bytes between rows that are asked for.
+    ahead: Prefetch,
+    /// The sums of the next call, and the bytes between prefetched rows.
     later_sums: [*mut f32; 2],
     row_step: usize,
 }
 
-/// # Safety
-/// The registers must be set up; A readable at `depth` blocks, B at as many times 16 units of the panel's width, and the
-/// sums as the epilogue's tiles of that many rows.
+/// # Safety The registers must be configured; A must be readable at `depth` blocks, B at as many times 16 units of
+/// the panel's width, and the sums as the epilogue's tiles of that many rows.
 type Kernel = unsafe fn(&TileArgs);
 
-/// A kernel: where sums are taken up and left (`$sum` at `$place` of the block of rows `$rows`), what is done for one block of depth
-/// (`$step`), how many parts its elements have, and what is asked for meanwhile (`$ask`): lines that follow each other if it does not
-/// say.
+/// Defines a kernel: the tiles of sums (`$sum`, at `$place` of the block of rows `$rows`), the work for one block of
+/// depth (`$step`), the parts of its elements, and its prefetches (`$ask`, by default consecutive lines).
 macro_rules! tile_kernel {
     ($name:ident, $vectors:literal of $parts:literal, $sums:tt, $step:tt) => {
         tile_kernel!($name, $vectors of $parts, $sums, $step, [
@@ -178,8 +178,8 @@ macro_rules! tile_kernel {
         /// # Safety
         /// As for [`Kernel`].
         unsafe fn $name(args: &TileArgs) {
-            // SAFETY: every load and store is inside what the caller promises; the registers written are listed. What is asked for
-            // ahead may be any address.
+            // SAFETY: every load and store is inside what the caller promises; the registers written are listed. What
+            // is asked for ahead may be any address.
             unsafe {
                 asm!(
                     "mov {sums0}, [{args} + {sums_at}]",
@@ -191,7 +191,7 @@ macro_rules! tile_kernel {
                     "3:",
                     $(concat!("tilezero ", $sum),)+
                     "5:",
-                    // From here to the end these are the sums that come next.
+                    // From here to the end these point at the sums of the next call.
                     "mov {sums0}, [{args} + {later_at}]",
                     "mov {sums1}, [{args} + {later_at} + 8]",
                     "2:",
@@ -211,8 +211,8 @@ macro_rules! tile_kernel {
                     later_at = const std::mem::offset_of!(TileArgs, later_sums),
                     row_step_at = const std::mem::offset_of!(TileArgs, row_step),
                     ahead_at = const std::mem::offset_of!(TileArgs, ahead),
-                    count_at = const std::mem::offset_of!(Ahead, count),
-                    // Asked at first, then the lines that are left to be asked for.
+                    count_at = const std::mem::offset_of!(Prefetch, count),
+                    // At first a flag, then the count of lines that are still to be prefetched.
                     count = inout(reg) u64::from(args.is_continued) => _,
                     a0 = inout(reg) args.a[0] => _,
                     a1 = inout(reg) args.a[1] => _,
@@ -235,7 +235,7 @@ macro_rules! tile_kernel {
     };
 }
 
-/// Loads part `$p` of a block of the depth of sixteen rows of A. Parts follow each other, as they do in B.
+/// Loads part `$p` of a block of the depth of sixteen rows of A. The parts are consecutive, as they are in B.
 macro_rules! load_a {
     ($tile:literal, $rows:literal, $p:literal) => {
         concat!("tileloadd ", $tile, ", [{", $rows, "} + {a_row} + 1024 * ", $p, "]\n")
@@ -255,7 +255,8 @@ macro_rules! multiply {
     };
 }
 
-/// The products of a block of depth: of part `$p` of rows of A and part `$q` of a panel of B, whose tiles are loaded by `$load`.
+/// Multiplies a block of depth: part `$p` of rows of A with part `$q` of a panel of B, whose tiles are loaded by
+/// `$load`.
 macro_rules! products {
     (two by three, $load:literal, $p:literal, $q:literal) => {
         concat!(
@@ -320,11 +321,11 @@ macro_rules! products {
     };
 }
 
-/// The kernel of some rows and vectors for f32 in parts of bf16.
+/// Defines the kernel of some rows and vectors for bf16x3.
 ///
-/// Of the nine products of three parts and three those are left out that are below 2^-26 of the whole. Tiles of B that are used once pass
-/// by the first-level cache.
-macro_rules! kernel_in_parts {
+/// Of the nine products of three parts and three, those below 2^-26 of the whole are left out, which are three. Tiles
+/// of B that are used once bypass the L1 cache.
+macro_rules! kernel_bf16x3 {
     ($name:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt $(, $ask:tt)?) => {
         tile_kernel!(
             $name, $number of 3, $sums,
@@ -341,33 +342,33 @@ macro_rules! kernel_in_parts {
     };
 }
 
-/// The kernel of bf16 of some rows and vectors, and that of f32 in parts.
+/// Defines the bf16 kernel of some rows and vectors, and the bf16x3 one.
 macro_rules! both_kernels {
-    ($name:ident $in_parts:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt) => {
+    ($name:ident $bf16x3:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt) => {
         tile_kernel!($name, $number of 1, $sums, [products!($rows by $vectors, "tileloaddt1", 0, 0)]);
-        kernel_in_parts!($in_parts, $rows by $vectors $number, $sums);
+        kernel_bf16x3!($bf16x3, $rows by $vectors $number, $sums);
     };
 }
 both_kernels!(
-    two_by_three two_by_three_in_parts, two by three 3,
+    two_by_three two_by_three_bf16x3, two by three 3,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"]
 );
 both_kernels!(
-    two_by_two two_by_two_in_parts, two by two 2,
+    two_by_two two_by_two_bf16x3, two by two 2,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm3" "sums1" "0", "tmm4" "sums1" "64"]
 );
-both_kernels!(two_by_one two_by_one_in_parts, two by one 1, ["tmm0" "sums0" "0", "tmm3" "sums1" "0"]);
+both_kernels!(two_by_one two_by_one_bf16x3, two by one 1, ["tmm0" "sums0" "0", "tmm3" "sums1" "0"]);
 both_kernels!(
-    one_by_three one_by_three_in_parts, one by three 3,
+    one_by_three one_by_three_bf16x3, one by three 3,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128"]
 );
-both_kernels!(one_by_two one_by_two_in_parts, one by two 2, ["tmm0" "sums0" "0", "tmm1" "sums0" "64"]);
-both_kernels!(one_by_one one_by_one_in_parts, one by one 1, ["tmm0" "sums0" "0"]);
+both_kernels!(one_by_two one_by_two_bf16x3, one by two 2, ["tmm0" "sums0" "0", "tmm1" "sums0" "64"]);
+both_kernels!(one_by_one one_by_one_bf16x3, one by one 1, ["tmm0" "sums0" "0"]);
 
-// Of a part of the depth, where sums wait for the next part in the second-level cache: those of the next call come to the first
-// meanwhile, a sixteenth with each block of the depth, and rows of A that are packed later come to the second.
+// For a part of the depth, with partial sums in the L2 cache. The sums of the next call are prefetched to the L1
+// cache, a sixteenth per block of the depth, and rows of A that are packed later to the L2 cache.
 tile_kernel!(
-    two_by_three_cut, 3 of 1,
+    two_by_three_partial, 3 of 1,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
     [products!(two by three, "tileloaddt1", 0, 0)],
     [
@@ -389,9 +390,9 @@ tile_kernel!(
         "add {ahead}, 64"
     ]
 );
-// The same of elements in parts, of which a block of the depth is two lines.
-kernel_in_parts!(
-    two_by_three_cut_in_parts, two by three 3,
+// The bf16x3 version, in which a block of the depth is two lines.
+kernel_bf16x3!(
+    two_by_three_partial_bf16x3, two by three 3,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
     [
         "mov {line}, {ahead}",
@@ -405,8 +406,8 @@ kernel_in_parts!(
         "add {ahead}, 128"
     ]
 );
-// Rows of A that are [`FAR`] apart all want the same few places of the first-level cache: each tile of them is loaded once, and tiles
-// of B, which stay there, twice.
+// Rows of A that are [`FAR`] apart compete for few sets of the L1 cache: each of their tiles is loaded once, and
+// tiles of B, which stay there, twice.
 tile_kernel!(
     two_by_three_far, 3 of 1,
     ["tmm0" "sums0" "0", "tmm1" "sums0" "64", "tmm2" "sums0" "128", "tmm3" "sums1" "0", "tmm4" "sums1" "64", "tmm5" "sums1" "128"],
@@ -427,11 +428,11 @@ tile_kernel!(
     ]
 );
 
-/// By blocks of rows and vectors, each less one.
+/// Indexed by blocks of rows and vectors, each less one.
 const KERNELS: [[Kernel; MAX_VECTORS]; 2] =
     [[one_by_one, one_by_two, one_by_three], [two_by_one, two_by_two, two_by_three]];
-/// The same for f32 in parts.
-const KERNELS_IN_PARTS: [[Kernel; MAX_VECTORS]; 2] = [
-    [one_by_one_in_parts, one_by_two_in_parts, one_by_three_in_parts],
-    [two_by_one_in_parts, two_by_two_in_parts, two_by_three_in_parts],
+/// The bf16x3 kernels, indexed likewise.
+const KERNELS_BF16X3: [[Kernel; MAX_VECTORS]; 2] = [
+    [one_by_one_bf16x3, one_by_two_bf16x3, one_by_three_bf16x3],
+    [two_by_one_bf16x3, two_by_two_bf16x3, two_by_three_bf16x3],
 ];

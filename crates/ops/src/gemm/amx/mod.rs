@@ -1,46 +1,47 @@
-//! Products in the tiles of AMX: 32 rows by three vectors of columns at a time, bf16 with f32 sums.
+//! GEMMs in AMX tiles: 32 rows by three vectors of columns at a time, bf16 with f32 sums.
 //!
-//! A tile register holds 16 rows of 64 bytes. `tdpbf16ps` takes a tile of A (16 rows of 32 elements along the depth) and
-//! one of B (16 pairs of neighbours along the depth, 16 columns) and adds their product to a tile of 16 by 16 f32 sums.
-//! So B is packed as for the dot-product kernels, pairs as units, and A in blocks of 16 rows by 16 units. The depth is
-//! filled up with zeros to whole blocks.
+//! A tile register holds 16 rows of 64 bytes. `tdpbf16ps` takes a tile of A (16 rows of 32 elements along the depth)
+//! and one of B (16 pairs of consecutive elements along the depth, 16 columns) and adds their product to a tile of 16
+//! by 16 f32 sums. So B is packed as for the dot-product kernels, pairs as units, and A in blocks of 16 rows by 16
+//! units. The depth is padded with zeros to whole blocks.
 //!
-//! Tiles multiply so fast that fetching and packing are what counts. In the form `A B^T` rows of B, which are weights, are rows of
-//! tiles as they lie: there the product is turned round ([`turned`]), and nothing but the rows of A is transposed. In the other forms
-//! ([`straight`]) neighbouring rows of B are paired, and a task's panels of them stay in the second-level cache.
+//! Tiles multiply so fast that fetching and packing dominate. In the form `A B^T` rows of B, the weights, are rows of
+//! tiles in place: A and B are swapped ([`swap_ab`]) and only A is transposed. In the other forms ([`direct`])
+//! consecutive rows of B are interleaved, and a task's panels of B stay in the L2 cache.
 //!
-//! Products of f32 are taken here, too, where [`Isa::AmxF32`](crate::Isa::AmxF32) asks for it: as six of the three [`parts`] of bf16 that
-//! an element is the sum of. Sums that are [not finite](finite) are then taken again by vectors.
+//! Products of f32 are computed here if [`Isa::AmxF32`](crate::Isa::AmxF32) is chosen: each element is split into
+//! three bf16 ([`bf16x3`]), of whose products six are summed. Sums that are [not finite](finite) are computed again
+//! with vectors.
 //!
-//! The compiler has no stable functions for tiles, so they are written as assembly.
+//! The compiler has no stable intrinsics for tiles, so kernels are inline assembly.
 
-mod cut;
+mod bf16x3;
+mod direct;
 mod finite;
 mod kernel;
 mod pack;
-mod parts;
-mod straight;
 pub(crate) mod strided;
-mod turned;
+mod swap_ab;
+mod tiling;
 
 use std::arch::asm;
 use std::marker::PhantomData;
 
-pub(super) use cut::{cut_direct, cut_swapped};
+pub(super) use bf16x3::panels as pack_bf16x3;
 pub(super) use pack::transposed_columns as pack_columns;
-pub(super) use parts::panels as pack_in_parts;
+pub(super) use tiling::{cut_direct, cut_swapped};
 
 /// Rows of a block of A, and units of its depth.
 pub(super) const BLOCK: usize = 16;
-/// Rows that a kernel takes at most.
+/// The most rows of a kernel.
 pub(super) const ROWS: usize = 2 * BLOCK;
-/// Parts of bf16 that an f32 is the sum of: 24 bits.
+/// Number of bf16 that an f32 is split into, for 24 bits.
 pub(super) const PARTS: usize = 3;
 
-/// Products of parts that make one of f32.
-pub(crate) const PRODUCTS_OF_PARTS: f64 = 6.0;
+/// Products of bf16 parts that make one product of f32.
+pub(crate) const PRODUCTS_OF_BF16X3: f64 = 6.0;
 
-/// Whether the processor has tiles with a bf16 product and the system lets this process use them.
+/// Returns whether the CPU has tiles with a bf16 product and the system lets this process use them.
 pub(crate) fn is_available() -> bool {
     static IS_AVAILABLE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     *IS_AVAILABLE.get_or_init(|| has_instructions() && ask_for_tiles())
@@ -53,7 +54,8 @@ fn has_instructions() -> bool {
     leaves >= 7 && core::arch::x86_64::__cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
 }
 
-/// Linux keeps the tiles' large state from a process until it asks for it (`Documentation/arch/x86/xstate.rst`).
+/// Requests the tiles' large register state, which Linux withholds from a process until it asks
+/// (`Documentation/arch/x86/xstate.rst`).
 #[cfg(target_os = "linux")]
 fn ask_for_tiles() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
@@ -67,12 +69,15 @@ fn ask_for_tiles() -> bool {
     false
 }
 
-/// The tile registers of this thread, set up as eight tiles of 16 rows of 64 bytes until this is dropped. It stays with its thread.
+/// The tile registers of this thread, configured as eight tiles of 16 rows of 64 bytes until this is dropped. It must
+/// stay on its thread.
 pub(crate) struct Registers(PhantomData<*mut ()>);
 
 impl Registers {
+    /// Configures the registers.
+    ///
     /// # Safety
-    /// [`is_available`] must have said so, and the thread must have no others.
+    /// [`is_available`] must have returned true, and the thread must not have another value of this type.
     pub(crate) unsafe fn set_up() -> Self {
         #[repr(C, align(64))]
         struct Palette([u8; 64]);
@@ -90,7 +95,8 @@ impl Registers {
 
 impl Drop for Registers {
     fn drop(&mut self) {
-        // SAFETY: whoever set the registers up has the instruction; nobody holds anything in them between kernels.
+        // SAFETY: the instruction exists since the registers were configured; nothing is kept in them between
+        // kernels.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
     }
 }
@@ -98,7 +104,7 @@ impl Drop for Registers {
 /// Floating-point operations of a step of [`products`].
 pub(crate) const FLOPS: usize = 4 * 2 * BLOCK * BLOCK * 2 * BLOCK;
 
-/// Products of tiles of zeros, four in a step, on registers alone: what measures the peak.
+/// Multiplies tiles of zeros in registers, four products a step, to measure the peak.
 ///
 /// # Safety
 /// The machine must have tiles.
@@ -137,9 +143,9 @@ impl super::Work<'_> {
         let exact = finite::Exact { work: self, epilogue };
         let epilogue: &dyn super::Finish = if self.task.kernel.is_bf16x3() { &exact } else { epilogue };
         if self.task.kernel.is_swapped() {
-            self.run_turned_tiles(scratch, held, epilogue);
+            self.run_swap_ab_tiles(scratch, held, epilogue);
         } else {
-            self.run_straight_tiles(scratch, held, epilogue);
+            self.run_direct_tiles(scratch, held, epilogue);
         }
     }
 }

@@ -1,8 +1,10 @@
-//! Packing for tiles: everything becomes pairs of bf16 that are neighbours along the depth, zeros beyond its end.
+//! Packing for tiles: all operands become pairs of bf16 that are consecutive along the depth, with zeros beyond its
+//! end.
 //!
-//! Sixteen rows along the depth are read 32 elements at a time, two rows across it 16 elements at a time; either gives a
-//! vector of 16 units. A transposition of 16 vectors turns one kind into the other. Columns of B are packed as for the dot
-//! product ([`pack`](crate::gemm::pack)). Elements in several [`parts`] make as many vectors, of which blocks follow each other.
+//! Sixteen rows along the depth are read 32 elements at a time, two rows across it 16 elements at a time; either
+//! gives a vector of 16 units. Transposing 16 such vectors turns one kind into the other. Columns of B are packed as
+//! for the dot product ([`pack`](crate::gemm::pack)). Elements split into several [`bf16x3`] give as many vectors,
+//! whose blocks are consecutive.
 
 use core::arch::x86_64::{
     __m512i, _mm512_loadu_si512, _mm512_setzero_si512, _mm512_shuffle_i32x4, _mm512_unpackhi_epi32,
@@ -11,8 +13,9 @@ use core::arch::x86_64::{
 
 use moeworks_tensor::bf16;
 
-use super::{BLOCK, PARTS, parts};
-use crate::gemm::pack::{across, along, in_turn, store};
+use super::{BLOCK, PARTS, bf16x3};
+use crate::gemm::Span;
+use crate::gemm::pack::{across, along, interleave, store};
 use crate::gemm::source::{Block, Elements, Format, Source};
 use crate::prefetch::prefetch_far;
 
@@ -22,7 +25,7 @@ const DEPTH: usize = 2 * BLOCK;
 /// Packs rows of A that run along the depth: for each sixteen rows the blocks of the depth one after the other, each
 /// `[row][unit]`.
 #[inline(always)]
-pub(super) fn rows(source: &Source<'_>, rows: (usize, usize), depth: (usize, usize), format: Format, to: &mut [u32]) {
+pub(super) fn rows(source: &Source<'_>, rows: Span, depth: Span, format: Format, to: &mut [u32]) {
     // SAFETY: tiles are used only on machines that have these instructions.
     unsafe {
         match format.parts {
@@ -32,15 +35,9 @@ pub(super) fn rows(source: &Source<'_>, rows: (usize, usize), depth: (usize, usi
     }
 }
 
-/// Packs columns `columns` of rows of A that run across the depth, in the same form as [`rows`].
+/// Packs columns of A, whose rows run across the depth, in the layout of [`rows`].
 #[inline(always)]
-pub(super) fn transposed_rows(
-    source: &Source<'_>,
-    columns: (usize, usize),
-    depth: (usize, usize),
-    format: Format,
-    to: &mut [u32],
-) {
+pub(super) fn transposed_rows(source: &Source<'_>, columns: Span, depth: Span, format: Format, to: &mut [u32]) {
     // SAFETY: as above.
     unsafe {
         match format.parts {
@@ -50,12 +47,13 @@ pub(super) fn transposed_rows(
     }
 }
 
-/// Packs a panel of B whose rows run along the depth, as [`Columns`](crate::gemm::pack::Columns) are.
+/// Packs a panel of B whose rows run along the depth, in the layout of [`Columns`](crate::gemm::pack::Columns).
 #[inline(always)]
 pub(in crate::gemm) fn transposed_columns(
     source: &Source<'_>,
     block: Block,
-    (format, width): (Format, usize),
+    format: Format,
+    width: usize,
     to: &mut [u32],
 ) {
     // SAFETY: as above.
@@ -67,7 +65,7 @@ pub(in crate::gemm) fn transposed_columns(
     }
 }
 
-/// The instructions that every machine with tiles has and that packing uses.
+/// Defines a function compiled with features that every machine with tiles has.
 macro_rules! in_vectors {
     ($(#[$meta:meta])* fn $name:ident$([$N:ident])?($($arg:tt)*) $(-> $result:ty)? $body:block) => {
         $(#[$meta])*
@@ -78,7 +76,8 @@ macro_rules! in_vectors {
 }
 
 in_vectors! {
-    fn rows_in_vectors[N](source: &Source<'_>, (first, rows): (usize, usize), (start, depth): (usize, usize), to: &mut [u32]) {
+    fn rows_in_vectors[N](source: &Source<'_>, rows: Span, depth: Span, to: &mut [u32]) {
+        let (Span { first, len: rows }, Span { first: start, len: depth }) = (rows, depth);
         let num_blocks = depth.div_ceil(DEPTH);
         if num_blocks == 0 {
             return;
@@ -86,7 +85,9 @@ in_vectors! {
         for (number, to) in to.chunks_exact_mut(N * num_blocks * BLOCK * BLOCK).enumerate().take(rows.div_ceil(BLOCK)) {
             let (first, rows) = (first + number * BLOCK, (rows - number * BLOCK).min(BLOCK));
             let whole = match source.elements {
-                Elements::Bf16(x) if N == 1 => whole_blocks(source, x, (first, rows), (start, depth), to),
+                Elements::Bf16(x) if N == 1 => {
+                    whole_blocks(source, x, Span::new(first, rows), Span::new(start, depth), to)
+                }
                 _ => 0,
             };
             for (block, to) in to.chunks_exact_mut(N * BLOCK * BLOCK).enumerate().skip(whole) {
@@ -106,15 +107,16 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// The whole blocks of the depth of sixteen rows of bf16, and how many they are. A block is written from end to end: row by row
-    /// took a twentieth of the time of products longer.
+    /// Packs the whole blocks of the depth of sixteen rows of bf16, and returns how many they are. Each block is
+    /// written from end to end; row by row products took a twentieth longer.
     fn whole_blocks(
         source: &Source<'_>,
         x: &[bf16],
-        (first, rows): (usize, usize),
-        (start, depth): (usize, usize),
+        rows: Span,
+        depth: Span,
         to: &mut [u32],
     ) -> usize {
+        let (Span { first, len: rows }, Span { first: start, len: depth }) = (rows, depth);
         if rows < BLOCK {
             return 0;
         }
@@ -135,13 +137,13 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// At most 32 elements of a row as units, in `N` parts.
+    /// Converts at most 32 elements of a row to units, in `N` parts.
     fn units_along[N](source: &Source<'_>, row: usize, at: usize, len: usize) -> [__m512i; N] {
         let mut units = [_mm512_setzero_si512(); N];
         if N == 1 {
             units[0] = along(source, row, at, len);
         } else {
-            units.copy_from_slice(&parts::along(source, row, at, len));
+            units.copy_from_slice(&bf16x3::along(source, row, at, len));
         }
         units
     }
@@ -150,15 +152,16 @@ in_vectors! {
 in_vectors! {
     fn transposed_rows_in_vectors[N](
         source: &Source<'_>,
-        (first, columns): (usize, usize),
-        (start, depth): (usize, usize),
+        columns: Span,
+        depth: Span,
         to: &mut [u32],
     ) {
+        let (Span { first, len: columns }, Span { first: start, len: depth }) = (columns, depth);
         let num_blocks = depth.div_ceil(DEPTH);
         let bytes = source.bytes_of(columns);
         for block in 0..num_blocks {
             let (row, rows) = (start + block * DEPTH, (depth - block * DEPTH).min(DEPTH));
-            // What is read of a row is a few lines, too few for the processor to foresee the next row's.
+            // A few lines are read of each row, too few for the hardware prefetcher to predict the next row.
             for row in row..row + rows {
                 let later = source.address_later(row, DEPTH, first);
                 (0..bytes).step_by(64).for_each(|line| prefetch_far(later.wrapping_add(line)));
@@ -172,8 +175,8 @@ in_vectors! {
                 } else {
                     for (half, units) in halves.iter_mut().enumerate() {
                         let num_columns = (num_columns - half * BLOCK).min(BLOCK);
-                        let columns = (first + column + half * BLOCK, num_columns);
-                        units_across(source, (row, rows), columns, units);
+                        let columns = Span::new(first + column + half * BLOCK, num_columns);
+                        units_across(source, Span::new(row, rows), columns, units);
                     }
                 }
                 for (half, units) in halves.iter_mut().enumerate() {
@@ -192,19 +195,19 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// At most 16 columns of at most 32 rows as units, in `N` parts: a vector for each unit.
+    /// Converts at most 16 columns of at most 32 rows to units, in `N` parts: a vector for each unit.
     fn units_across[N](
         source: &Source<'_>,
-        (first, rows): (usize, usize),
-        columns: (usize, usize),
+        rows: Span,
+        columns: Span,
         units: &mut [[__m512i; BLOCK]; N],
     ) {
         for unit in 0..BLOCK {
             if N == 1 {
-                let rows = rows.saturating_sub(2 * unit).min(2);
-                units[0][unit] = across(source, (first + 2 * unit, rows), columns.0, columns.1);
+                let pair = Span::new(rows.first + 2 * unit, rows.len.saturating_sub(2 * unit).min(2));
+                units[0][unit] = across(source, pair, columns.first, columns.len);
             } else {
-                let parts = parts::across(source, (first, rows), unit, columns);
+                let parts = bf16x3::across(source, rows, unit, columns);
                 for (to, part) in units.iter_mut().zip(parts) {
                     to[unit] = part;
                 }
@@ -214,20 +217,20 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// The elements of 32 columns of 32 rows as pairs of two rows each, the first sixteen columns and the others.
+    /// Pairs the elements of two rows each of 32 columns of 32 rows: the first sixteen columns, and the others.
     fn whole_pairs(source: &Source<'_>, first: usize, column: usize, units: [&mut [__m512i; BLOCK]; 2]) {
         let [low_units, high_units] = units;
         for (unit, (low_units, high_units)) in low_units.iter_mut().zip(high_units).enumerate() {
             let row = first + 2 * unit;
             [*low_units, *high_units] =
-                in_turn([along(source, row, column, 2 * BLOCK), along(source, row + 1, column, 2 * BLOCK)]);
+                interleave([along(source, row, column, 2 * BLOCK), along(source, row + 1, column, 2 * BLOCK)]);
         }
     }
 }
 
 in_vectors! {
     fn transposed_columns_in_vectors[N](source: &Source<'_>, block: Block, width: usize, to: &mut [u32]) {
-        let ((first, columns), (start, depth)) = (block.rows, block.columns);
+        let (Span { first, len: columns }, Span { first: start, len: depth }) = (block.rows, block.columns);
         for column in (0..width).step_by(BLOCK) {
             for block in 0..depth.div_ceil(DEPTH) {
                 let done = block * DEPTH;
@@ -252,7 +255,7 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// Swaps vectors and lanes.
+    /// Transposes sixteen vectors of sixteen lanes.
     fn transpose(v: &mut [__m512i; BLOCK]) {
         let mut t = *v;
         for i in 0..BLOCK / 2 {

@@ -1,10 +1,10 @@
-//! Small products of matrices of bf16 as they lie, for operations whose operands stay in the nearest caches: attention.
+//! Small products of bf16 matrices in place, for operations whose operands stay in the L1 and L2 caches: attention.
 
 use std::arch::asm;
 
 use super::{BLOCK, Registers};
 
-/// A matrix of words, possibly a part of a wider one.
+/// A matrix of 32-bit words, possibly a part of a wider one.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a> {
     pub(crate) words: &'a [f32],
@@ -18,26 +18,19 @@ impl Matrix<'_> {
     }
 }
 
-/// Sizes of a product, all multiples of sixteen.
+/// The sizes of a product, all multiples of sixteen.
 #[derive(Clone, Copy)]
 pub(crate) struct Size {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
-    /// In words.
+    /// The inner dimension in words of two bf16.
     pub(crate) inner: usize,
 }
 
 impl Registers {
-    /// `c = a b`, or `c += a b` with `add`. `a` `[rows, inner]` and `b` `[inner, cols]` are words of two bf16 that follow each other
-    /// along the inner dimension, `c` is of f32 with rows `c_stride` apart.
-    pub(crate) fn multiply(
-        &self,
-        size: Size,
-        (a, b): (Matrix<'_>, Matrix<'_>),
-        add: bool,
-        c: &mut [f32],
-        c_stride: usize,
-    ) {
+    /// Computes `c = a b`, or `c += a b` with `add`. Operands `a [rows, inner]` and `b [inner, cols]` are words of
+    /// two bf16 that are consecutive along the inner dimension; `c` is f32 with rows `c_stride` apart.
+    pub(crate) fn multiply(&self, size: Size, a: Matrix<'_>, b: Matrix<'_>, add: bool, c: &mut [f32], c_stride: usize) {
         let Size { rows, cols, inner } = size;
         assert!([rows, cols, inner].iter().all(|size| size.is_multiple_of(BLOCK)), "whole tiles");
         if rows == 0 || cols == 0 || inner == 0 {
@@ -66,7 +59,7 @@ impl Registers {
     }
 }
 
-/// What a kernel is called with; distances between rows in bytes.
+/// The arguments of a kernel; distances between rows are in bytes.
 struct Args {
     /// Blocks of sixteen words, at least one.
     depth: usize,
@@ -80,10 +73,10 @@ struct Args {
 }
 
 /// # Safety
-/// The registers must be set up, and the kernel's rows and columns of all operands be there.
+/// The registers must be configured, and the kernel's rows and columns of all operands must exist.
 type Kernel = unsafe fn(&Args);
 
-/// A kernel: the registers of its sums with the place of each, and what is done for one block of depth.
+/// Defines a kernel: the registers of its sums with the place of each, and the work for one block of depth.
 macro_rules! tile_kernel {
     ($name:ident, [$($sum:literal $rows:literal $place:literal),+], [$($step:literal),+]) => {
         /// # Safety
@@ -173,5 +166,5 @@ tile_kernel!(
     ]
 );
 
-/// By blocks of columns and of rows, each less one.
+/// Indexed by blocks of columns and of rows, each less one.
 const KERNELS: [[Kernel; 2]; 2] = [[one_by_one, two_by_one], [one_by_two, two_by_two]];

@@ -1,7 +1,8 @@
-//! The kernels for the vectors of aarch64, of which two make one of the [level's](Neon).
+//! The aarch64 kernels; two NEON vectors make one vector of the [level](Neon).
 //!
-//! The largest tile has 24 of the 32 registers for its sums. What it takes of A are lanes of six or two more, so that no instruction
-//! is spent on spreading a number over a vector: 24 products for each unit with 8 other instructions, 7 where A is packed.
+//! The largest tile uses 24 of the 32 registers for sums. Its products take single lanes of A from registers that
+//! hold two to six elements, so that no instruction is spent on broadcasts: 24 products per unit with 8 other
+//! instructions, 7 if A is packed.
 
 use core::arch::aarch64::{float32x2_t, vfmaq_lane_f32, vfmaq_laneq_f32, vld1_f32, vld1q_f32};
 
@@ -9,10 +10,10 @@ use super::{F32, Math, ROWS_OF_8, Sums, TileArgs, add_unit, begin, end, tile};
 use crate::prefetch::prefetch_far;
 use crate::simd::Neon;
 
-/// Vectors of the level in the widest tile, and vectors of the machine.
+/// Vectors of the level in the widest tile, and NEON vectors.
 const WIDEST: usize = 2;
 const QUADS: usize = 2 * WIDEST;
-/// Elements of a vector of the machine, and of a row of a panel for the widest tile.
+/// Elements of a NEON vector, and of a row of a panel for the widest tile.
 const QUAD: usize = 4;
 const COLUMNS: usize = QUADS * QUAD;
 
@@ -31,7 +32,8 @@ pub(super) unsafe fn neon<const ROWS: usize, const VECTORS: usize>(args: &TileAr
     }
 }
 
-/// The largest tile, of rows of A where they lie: two units at a time. With four the compiler keeps more of A than there is room for.
+/// Computes the largest tile with rows of A in place, two units at a time. With four the compiler keeps more of A
+/// than registers hold.
 ///
 /// # Safety
 /// As for [`super::Kernel`].
@@ -41,7 +43,7 @@ unsafe fn in_place(args: &TileArgs) {
     unsafe {
         let mut sums = begin::<F32<Neon>, ROWS_OF_8, WIDEST>(args);
         let mut b: *const f32 = args.b.cast();
-        let (mut ahead, ahead_step) = args.ahead;
+        let Prefetch { at: mut ahead, step: ahead_step } = args.ahead;
         for pair in 0..args.depth / 2 {
             for _ in 0..2 {
                 prefetch_far(ahead);
@@ -59,10 +61,10 @@ unsafe fn in_place(args: &TileArgs) {
     }
 }
 
-/// Adds the products of one lane of each row with a row of a panel.
+/// Adds the products of one lane of each row of A with a row of a panel.
 ///
 /// # Safety
-/// It must be readable.
+/// The row must be readable.
 #[inline(always)]
 unsafe fn add_lane<const LANE: i32>(sums: &mut Large, a: &[float32x2_t; ROWS_OF_8], b: *const f32) {
     for quad in 0..QUADS {
@@ -76,7 +78,7 @@ unsafe fn add_lane<const LANE: i32>(sums: &mut Large, a: &[float32x2_t; ROWS_OF_
     }
 }
 
-/// The largest tile, of packed rows of A: of a unit all six rows' lie one after the other.
+/// Computes the largest tile with packed rows of A: the six rows' elements of a unit are consecutive.
 ///
 /// # Safety
 /// As for [`super::Kernel`].
@@ -86,7 +88,7 @@ unsafe fn packed(args: &TileArgs) {
     unsafe {
         let mut sums = begin::<F32<Neon>, ROWS_OF_8, WIDEST>(args);
         let (mut a, mut b): (*const f32, *const f32) = (args.a[0].cast(), args.b.cast());
-        let (mut ahead, ahead_step) = args.ahead;
+        let Prefetch { at: mut ahead, step: ahead_step } = args.ahead;
         for _ in 0..args.depth {
             prefetch_far(ahead);
             ahead = ahead.wrapping_add(ahead_step);

@@ -1,4 +1,4 @@
-//! The kernels for the vectors of x86-64.
+//! The x86-64 kernels.
 
 use core::arch::x86_64::{
     __m256, __m256bh, __m512, __m512bh, _mm256_dpbf16_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_setzero_ps,
@@ -7,12 +7,12 @@ use core::arch::x86_64::{
 };
 
 use super::{
-    Across, F32, Halves, Math, ROWS_OF_8, TileArgs, tile, tile_beside, tile_in_rounds, tile_packing, units_of,
+    Across, F32, Halves, Math, ROWS_OF_8, TileArgs, tile, tile_in_rounds, tile_packing, tile_with_half, units_of,
 };
-use crate::gemm::pack::in_turn;
+use crate::gemm::pack::interleave;
 use crate::simd::{Avx2, Avx512, Level};
 
-/// [`Math`] on pairs of bf16. Its functions are used in kernels alone that have the instructions.
+/// Implements [`Math`] for bf16 pairs. It is used only in kernels compiled with the instructions.
 macro_rules! pairs {
     ($name:ident, $vector:ident, $pairs:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $level:ident, $dot:ident) => {
         struct $name;
@@ -48,7 +48,8 @@ macro_rules! pairs {
 
             #[inline(always)]
             unsafe fn splat(row: *const u32, at: usize) -> $vector {
-                // SAFETY: see above; the caller promises a readable unit. Pairs of a file's bf16 begin at any even address.
+                // SAFETY: see above; the caller promises a readable unit. Pairs of bf16 in a file may begin at any
+                // even address.
                 unsafe { $level::splat_at(row.cast(), at) }
             }
 
@@ -100,7 +101,7 @@ impl Across for F32<Avx512> {
     }
 }
 
-/// Two rows are a unit: their elements are brought together in registers.
+/// A unit is two rows, whose elements are interleaved in registers.
 impl Across for Bf16Dot {
     #[inline(always)]
     unsafe fn across<const VECTORS: usize>(row: *const u32, step: usize) -> [__m512; VECTORS] {
@@ -111,11 +112,11 @@ impl Across for Bf16Dot {
             for v in (0..VECTORS).step_by(2) {
                 let halves = rows.map(|row| row.add(v * Self::WIDTH / 2));
                 if v + 1 < VECTORS {
-                    let units = in_turn(halves.map(|at| _mm512_loadu_si512(at.cast())));
+                    let units = interleave(halves.map(|at| _mm512_loadu_si512(at.cast())));
                     columns[v] = _mm512_castsi512_ps(units[0]);
                     columns[v + 1] = _mm512_castsi512_ps(units[1]);
                 } else {
-                    let units = in_turn(halves.map(|at| _mm512_castsi256_si512(_mm256_loadu_si256(at.cast()))));
+                    let units = interleave(halves.map(|at| _mm512_castsi256_si512(_mm256_loadu_si256(at.cast()))));
                     columns[v] = _mm512_castsi512_ps(units[0]);
                 }
             }
@@ -156,7 +157,7 @@ pub(super) unsafe fn avx512<const ROWS: usize, const VECTORS: usize>(args: &Tile
     unsafe { tile::<F32<Avx512>, ROWS, VECTORS>(args) }
 }
 
-/// Of `VECTORS` vectors and half of one.
+/// Computes a tile of `VECTORS` vectors and half of one.
 ///
 /// # Safety
 /// As for [`super::Kernel`].
@@ -166,12 +167,12 @@ pub(super) unsafe fn half_bf16<const ROWS: usize, const VECTORS: usize>(args: &T
     unsafe {
         match VECTORS {
             0 => tile::<HalfBf16Dot, ROWS, 1>(args),
-            _ => tile_beside::<Bf16Dot, ROWS, VECTORS>(args),
+            _ => tile_with_half::<Bf16Dot, ROWS, VECTORS>(args),
         }
     }
 }
 
-/// Of `VECTORS` vectors and half of one.
+/// Computes a tile of `VECTORS` vectors and half of one.
 ///
 /// # Safety
 /// As for [`super::Kernel`].
@@ -181,7 +182,7 @@ pub(super) unsafe fn half<const ROWS: usize, const VECTORS: usize>(args: &TileAr
     unsafe {
         match VECTORS {
             0 => tile::<F32<Avx2>, ROWS, 1>(args),
-            _ => tile_beside::<F32<Avx512>, ROWS, VECTORS>(args),
+            _ => tile_with_half::<F32<Avx512>, ROWS, VECTORS>(args),
         }
     }
 }

@@ -11,8 +11,8 @@ use crate::gemm::source::Format;
 use crate::simd::neon::{Neon, bf16_pairs, widened_halves};
 use crate::simd::{Float, Level};
 
-/// Writes unit u of row r to `to[u * width + r]` for as many units as whole blocks cover, and returns their number. Does
-/// nothing where elements would have to be rounded.
+/// Writes unit u of row r to `to[u * width + r]`, as far as whole blocks go, and returns the number of units. Does
+/// nothing if elements would have to be rounded.
 ///
 /// # Safety
 /// The machine must have NEON.
@@ -25,7 +25,7 @@ pub(in crate::gemm) unsafe fn units_of_8<T: Float>(
     write_blocks!(8, rows, format, (width, to), transpose_8, widened::<T>, Neon::store)
 }
 
-/// The first elements of 8 pairs of f16 or bf16, and the second ones.
+/// Returns the first elements of 8 pairs of f16 or bf16, and the second ones.
 ///
 /// # Safety
 /// The machine must have NEON.

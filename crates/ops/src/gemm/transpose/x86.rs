@@ -1,4 +1,4 @@
-//! Transposition of 16 rows by 16 units with AVX-512 registers, and of 8 by 8 with those of AVX2.
+//! Transposition of 16 rows by 16 units with AVX-512, and of 8 by 8 with AVX2.
 
 use core::arch::x86_64::{
     __m128, __m128i, __m256, __m256i, __m512, _mm_loadu_ps, _mm256_and_si256, _mm256_castpd_ps, _mm256_castps_pd,
@@ -15,8 +15,8 @@ use moeworks_tensor::DType;
 use crate::gemm::source::Format;
 use crate::simd::Float;
 
-/// Writes unit u of row r to `to[u * width + r]` for as many units as whole blocks cover, and returns their number. Does
-/// nothing where elements would have to be rounded.
+/// Writes unit u of row r to `to[u * width + r]`, as far as whole blocks go, and returns the number of units. Does
+/// nothing if elements would have to be rounded.
 ///
 /// # Safety
 /// The machine must have AVX-512 F and DQ.
@@ -30,7 +30,7 @@ pub(in crate::gemm) unsafe fn units<T: Float>(
     write_blocks!(16, rows, format, (width, to), transpose, widened::<T>, _mm512_storeu_ps)
 }
 
-/// The first elements of 16 pairs of f16 or bf16, and the second ones.
+/// Returns the first elements of 16 pairs of f16 or bf16, and the second ones.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
 fn widened<T: Float>(pairs: __m512) -> [__m512; 2] {
@@ -42,13 +42,13 @@ fn widened<T: Float>(pairs: __m512) -> [__m512; 2] {
     [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(high)]
 }
 
-/// Writes unit u of row r to `to[u * width + r]`, of the first `lanes` rows: sixteen or eight.
+/// Writes unit u of row r to `to[u * width + r]` for the first `lanes` rows, which are sixteen or eight.
 ///
 /// # Safety
 /// The machine must have AVX-512 F and DQ; `num_units` units must be readable from each pointer on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, (width, lanes): (usize, usize), to: &mut [u32]) {
+pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, width: usize, lanes: usize, to: &mut [u32]) {
     assert!(matches!(lanes, 8 | 16) && lanes <= width, "lanes of a unit");
     assert!(num_units == 0 || to.len() >= (num_units - 1) * width + lanes, "room for the transposed rows");
     let blocks = num_units / 16;
@@ -69,7 +69,8 @@ pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, (width, la
     }
     for unit in 16 * blocks..num_units {
         for (to, row) in to[unit * width..][..lanes].iter_mut().zip(rows) {
-            // SAFETY: the unit is one of those that the caller promises; pairs of a file's bf16 begin at any even address.
+            // SAFETY: the unit is one of those that the caller promises; pairs of bf16 in a file may begin at any
+            // even address.
             *to = unsafe { row.add(unit).read_unaligned() };
         }
     }
@@ -82,8 +83,8 @@ pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, (width, la
 pub(in crate::gemm) unsafe fn transpose(from: &[*const f32; 16]) -> [__m512; 16] {
     let mut columns = [_mm512_setzero_ps(); 16];
     for quarter in 0..4 {
-        // Vector r holds four elements of each of the rows r, r + 4, r + 8 and r + 12, so that a transposition of 4 x 4
-        // inside each 128-bit part leaves the rows in order.
+        // Vector r holds four elements of each of the rows r, r + 4, r + 8 and r + 12, so that a transposition of 4 x
+        // 4 inside each 128-bit part leaves the rows in order.
         let mut parts = [_mm512_setzero_ps(); 4];
         for (r, part) in parts.iter_mut().enumerate() {
             // SAFETY: inside the 16 elements that the caller promises.
@@ -106,7 +107,7 @@ pub(in crate::gemm) unsafe fn transpose(from: &[*const f32; 16]) -> [__m512; 16]
     columns
 }
 
-/// [`units`] of eight rows.
+/// Transposes units of eight rows like [`units`].
 ///
 /// # Safety
 /// The machine must have AVX2 and F16C.
@@ -120,7 +121,7 @@ pub(in crate::gemm) unsafe fn units_of_8<T: Float>(
     write_blocks!(8, rows, format, (width, to), transpose_8, widened_8::<T>, _mm256_storeu_ps)
 }
 
-/// [`widened`] of eight pairs.
+/// Widens eight pairs like [`widened`].
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
 fn widened_8<T: Float>(pairs: __m256) -> [__m256; 2] {
@@ -147,7 +148,7 @@ fn widened_8<T: Float>(pairs: __m256) -> [__m256; 2] {
 unsafe fn transpose_8(from: &[*const f32; 8]) -> [__m256; 8] {
     let mut columns = [_mm256_setzero_ps(); 8];
     for half in 0..2 {
-        // As in `transpose`: vector r holds four elements of the rows r and r + 4.
+        // Vector r holds four elements of the rows r and r + 4, as in `transpose`.
         let mut parts = [_mm256_setzero_ps(); 4];
         for (r, part) in parts.iter_mut().enumerate() {
             // SAFETY: inside the 8 elements that the caller promises.

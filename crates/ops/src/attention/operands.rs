@@ -1,7 +1,8 @@
-//! The operands of attention's products, as they are copied out of tensors.
+//! The operands of attention's products, copied out of tensors and packed.
 //!
-//! Products step along their inner dimension by words of 32 bits: an f32, or two bf16 that are multiplied and added up at
-//! once where the machine does that faster. Words of both kinds lie in memory of f32; nothing computes with a pair as if it were one.
+//! Products step along their inner dimension by words of 32 bits. A word is one f32, or two bf16 that are multiplied
+//! and summed by one instruction where the machine has that. Both kinds lie in memory of f32; nothing computes with a
+//! pair as if it were an f32.
 
 use moeworks_tensor::{DType, Tensor, bf16};
 
@@ -10,73 +11,73 @@ use crate::Isa;
 use crate::parallel::prefetch_elements_far;
 use crate::simd::{Float, LANES, kernel, store_all, sum_lanes};
 
-/// Words that a tile register takes along the inner dimension.
+/// Words of a row of an AMX tile register.
 const TILE_WORDS: usize = 16;
 
-/// What the words of a product are.
+/// The format of a product's operands along its inner dimension.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Words {
-    /// An f32.
-    Singles,
-    /// Two bf16 that follow each other along the inner dimension.
-    Pairs,
-    /// The same for tile registers, which take sixteen words at a time: operands are filled up with zeros.
-    Tiles,
+pub(super) enum OperandFormat {
+    /// One f32 a word.
+    F32,
+    /// Two consecutive bf16 a word.
+    Bf16Pairs,
+    /// Two consecutive bf16 a word, for AMX tile registers: operands are padded with zeros to sixteen words.
+    AmxTiles,
 }
 
-impl Words {
-    /// What is best for tensors of these types.
-    pub(super) fn of(isa: Isa, dtypes: &[DType]) -> Self {
+impl OperandFormat {
+    /// Chooses the fastest format for tensors of these types.
+    pub(super) fn new(isa: Isa, dtypes: &[DType]) -> Self {
         match isa {
-            Isa::Avx512Bf16 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Pairs,
-            Isa::Amx | Isa::AmxF32 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Tiles,
-            _ => Self::Singles,
+            Isa::Avx512Bf16 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::Bf16Pairs,
+            Isa::Amx | Isa::AmxF32 if dtypes.iter().all(|&dtype| dtype == DType::BF16) => Self::AmxTiles,
+            _ => Self::F32,
         }
     }
 
-    /// Whether words are two bf16.
+    /// Returns whether a word is two bf16.
     pub(super) fn are_pairs(self) -> bool {
-        self != Self::Singles
+        self != Self::F32
     }
 
-    /// Words that so many elements make; the last may have to be filled up.
+    /// Returns the number of words that `elements` elements take, padding included.
     pub(super) fn count(self, elements: usize) -> usize {
         match self {
-            Self::Singles => elements,
-            Self::Pairs => elements.div_ceil(2),
-            Self::Tiles => elements.div_ceil(2).next_multiple_of(TILE_WORDS),
+            Self::F32 => elements,
+            Self::Bf16Pairs => elements.div_ceil(2),
+            Self::AmxTiles => elements.div_ceil(2).next_multiple_of(TILE_WORDS),
         }
     }
 
-    /// The first word of those that a product has to take so that element `at` is among them.
+    /// Returns the first word at which a product can begin so that element `at` is among its own.
     pub(super) fn start(self, at: usize) -> usize {
         match self {
-            Self::Singles => at,
-            Self::Pairs => at / 2,
-            Self::Tiles => at / 2 / TILE_WORDS * TILE_WORDS,
+            Self::F32 => at,
+            Self::Bf16Pairs => at / 2,
+            Self::AmxTiles => at / 2 / TILE_WORDS * TILE_WORDS,
         }
     }
 
-    /// Fills up words along the index of so many rows: `to [count(rows), width]`.
+    /// Zeroes the padding behind `num_rows` rows that are packed along their index: `to [count(rows), width]`.
     pub(super) fn fill(self, num_rows: usize, width: usize, to: &mut [f32]) {
-        if self == Self::Tiles {
-            to[Self::Pairs.count(num_rows) * width..self.count(num_rows) * width].fill(0.0);
+        if self == Self::AmxTiles {
+            to[Self::Bf16Pairs.count(num_rows) * width..self.count(num_rows) * width].fill(0.0);
         }
     }
 
-    /// Elements of a copied row of so many.
+    /// Returns the length of a packed row of `elements` elements.
     pub(super) fn width(self, elements: usize) -> usize {
         match self {
-            Self::Singles | Self::Pairs => elements.next_multiple_of(COL_UNIT),
-            Self::Tiles => elements.next_multiple_of(2 * TILE_WORDS),
+            Self::F32 | Self::Bf16Pairs => elements.next_multiple_of(COL_UNIT),
+            Self::AmxTiles => elements.next_multiple_of(2 * TILE_WORDS),
         }
     }
 
-    /// What the number of keys that a product takes is a multiple of.
+    /// Returns the unit that a product's number of keys is a multiple of.
     pub(super) fn key_unit(self) -> usize {
         match self {
-            Self::Singles | Self::Pairs => ROW_UNIT,
-            Self::Tiles => 2 * TILE_WORDS,
+            Self::F32 | Self::Bf16Pairs => ROW_UNIT,
+            Self::AmxTiles => 2 * TILE_WORDS,
         }
     }
 }
@@ -98,8 +99,8 @@ impl<'a> From<&'a Tensor> for Values<'a> {
     }
 }
 
-/// Rows of a tensor that are copied: where each starts, its elements, and those of its copy, which is filled up with zeros: whole
-/// vectors.
+/// Rows of a tensor that are copied: the offset where each starts, its number of elements, and the length of its
+/// copy, which is padded with zeros.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub(super) starts: &'a [usize],
@@ -107,13 +108,13 @@ pub(super) struct Rows<'a> {
     pub(super) width: usize,
 }
 
-/// By so many rows those that are copied later are asked for ahead: they are short and far apart, so that processors do not foresee them.
+/// The distance in rows of the prefetch. Rows are short and far apart, so that hardware prefetchers do not find them.
 const ROWS_AHEAD: usize = 12;
 
 impl Rows<'_> {
-    /// Asks for the row that comes [`ROWS_AHEAD`] rows behind `row`.
+    /// Prefetches the row that is [`ROWS_AHEAD`] rows behind `row`.
     #[inline(always)]
-    fn ask_behind<T>(&self, row: usize, values: &[T]) {
+    fn prefetch_behind<T>(&self, row: usize, values: &[T]) {
         if let Some(&start) = self.starts.get(row + ROWS_AHEAD) {
             prefetch_elements_far(values.as_ptr().wrapping_add(start), self.cols);
         }
@@ -121,7 +122,7 @@ impl Rows<'_> {
 }
 
 impl Values<'_> {
-    /// Asks for rows that will be copied.
+    /// Prefetches rows that will be copied.
     pub(super) fn prefetch(self, starts: &[usize], cols: usize) {
         for &start in starts {
             match self {
@@ -139,10 +140,10 @@ impl Values<'_> {
         }
     }
 
-    /// The dot products of rows and those of `others [rows, count(width)]`, words along their elements.
-    pub(super) fn row_dots(self, isa: Isa, words: Words, rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
+    /// Computes the dot products of rows and those of `others [rows, count(width)]`, packed along their elements.
+    pub(super) fn row_dots(self, isa: Isa, format: OperandFormat, rows: Rows<'_>, others: &[f32], dots: &mut [f32]) {
         let pairs: &[bf16] = bytemuck::cast_slice(others);
-        match (self, words.are_pairs()) {
+        match (self, format.are_pairs()) {
             (Self::F32(values), false) => dots_kernel::<f32, f32>(isa, values, rows, others, dots),
             (Self::F32(values), true) => dots_kernel::<f32, bf16>(isa, values, rows, pairs, dots),
             (Self::Bf16(values), false) => dots_kernel::<bf16, f32>(isa, values, rows, others, dots),
@@ -150,36 +151,43 @@ impl Values<'_> {
         }
     }
 
-    /// Copies rows as words along their elements: `to [rows, count(width)]`.
-    pub(super) fn copy_words(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
-        match (words, self) {
-            (Words::Singles, _) => self.copy_rows(isa, rows, to),
+    /// Copies rows, packed along their elements: `to [rows, count(width)]`.
+    pub(super) fn pack_along_cols(self, isa: Isa, format: OperandFormat, rows: Rows<'_>, to: &mut [f32]) {
+        match (format, self) {
+            (OperandFormat::F32, _) => self.copy_rows(isa, rows, to),
             (_, Self::Bf16(values)) => copy_pairs_kernel(isa, values, rows, to),
             (_, Self::F32(_)) => panic!("pairs of f32"),
         }
     }
 
-    /// Copies rows as words along the rows' index: `to [count(rows), width]`.
-    pub(super) fn copy_words_down(self, isa: Isa, words: Words, rows: Rows<'_>, to: &mut [f32]) {
-        match (words, self) {
-            (Words::Singles, _) => self.copy_rows(isa, rows, to),
+    /// Copies rows, packed along the rows' index: `to [count(rows), width]`.
+    pub(super) fn pack_along_rows(self, isa: Isa, format: OperandFormat, rows: Rows<'_>, to: &mut [f32]) {
+        match (format, self) {
+            (OperandFormat::F32, _) => self.copy_rows(isa, rows, to),
             (_, Self::Bf16(values)) => pair_down_kernel(isa, values, rows, to),
             (_, Self::F32(_)) => panic!("pairs of f32"),
         }
-        words.fill(rows.starts.len(), rows.width, to);
+        format.fill(rows.starts.len(), rows.width, to);
     }
 
-    /// Copies rows both ways: as [`copy_words`](Self::copy_words) and as [`copy_words_down`](Self::copy_words_down); f32 rounded alike in
-    /// both where words are pairs.
-    pub(super) fn copy_both_ways(self, isa: Isa, words: Words, rows: Rows<'_>, along: &mut [f32], down: &mut [f32]) {
-        match (words, self) {
-            (Words::Pairs | Words::Tiles, Self::F32(values)) => {
+    /// Copies rows packed both ways, [along their elements](Self::pack_along_cols) and [along the rows'
+    /// index](Self::pack_along_rows). Where the format has pairs, f32 is rounded to the same bf16 in both.
+    pub(super) fn pack_both_ways(
+        self,
+        isa: Isa,
+        format: OperandFormat,
+        rows: Rows<'_>,
+        along: &mut [f32],
+        down: &mut [f32],
+    ) {
+        match (format, self) {
+            (OperandFormat::Bf16Pairs | OperandFormat::AmxTiles, Self::F32(values)) => {
                 round_both_ways(isa, values, rows, along, down);
-                words.fill(rows.starts.len(), rows.width, down);
+                format.fill(rows.starts.len(), rows.width, down);
             }
             _ => {
-                self.copy_words(isa, words, rows, along);
-                self.copy_words_down(isa, words, rows, down);
+                self.pack_along_cols(isa, format, rows, along);
+                self.pack_along_rows(isa, format, rows, down);
             }
         }
     }
@@ -188,7 +196,7 @@ impl Values<'_> {
 kernel! {
     fn copy_kernel<S: Level, T: Float>(values: &[T], rows: Rows<'_>, to: &mut [f32]) {
         for ((row, &start), to) in rows.starts.iter().enumerate().zip(to.chunks_exact_mut(rows.width)) {
-            rows.ask_behind(row, values);
+            rows.prefetch_behind(row, values);
             let from = &values[start..start + rows.cols];
             let (from, last) = from.as_chunks::<COL_UNIT>();
             let (to, _) = to.as_chunks_mut::<COL_UNIT>();
@@ -210,7 +218,7 @@ kernel! {
 kernel! {
     fn dots_kernel<S: Level, T: Float, U: Float>(values: &[T], rows: Rows<'_>, others: &[U], dots: &mut [f32]) {
         for (((row, &start), other), dot) in rows.starts.iter().enumerate().zip(others.chunks_exact(rows.width)).zip(dots) {
-            rows.ask_behind(row, values);
+            rows.prefetch_behind(row, values);
             let (row, rest) = values[start..start + rows.cols].as_chunks::<LANES>();
             let (other, other_rest) = other[..rows.cols].as_chunks::<LANES>();
             let mut sums = [0.0; LANES];
@@ -231,7 +239,7 @@ kernel! {
     fn copy_pairs_kernel<S: Level>(values: &[bf16], rows: Rows<'_>, to: &mut [f32]) {
         let to: &mut [bf16] = bytemuck::cast_slice_mut(to);
         for ((row, &start), to) in rows.starts.iter().enumerate().zip(to.chunks_exact_mut(rows.width)) {
-            rows.ask_behind(row, values);
+            rows.prefetch_behind(row, values);
             let (from, last) = values[start..start + rows.cols].as_chunks::<COL_UNIT>();
             let (to, _) = to.as_chunks_mut::<COL_UNIT>();
             let (twos, one) = from.as_chunks::<2>();
@@ -246,7 +254,8 @@ kernel! {
     }
 }
 
-/// `copy` of each chunk, two in a turn: of one the compiler would make a call of a function for each row, which are too short for that.
+/// Applies `copy` to each chunk, two in an iteration. With one in an iteration the compiler calls a function for each
+/// row, which is too short for that.
 #[inline(always)]
 fn in_pairs<T, U>(to: &mut [T], from: &[U], copy: impl Fn(&mut T, &U)) {
     let (twos, one) = from.as_chunks::<2>();
@@ -264,8 +273,8 @@ kernel! {
     fn pair_down_kernel<S: Level>(values: &[bf16], rows: Rows<'_>, to: &mut [f32]) {
         let to: &mut [u32] = bytemuck::cast_slice_mut(to);
         for ((pair, starts), to) in rows.starts.chunks(2).enumerate().zip(to.chunks_exact_mut(rows.width)) {
-            [2 * pair, 2 * pair + 1].into_iter().for_each(|row| rows.ask_behind(row, values));
-            // The last row may have none to pair with.
+            [2 * pair, 2 * pair + 1].into_iter().for_each(|row| rows.prefetch_behind(row, values));
+            // The last row may have no partner.
             let (high, mask) = starts.get(1).map_or((starts[0], 0), |&start| (start, u32::MAX << 16));
             let row = |start: usize| values[start..start + rows.cols].as_chunks::<COL_UNIT>();
             let ((low, low_rest), (high, high_rest)) = (row(starts[0]), row(high));
@@ -281,7 +290,7 @@ kernel! {
     }
 }
 
-/// Words of two rows' elements, of which the second is kept where `mask` says so.
+/// Returns the words of two rows' elements. The second row's elements are masked by `mask`.
 #[inline(always)]
 fn paired(low: &[bf16; COL_UNIT], high: &[bf16; COL_UNIT], mask: u32) -> [u32; COL_UNIT] {
     let mut words = [0; COL_UNIT];
@@ -291,7 +300,7 @@ fn paired(low: &[bf16; COL_UNIT], high: &[bf16; COL_UNIT], mask: u32) -> [u32; C
     words
 }
 
-/// Fewer elements than [`COL_UNIT`], filled up with zeros.
+/// Pads fewer elements than [`COL_UNIT`] with zeros.
 #[inline(always)]
 fn padded(last: &[bf16]) -> [bf16; COL_UNIT] {
     std::array::from_fn(|i| last.get(i).copied().unwrap_or(bf16::from_bits(0)))
@@ -319,14 +328,14 @@ kernel! {
 
 kernel! {
     bf16
-    /// Rows as pairs along their elements, `along [rows, width / 2]`, and along the rows' index, `down [rows / 2, width]`. A row that is
-    /// missing at the end counts as zeros.
+    /// Packs f32 rows, rounded to bf16, as pairs along their elements, `along [rows, width / 2]`, and along the rows'
+    /// index, `down [rows / 2, width]`. A missing last row counts as zeros.
     fn round_both_ways<S: Level>(values: &[f32], rows: Rows<'_>, along: &mut [f32], down: &mut [f32]) {
         const HALF: usize = COL_UNIT / 2;
         assert!(S::HAS_PAIR_DOT, "pairs of bf16");
         let twos = along.chunks_mut(rows.width).zip(down.chunks_exact_mut(rows.width));
         for (pair, (starts, (along, down))) in rows.starts.chunks(2).zip(twos).enumerate() {
-            [2 * pair, 2 * pair + 1].into_iter().for_each(|row| rows.ask_behind(row, values));
+            [2 * pair, 2 * pair + 1].into_iter().for_each(|row| rows.prefetch_behind(row, values));
             let low = &values[starts[0]..][..rows.cols];
             let high = starts.get(1).map_or(&[][..], |&start| &values[start..][..rows.cols]);
             let (to_low, to_high) = along.split_at_mut(rows.width / 2);
@@ -346,7 +355,7 @@ kernel! {
     }
 }
 
-/// Chunk number `chunk` of [`COL_UNIT`] elements of a row, filled up with zeros.
+/// Returns chunk number `chunk` of [`COL_UNIT`] elements of a row, padded with zeros.
 #[inline(always)]
 fn lanes_or_zeros(row: &[f32], chunk: usize) -> [f32; COL_UNIT] {
     let rest = row.get(chunk * COL_UNIT..).unwrap_or(&[]);
@@ -360,9 +369,9 @@ fn lanes_or_zeros(row: &[f32], chunk: usize) -> [f32; COL_UNIT] {
     lanes
 }
 
-/// `to [cols, ROWS] = from [num_rows, width]^T` of words, the first `cols` columns of it; what is left of [`SCORE_COLS`] columns of
-/// `to` becomes zero.
-pub(super) fn transpose(isa: Isa, from: &[f32], (num_rows, width): (usize, usize), cols: usize, to: &mut [f32]) {
+/// Writes the first `cols` columns of `from [num_rows, width]`, transposed, to `to [cols, ROWS]`. The rest of
+/// [`SCORE_COLS`] columns of `to` becomes zero. Elements are words.
+pub(super) fn transpose(isa: Isa, from: &[f32], num_rows: usize, width: usize, cols: usize, to: &mut [f32]) {
     let mut first = 0;
     #[cfg(target_arch = "x86_64")]
     if isa >= Isa::Avx512 {
@@ -371,20 +380,19 @@ pub(super) fn transpose(isa: Isa, from: &[f32], (num_rows, width): (usize, usize
         while first + 16 <= num_rows {
             let rows = std::array::from_fn(|row| units[(first + row) * width..][..cols].as_ptr());
             // SAFETY: the instruction set is there, and each row has `cols` units.
-            unsafe { crate::gemm::transpose::words(&rows, cols, (ROWS, 16), &mut to[first..]) };
+            unsafe { crate::gemm::transpose::words(&rows, cols, ROWS, 16, &mut to[first..]) };
             first += 16;
         }
     }
-    transpose_from(isa, from, (first, num_rows), width, cols, to);
+    transpose_from(isa, from, first, num_rows, width, cols, to);
 }
 
 kernel! {
-    /// [`transpose`] of the rows from `rows.0` on.
-    fn transpose_from<S: Level>(from: &[f32], rows: (usize, usize), width: usize, cols: usize, to: &mut [f32]) {
+    /// Does the work of [`transpose`] for the rows from `first` on.
+    fn transpose_from<S: Level>(from: &[f32], start: usize, num_rows: usize, width: usize, cols: usize, to: &mut [f32]) {
         const TILE: usize = 16;
-        let (first, num_rows) = rows;
         assert!(num_rows <= ROWS);
-        for first in (first..num_rows.next_multiple_of(SCORE_COLS)).step_by(TILE) {
+        for first in (start..num_rows.next_multiple_of(SCORE_COLS)).step_by(TILE) {
             let count = TILE.min(num_rows.saturating_sub(first));
             for (col, to) in to.chunks_exact_mut(ROWS).take(cols).enumerate() {
                 let to = &mut to[first..first + TILE];

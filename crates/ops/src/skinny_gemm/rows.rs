@@ -1,4 +1,4 @@
-//! Elements of few rows in f32, in the order in which the kernels of this module meet them with weights.
+//! Conversion of rows to f32, in the order in which the skinny kernels multiply them with weights.
 
 use moeworks_tensor::{DType, bf16, f16};
 
@@ -6,28 +6,28 @@ use crate::gemm::Compute;
 use crate::gemm::source::{Elements, Source, with_elements};
 use crate::simd::{Float, Level, kernel};
 
-/// An element type of weights. Weights are fetched in blocks of two vectors.
+/// An element type of weights, which are loaded in blocks of two vectors.
 pub(crate) trait Weight: Float {
-    /// The elements of a block, widened. Those of bf16 come in another order, which [`place`](Self::place) tells.
+    /// Loads a block and widens it to f32. Elements of bf16 come in the order of [`place`](Self::place).
     ///
     /// # Safety
     /// Twice `S::WIDTH` elements must be readable at `from`.
     unsafe fn fetch<S: Level>(from: *const Self) -> [S::Vector; 2];
 
-    /// Where in the two vectors element `i` of a block is, for vectors of `width` lanes.
+    /// Returns the place of a block's element `i` within the two vectors of `width` lanes.
     #[inline(always)]
     fn place(i: usize, width: usize) -> usize {
         let _ = width;
         i
     }
 
-    /// Whether a block is one vector of pairs, which meets those of a row of A in one instruction.
+    /// Returns whether a block is one vector of bf16 pairs, which the pair dot product multiplies with A.
     #[inline(always)]
     fn is_dotted<S: Level>() -> bool {
         S::HAS_PAIR_DOT && Self::DTYPE == DType::BF16
     }
 
-    /// Words of a block of a row of A.
+    /// Returns the 32-bit words that a block of a row of A takes.
     #[inline(always)]
     fn block_words<S: Level>() -> usize {
         if Self::is_dotted::<S>() { S::WIDTH } else { 2 * S::WIDTH }
@@ -63,10 +63,10 @@ impl Weight for bf16 {
     }
 }
 
-/// The most elements of a block, for a buffer on the stack.
+/// The most elements of a block, for buffers on the stack.
 pub(super) const MAX_BLOCK: usize = 32;
 
-/// A block of which only `len` elements exist, filled up with zeros.
+/// Copies the elements of a partial block and fills it up with zeros.
 #[inline(always)]
 pub(super) fn partial_block<T: Weight>(from: &[T]) -> [T; MAX_BLOCK] {
     let mut block = [T::store(0.0); MAX_BLOCK];
@@ -74,17 +74,18 @@ pub(super) fn partial_block<T: Weight>(from: &[T]) -> [T; MAX_BLOCK] {
     block
 }
 
-/// Elements `first..first + len` of a row as f32, scaled and rounded as the product asks. `to` may be longer: the rest
-/// becomes zero.
+/// Converts the first `len` elements of a row to f32, rounded as the product asks, and fills the rest of `to` with
+/// zeros.
 pub(super) fn load_row(
     isa: crate::Isa,
     source: &Source<'_>,
-    (row, first, len): (usize, usize, usize),
+    row: usize,
+    len: usize,
     precision: Compute,
     to: &mut [f32],
 ) {
     let index = source.indices.map_or(row, |indices| indices[row] as usize);
-    let start = source.offset + index * source.stride + first;
+    let start = source.offset + index * source.stride;
     with_elements!(source.elements, x => load_kernel(isa, &x[start..start + len], precision, to));
 }
 
@@ -104,8 +105,8 @@ kernel! {
 
 kernel! {
     bf16
-    /// Spreads a row of whole blocks over `to`, where blocks of `num_rows` rows alternate: block b of row `row` comes at
-    /// place `b * num_rows + row`, its elements in the order of the weights' vectors, or as pairs.
+    /// Spreads a row of whole blocks over `to`, where blocks of `num_rows` rows alternate: block b of row `row` goes
+    /// to place `b * num_rows + row`, with its elements in the order of the weights' vectors or as bf16 pairs.
     pub(crate) fn spread<S: Level, T: Weight>(from: &[f32], row: usize, num_rows: usize, to: &mut [f32]) {
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
         for (from, to) in from.chunks_exact(block).zip(to.chunks_exact_mut(num_rows * words)) {
@@ -121,7 +122,7 @@ kernel! {
     }
 }
 
-/// Elements of a block on an instruction set.
+/// Returns the elements of a block on an instruction set.
 pub(crate) fn block_len(isa: crate::Isa) -> usize {
     width_kernel(isa)
 }

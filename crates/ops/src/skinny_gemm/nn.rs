@@ -1,13 +1,13 @@
-//! `A B` of few rows: rows of weights, times the elements of A, are added up in a strip of the result.
+//! The skinny kernel for `A B`: weight rows, scaled by the elements of A, are summed into a strip of the result.
 //!
-//! A strip is some columns wide, so that it stays in the first-level cache while the rows of weights pass by, some at a
-//! time. Within the strip columns stand in the order in which weights come out of their blocks.
+//! A strip is narrow enough to stay in the L1 cache while weight rows stream past, several at a time. Columns inside
+//! a strip keep the order in which vectors of weights are unpacked.
 
 use std::ops::Range;
 
 use moeworks_tensor::{DType, bf16};
 
-use super::beside::Gradient;
+use super::fused_dgrad_wgrad::Gradient;
 use super::rows::{Weight, partial_block};
 use crate::gemm::Group;
 use crate::prefetch::prefetch_far;
@@ -16,58 +16,72 @@ use crate::simd::{Float, Level, kernel};
 /// A strip of the product.
 #[derive(Clone, Copy)]
 pub(super) struct Strip<'a, T> {
-    /// The weights from the strip's first column of row 0 on.
+    /// The weights, beginning at the strip's first column of row 0.
     pub(super) weights: &'a [T],
-    /// Elements from one row of weights to the next.
+    /// Elements from one weight row to the next.
     pub(super) stride: usize,
-    /// Rows of weights.
+    /// Number of weight rows, which is the length of each sum.
     pub(super) depth: usize,
     /// Columns of the strip.
     pub(super) columns: usize,
+    /// Words from one row of A to the next.
     pub(super) a_stride: usize,
 }
 
 impl<'a, T> Strip<'a, T> {
-    /// Some columns of a group's B, whose elements are `weights`, for factors that take `a_len` words in all.
-    pub(super) fn of(group: &Group<'_>, weights: &'a [T], columns: Range<usize>, a_len: usize) -> Self {
+    /// Selects `columns` of a group's B, whose elements are `weights`; all rows of A together take `a_len` words.
+    pub(super) fn new(group: &Group<'_>, weights: &'a [T], columns: Range<usize>, a_len: usize) -> Self {
         let weights = &weights[(group.b.offset + columns.start).min(weights.len())..];
         let (stride, depth, a_stride) = (group.b.stride, group.depth, a_len / group.rows);
         Self { weights, stride, depth, columns: columns.len(), a_stride }
     }
 }
+/// The f32 sums of a strip, `[rows, stride]`. `stride` is at least the strip's columns rounded up to whole blocks.
+pub(crate) struct StripSums<'a> {
+    pub(super) to: &'a mut [f32],
+    pub(super) stride: usize,
+}
 
+/// The rows of a result that products are added to: `[num_rows, stride]` from `to` on.
+#[derive(Clone, Copy)]
+pub(crate) struct SumRows {
+    pub(crate) to: *mut f32,
+    pub(crate) stride: usize,
+    pub(crate) num_rows: usize,
+}
 kernel! {
     bf16 if matches!(T::DTYPE, DType::BF16);
-    /// `to [rows, to_stride]` becomes the sums. `to_stride` is at least the columns, filled up to whole blocks. `a [rows, a_stride]` are
-    /// the factors of each row of the result, at least `depth`, with zeros beyond; they become pairs of bf16 where these are multiplied.
-    pub(super) fn run<S: Level, T: Weight>(strip: Strip<'_, T>, a: &mut [f32], to: &mut [f32], to_stride: usize) {
-        sum_up::<S, T>(strip, a, (to, to_stride), &mut ());
+    /// Computes the sums of a strip. `a [rows, a_stride]` holds the factors of each result row, zero beyond `depth`;
+    /// it is converted to bf16 pairs in place where the level multiplies pairs.
+    pub(super) fn run<S: Level, T: Weight>(strip: Strip<'_, T>, a: &mut [f32], sums: StripSums<'_>) {
+        sum_up::<S, T>(strip, a, sums, &mut ());
     }
 }
 
 kernel! {
     bf16 if matches!(T::DTYPE, DType::BF16);
-    /// As [`run`], and writes the gradient of the strip's weights: that of some rows and a block of columns as soon as these have been
-    /// read, because memory is read and written at a time quicker than one after the other.
-    pub(super) fn run_beside<S: Level, T: Weight, G: Float>(
+    /// Computes the sums of a strip like [`run`], and writes the gradient of its weights. Each block of the gradient
+    /// is written right after the weights of the same rows and columns are read, because reads and writes of memory
+    /// overlap.
+    pub(super) fn run_with_gradient<S: Level, T: Weight, G: Float>(
         strip: Strip<'_, T>,
         a: &mut [f32],
-        to: &mut [f32],
-        to_stride: usize,
+        sums: StripSums<'_>,
         gradient: Gradient<'_, G>,
     ) {
         let mut writer = Writer { gradient, done: 0 };
-        sum_up::<S, T>(strip, a, (to, to_stride), &mut writer);
+        sum_up::<S, T>(strip, a, sums, &mut writer);
         for column in (0..strip.columns).step_by(2 * S::WIDTH) {
             gradient.write_from::<S>(writer.done, column);
         }
     }
 }
 
-/// What is done with rows of weights after their products have been added. Not a function that is handed on: one without the features
-/// of an instruction set would be called for each of its instructions.
+/// A hook that runs after the products of some weight rows have been added. It is a trait and not a closure, because
+/// a closure is compiled without the instruction set's features and could not be inlined.
 pub(crate) trait Visit {
-    /// Some rows, and a block of columns that begins with one. The blocks of the same rows come one after the other.
+    /// Is called with the weight rows just added and the first column of the block. Blocks of the same rows come in
+    /// order of columns.
     fn block<S: Level>(&mut self, rows: Range<usize>, column: usize);
 }
 
@@ -76,10 +90,10 @@ impl Visit for () {
     fn block<S: Level>(&mut self, _: Range<usize>, _: usize) {}
 }
 
-/// Writes a gradient.
+/// Writes the gradient of a strip as its weights are read.
 struct Writer<'a, G> {
     gradient: Gradient<'a, G>,
-    /// Rows that are written.
+    /// Rows already written.
     done: usize,
 }
 
@@ -93,15 +107,11 @@ impl<G: Float> Visit for Writer<'_, G> {
     }
 }
 
-/// [`run`], and what is to be done beside it.
+/// Computes the sums of a strip and calls `visit` after each block of weights.
 #[inline(always)]
-fn sum_up<S: Level, T: Weight>(
-    strip: Strip<'_, T>,
-    a: &mut [f32],
-    (to, to_stride): (&mut [f32], usize),
-    visit: &mut impl Visit,
-) {
+fn sum_up<S: Level, T: Weight>(strip: Strip<'_, T>, a: &mut [f32], sums: StripSums<'_>, visit: &mut impl Visit) {
     let Strip { weights, stride, depth, columns, a_stride } = strip;
+    let StripSums { to, stride: to_stride } = sums;
     to.fill(0.0);
     if depth == 0 || columns == 0 || to_stride == 0 {
         return;
@@ -115,17 +125,17 @@ fn sum_up<S: Level, T: Weight>(
         a.chunks_exact_mut(a_stride).take(num_rows).for_each(make_pairs::<S>);
     }
     let rows = Rows { weights: weights.as_ptr(), stride, columns, a: a.as_ptr(), a_stride };
-    let to = (to.as_mut_ptr(), to_stride, num_rows);
+    let to = SumRows { to: to.as_mut_ptr(), stride: to_stride, num_rows };
     let mut k = 0;
     // SAFETY: rows `k..k + N` of weights and factors exist, and the result's rows are as long as asserted.
     unsafe {
         if T::is_dotted::<S>() {
             while k + 2 * PAIRS <= depth {
-                rows.add_pairs::<S, PAIRS>((k, 2 * PAIRS), to, visit);
+                rows.add_pairs::<S, PAIRS>(k, 2 * PAIRS, to, visit);
                 k += 2 * PAIRS;
             }
             while k < depth {
-                rows.add_pairs::<S, 1>((k, (depth - k).min(2)), to, visit);
+                rows.add_pairs::<S, 1>(k, (depth - k).min(2), to, visit);
                 k += 2;
             }
             return;
@@ -147,16 +157,16 @@ fn sum_up<S: Level, T: Weight>(
     }
 }
 
-/// Pairs of rows of bf16 weights that are taken at once.
+/// Pairs of bf16 weight rows multiplied at once.
 const PAIRS: usize = 8;
 
-/// Where column `i` of a block of pairs of rows is in the two vectors that they make, if they are multiplied as pairs.
+/// Returns the place of column `i` within the two vectors that [`Level::pairs_of_rows`] makes of a block.
 #[inline(always)]
 pub(super) fn place_in_pairs(i: usize, width: usize) -> usize {
     i / 8 * 4 + i % 4 + if i % 8 < 4 { 0 } else { width }
 }
 
-/// Rounds elements to bf16, into the first half of their memory.
+/// Rounds a row to bf16 in place: the result fills the first half of its memory.
 #[inline(always)]
 fn make_pairs<S: Level>(row: &mut [f32]) {
     const LEN: usize = 32;
@@ -170,7 +180,7 @@ fn make_pairs<S: Level>(row: &mut [f32]) {
     }
 }
 
-/// Rows of weights, and the factors of each row of the result.
+/// A matrix of weights with the factors of each result row.
 pub(crate) struct Rows<T> {
     pub(crate) weights: *const T,
     pub(crate) stride: usize,
@@ -180,20 +190,22 @@ pub(crate) struct Rows<T> {
 }
 
 impl<T: Weight> Rows<T> {
-    /// Adds `count` rows of bf16 weights from row `k` on, at most `N` pairs, times their factors, which are pairs, to the rows of the
-    /// result, whose columns are where [`place_in_pairs`] says. `k` is even.
+    /// Adds `count` bf16 weight rows from the even row `k` on, at most `N` pairs, times their factors, which are bf16
+    /// pairs. Columns of the result are in the order of [`place_in_pairs`].
     ///
     /// # Safety
-    /// As for [`add`](Self::add). The level must have the product of pairs.
+    /// As for [`add`](Self::add). The level must multiply bf16 pairs, and `k + count` rows of weights must exist.
     #[inline(always)]
     unsafe fn add_pairs<S: Level, const N: usize>(
         &self,
-        (k, count): (usize, usize),
-        (to, to_stride, num_rows): (*mut f32, usize, usize),
+        k: usize,
+        count: usize,
+        sums: SumRows,
         visit: &mut impl Visit,
     ) {
-        let block = 2 * S::WIDTH;
-        // SAFETY: the caller's promise; the last block, which may be shorter, is read from a copy, and so is a row that is not there.
+        let (block, SumRows { to, stride: to_stride, num_rows }) = (2 * S::WIDTH, sums);
+        // SAFETY: the caller's promise; the last block, which may be shorter, is read from a copy, and so is a row
+        // that is not there.
         unsafe {
             let ahead = 2 * N * self.stride * size_of::<T>();
             for column in (0..self.columns).step_by(block) {
@@ -234,18 +246,13 @@ impl<T: Weight> Rows<T> {
         }
     }
 
-    /// Adds `N` rows of weights from row `k` on, times their factors, to the rows of the result.
+    /// Adds `N` weight rows from row `k` on, times their factors, to the result rows.
     ///
     /// # Safety
-    /// The rows, their factors and whole blocks of the result's rows must exist.
+    /// The weight rows, their factors and whole blocks of the result rows must exist.
     #[inline(always)]
-    pub(crate) unsafe fn add<S: Level, const N: usize>(
-        &self,
-        k: usize,
-        (to, to_stride, num_rows): (*mut f32, usize, usize),
-        visit: &mut impl Visit,
-    ) {
-        let block = 2 * S::WIDTH;
+    pub(crate) unsafe fn add<S: Level, const N: usize>(&self, k: usize, sums: SumRows, visit: &mut impl Visit) {
+        let (block, SumRows { to, stride: to_stride, num_rows }) = (2 * S::WIDTH, sums);
         // SAFETY: the caller's promise; the last block, which may be shorter, is read from a copy.
         unsafe {
             let ahead = N * self.stride * size_of::<T>();

@@ -1,28 +1,30 @@
-//! `A B^T`, turned round: rows of B, which are weights, are rows of tiles as they lie, and rows of A are packed as lanes.
+//! `A B^T` in tiles with A and B swapped: rows of B, the weights, are rows of tiles in place, and rows of A are
+//! packed as lanes.
 //!
-//! The sums, columns by rows, are turned back in blocks of 16 by 16 on their way to the epilogue, as for
-//! [vectors](crate::gemm::turned), whose layout of sums this shares.
+//! The sums, columns by rows, are transposed back in blocks of 16 by 16 on their way to the epilogue, as for
+//! [vectors](crate::gemm::swap_ab), with which this shares the layout of sums.
 
-use super::cut::{TILES, panels_of_slab, part_units};
-use super::kernel::{Ahead, Call, FAR, Rows};
+use super::kernel::{Call, FAR, Prefetch, Rows};
+use super::tiling::{TILES, panels_of_slab, part_units};
 use super::{BLOCK, Registers, pack};
 use crate::gemm::kernel::Tile;
 use crate::gemm::scratch::ScratchSlot;
 use crate::gemm::source::Block;
-use crate::gemm::store::Room;
+use crate::gemm::store::Scratch;
+use crate::gemm::swap_ab::{Lanes, PackedLanes};
 use crate::gemm::tasks::{Panels, Task};
-use crate::gemm::turned::Lanes;
-use crate::gemm::{Finish, Work, tile_slice};
+use crate::gemm::{Finish, Span, Work, tile_slice};
 
-/// Blocks of sixteen columns of a panel.
+/// Blocks of sixteen columns in a panel.
 const BLOCKS: usize = 3;
-/// Blocks of a slab.
+/// Blocks in a slab.
 const SLAB: usize = 2 * BLOCKS;
 
-/// Panels of lanes from which on rows that are [`FAR`] apart are asked for: with fewer, memory and not products set the time.
+/// Panels of lanes from which on rows that are [`FAR`] apart are prefetched: with fewer, memory bandwidth sets the
+/// time.
 const FAR_LANES: usize = 4;
 
-/// Sixteen columns, which are rows of B: the first, how many there are, and the place of the block in its slab.
+/// Sixteen columns, which are rows of B: the first, their number, and the place of the block in its slab.
 #[derive(Clone, Copy)]
 struct Columns {
     first: usize,
@@ -37,14 +39,14 @@ struct Slab {
 }
 
 impl Slab {
-    /// The blocks of the slab that begins with a panel of a task.
-    fn of(work: &Work<'_>, task: &Task, panel: usize) -> Self {
+    /// Lists the blocks of the slab that begins with panel `panel` of a task.
+    fn new(work: &Work<'_>, task: &Task, panel: usize) -> Self {
         let group = &work.product.groups[task.group];
-        let (panels, num_tiles) = (Panels::of(group.columns, BLOCK), work.product.num_tiles());
-        let end = (panel + panels_of_slab(num_tiles)).min(task.panels.0 + task.panels.1);
+        let (panels, num_tiles) = (Panels::new(group.columns, BLOCK), work.product.num_tiles());
+        let end = (panel + panels_of_slab(num_tiles)).min(task.panels.end());
         let mut slab = Self { blocks: [Columns { first: 0, count: 0, place: 0 }; SLAB], count: 0 };
         for set in 0..(end - panel) * num_tiles {
-            // Either panels or the two halves of paired columns follow each other.
+            // Either panels or the two halves of paired columns are consecutive.
             let (panel, pair) = (panel + set / num_tiles, set % num_tiles);
             let (column, columns, _) = panels.panel(panel);
             for block in 0..columns.div_ceil(BLOCK) {
@@ -57,7 +59,7 @@ impl Slab {
         slab
     }
 
-    /// The blocks two at a time.
+    /// Iterates over the blocks, two at a time.
     fn pairs(&self) -> impl Iterator<Item = &[Columns]> {
         self.blocks[..self.count].chunks(2)
     }
@@ -65,37 +67,39 @@ impl Slab {
 
 impl Work<'_> {
     /// Computes a task of the form `A B^T`.
-    pub(super) fn run_turned_tiles(&self, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
+    pub(super) fn run_swap_ab_tiles(&self, scratch: &mut [u32], held: &mut ScratchSlot, epilogue: &dyn Finish) {
         let Self { product, group, task, .. } = *self;
-        // SAFETY: these tasks are made only where the machine has tiles.
+        // SAFETY: these tasks exist only where the machine has tiles.
         let registers = unsafe { Registers::set_up() };
-        let lanes = Lanes::whole(task.rows.1);
+        let lanes = Lanes::whole(task.rows.len);
         let num_tiles = product.num_tiles();
         let tiles_of_slab = panels_of_slab(num_tiles) * num_tiles * lanes.count() * BLOCKS * TILES;
         let (packed, rest) = scratch.split_at_mut(task.b_units);
-        let (a_room, rest) = rest.split_at_mut(task.a_units);
+        let (a_buffer, rest) = rest.split_at_mut(task.a_units);
         let (out, sums) = tile_slice(rest).split_at_mut(2 * num_tiles);
-        let mut room = Room::new();
+        let mut tile_scratch = Scratch::new();
         let stretch = task.part;
         let num_stretches = group.depth.div_ceil(stretch).max(1);
         for index in 0..num_stretches {
             let (start, is_last) = (index * stretch, index + 1 == num_stretches);
             let depth = (group.depth - start).min(stretch);
-            // The thread's last task may have left them.
-            let rows = (task.group, task.rows.0);
+            // The thread's last task may have left the same rows.
+            let rows = (task.group, task.rows.first);
+            let span = Span::new(start, depth);
             if held.rows_of.replace(rows) != Some(rows) || num_stretches > 1 {
-                self.pack_lanes_for_tiles(&lanes, (start, depth), packed);
+                self.pack_lanes_for_tiles(&lanes, span, packed);
             }
-            let panels = task.panels.0..task.panels.0 + task.panels.1;
+            let panels = task.panels.range();
             for (number, panel) in panels.clone().step_by(panels_of_slab(num_tiles)).enumerate() {
                 let at = if num_stretches > 1 { number * tiles_of_slab } else { 0 };
                 let sums = &mut sums[at..][..tiles_of_slab];
                 let asked = is_last.then_some(epilogue);
-                self.sum_slab(panel, &lanes, (start, depth), (packed, &mut *a_room), sums, asked);
+                let packed = PackedLanes { lanes: &lanes, units: packed };
+                self.sum_slab(panel, span, packed, &mut *a_buffer, sums, asked);
                 if is_last {
                     let sets = sums.chunks_exact(lanes.count() * BLOCKS * TILES * num_tiles);
                     for (sums, panel) in sets.zip(panel..panels.end) {
-                        self.turn_back(panel, &lanes, sums, (&mut *out, &mut room), epilogue);
+                        self.transpose_back(panel, &lanes, sums, &mut *out, &mut tile_scratch, epilogue);
                     }
                 }
             }
@@ -107,34 +111,36 @@ impl Work<'_> {
     }
 
     /// Packs the task's rows of A: a panel of lanes after the other, each `[unit][width]`.
-    fn pack_lanes_for_tiles(&self, lanes: &Lanes, depth: (usize, usize), packed: &mut [u32]) {
-        let num_units = self.format().units_of(depth.1);
+    fn pack_lanes_for_tiles(&self, lanes: &Lanes, depth: Span, packed: &mut [u32]) {
+        let num_units = self.format().units_of(depth.len);
         for panel in 0..lanes.count() {
             let (first, width) = lanes.panel(panel);
-            let count = (self.task.rows.1 - first).min(width);
-            let block = Block { rows: (self.task.rows.0 + first, count), columns: depth };
-            pack::transposed_columns(&self.group.a, block, (self.format(), width), &mut packed[first * num_units..]);
+            let count = (self.task.rows.len - first).min(width);
+            let block = Block { rows: Span::new(self.task.rows.first + first, count), columns: depth };
+            pack::transposed_columns(&self.group.a, block, self.format(), width, &mut packed[first * num_units..]);
         }
     }
 
-    /// The sums of a slab with all rows of the task: `[panel or pair][panel of lanes][columns / 8]` tiles.
+    /// Computes the sums of a slab with all rows of the task: `[panel or pair][panel of lanes][columns / 8]` tiles.
+    /// The epilogue `asked`, if any, gets prefetches.
     fn sum_slab(
         &self,
         panel: usize,
-        lanes: &Lanes,
-        (start, depth): (usize, usize),
-        (packed, room): (&[u32], &mut [u32]),
+        depth: Span,
+        packed: PackedLanes<'_>,
+        buffer: &mut [u32],
         sums: &mut [Tile],
         asked: Option<&dyn Finish>,
     ) {
-        let slab = Slab::of(self, self.task, panel);
+        let slab = Slab::new(self, self.task, panel);
+        let (PackedLanes { lanes, units: packed }, Span { first: start, len: depth }) = (packed, depth);
         let num_units = self.format().units_of(depth);
         let num_calls = slab.pairs().count() * lanes.count();
-        let ask_for_share = |call: usize| {
+        let prefetch_share = |call: usize| {
             let Some(epilogue) = asked else { return };
-            let end = self.task.panels.0 + self.task.panels.1;
+            let end = self.task.panels.end();
             for panel in panel..(panel + panels_of_slab(self.product.num_tiles())).min(end) {
-                self.ask_for_rows(panel, (call, num_calls), epilogue);
+                self.prefetch_rows(panel, call, num_calls, epilogue);
             }
         };
         for (number, blocks) in slab.pairs().enumerate() {
@@ -145,7 +151,7 @@ impl Work<'_> {
                 })
             };
             let in_place = |columns: &Columns| match columns.count {
-                BLOCK => Rows::in_place(&self.group.b, columns.first, (start, depth), self.format()),
+                BLOCK => Rows::in_place(&self.group.b, columns.first, Span::new(start, depth), self.format()),
                 _ => None,
             };
             if let (Some(first), Some(last)) = (in_place(&blocks[0]), in_place(&blocks[blocks.len() - 1])) {
@@ -153,8 +159,8 @@ impl Work<'_> {
                 for lane in 0..lanes.count() {
                     let (first_lane, width) = lanes.panel(lane);
                     let b = &packed[first_lane * num_units..][..num_units * width];
-                    let ahead = later.at_call((lane, lanes.count()), num_units);
-                    ask_for_share(number * lanes.count() + lane);
+                    let ahead = later.at_call(lane, lanes.count(), num_units);
+                    prefetch_share(number * lanes.count() + lane);
                     let a = &[first, last][..blocks.len()];
                     let call = Call { a, b, width, is_continued: start > 0, parts: 1, ahead, later: None };
                     // SAFETY: the task has set the registers up.
@@ -166,10 +172,10 @@ impl Work<'_> {
             for done in (0..num_units.max(1)).step_by(longest) {
                 let units = (num_units - done).min(longest);
                 let elements = format.elements_of(done);
-                let from = (start + elements, (depth - elements).min(format.elements_of(units)));
-                let (first, second) = room.split_at_mut(BLOCK * units);
-                for (columns, room) in blocks.iter().zip([&mut *first, &mut *second]) {
-                    pack::rows(&self.group.b, (columns.first, columns.count), from, format, room);
+                let from = Span::new(start + elements, (depth - elements).min(format.elements_of(units)));
+                let (first, second) = buffer.split_at_mut(BLOCK * units);
+                for (columns, buffer) in blocks.iter().zip([&mut *first, &mut *second]) {
+                    pack::rows(&self.group.b, Span::new(columns.first, columns.count), from, format, buffer);
                 }
                 let a = [Rows::packed(first, units), Rows::packed(second, units)];
                 for lane in 0..lanes.count() {
@@ -185,7 +191,7 @@ impl Work<'_> {
         }
     }
 
-    /// The rows of B that pass by after those of pair `number` of a slab.
+    /// Plans the prefetches of the rows of B that come after pair `number` of a slab.
     fn columns_after(&self, panel: usize, slab: &Slab, number: usize) -> Later {
         let panels_of_slab = panels_of_slab(self.product.num_tiles());
         let next_panel = panel + panels_of_slab;
@@ -202,35 +208,35 @@ impl Work<'_> {
         if let Some(blocks) = slab.pairs().nth(number + 1) {
             return of(self.task, Some(blocks));
         }
-        if next_panel < self.task.panels.0 + self.task.panels.1 {
-            return of(self.task, Slab::of(self, self.task, next_panel).pairs().next());
+        if next_panel < self.task.panels.end() {
+            return of(self.task, Slab::new(self, self.task, next_panel).pairs().next());
         }
         let Some(next) = self.next.filter(|next| next.kernel.is_swapped()) else { return Later::NOTHING };
-        of(next, Slab::of(self, next, next.panels.0).pairs().next())
+        of(next, Slab::new(self, next, next.panels.first).pairs().next())
     }
 }
 
-/// Two runs of rows of B that pass by next, to be asked for meanwhile.
+/// Two runs of rows of B that come next, to be prefetched.
 #[derive(Clone, Copy)]
 struct Later {
     runs: [*const u8; 2],
-    /// Bytes of each.
+    /// Bytes of each run.
     len: usize,
-    /// Panels of lanes of which a task has at least so many if it asks.
+    /// The fewest panels of lanes that a task must have to prefetch.
     least_lanes: usize,
 }
 
 impl Later {
     const NOTHING: Self = Self { runs: [std::ptr::null(); 2], len: 0, least_lanes: 0 };
 
-    /// What the call with panel `lane` of `count` panels of lanes asks for.
-    fn at_call(&self, (lane, count): (usize, usize), num_units: usize) -> Option<Ahead> {
+    /// Returns the prefetches of the call with panel `lane` of `count` panels of lanes.
+    fn at_call(&self, lane: usize, count: usize, num_units: usize) -> Option<Prefetch> {
         let lines = self.len / 64;
         // All of both runs, the second after the first.
         let share = (2 * lines).div_ceil(count);
         let from = lane * share;
         let run = self.runs.get(from.checked_div(lines)?).filter(|_| count >= self.least_lanes)?;
         let at = run.wrapping_add(64 * (from % lines));
-        Some(Ahead { at, count: share.div_ceil((num_units / BLOCK).max(1)) })
+        Some(Prefetch { at, count: share.div_ceil((num_units / BLOCK).max(1)) })
     }
 }

@@ -1,28 +1,29 @@
-//! Memory that is asked for before it is needed: the next rows of A, and the B of the task after this one.
+//! Prefetches of the next rows of A and of the next task's B.
 
 use std::ops::Range;
 
+use super::kernel::Prefetch;
 use super::source::Source;
 use super::{Form, Part, Work};
 use crate::Isa;
 use crate::prefetch::prefetch_far;
 
 impl Work<'_> {
-    /// The rows of A after those of the tiles from `row` on, to be asked for while these are computed.
+    /// Plans the prefetches of the rows of A after those of the tiles from `row` on.
     #[inline(always)]
-    pub(super) fn ahead_of(&self, row: usize, start: usize, depth: usize) -> Ahead<'_> {
+    pub(super) fn rows_ahead(&self, row: usize, start: usize, depth: usize) -> RowPrefetch<'_> {
         let next = row + self.kernels.rows;
-        // Intel's processors, which have tiles or multiply pairs of bf16 slowly, foresee rows by themselves, and lines that are asked for
-        // hold the places of those that kernels wait for.
+        // Intel CPUs, which have tiles or multiply pairs of bf16 slowly, prefetch rows by themselves, and software
+        // prefetches would take the line buffers that loads of the kernels need.
         let is_foreseen = self.isa.has_tiles() || self.isa == Isa::Avx512;
-        let is_idle = is_foreseen || self.product.form == Form::Tn || self.task.panels.1 < 2;
-        let end = if is_idle { 0 } else { self.task.rows.1 };
-        let end = self.task.rows.0 + end.min(next + self.kernels.rows);
+        let is_idle = is_foreseen || self.product.form == Form::Tn || self.task.panels.len < 2;
+        let end = if is_idle { 0 } else { self.task.rows.len };
+        let end = self.task.rows.first + end.min(next + self.kernels.rows);
         let bytes = self.group.a.bytes_of(depth);
-        let share = (bytes * self.kernels.rows).div_ceil(64 * self.task.panels.1);
-        let mut ahead = Ahead {
+        let share = (bytes * self.kernels.rows).div_ceil(64 * self.task.panels.len);
+        let mut ahead = RowPrefetch {
             source: &self.group.a,
-            rows: self.task.rows.0 + next..end,
+            rows: self.task.rows.first + next..end,
             start,
             bytes,
             share,
@@ -33,8 +34,8 @@ impl Work<'_> {
         ahead
     }
 
-    /// The B that is packed after a part of the depth, the next part's or the next task's, to be asked for during this one's products;
-    /// `idle` is what is asked for if there is none, or if it is better left to packing.
+    /// Plans the prefetches of the B that is packed after a part of the depth: the next part's or the next task's.
+    /// The address `idle` is prefetched if there is none, or if packing fetches it better by itself.
     #[inline(always)]
     pub(super) fn stream_after(&self, part: Part, idle: *const u8) -> Stream {
         let turns = self.kernels.at_once;
@@ -49,12 +50,12 @@ impl Work<'_> {
         if self.product.form == Form::Tn || self.product.form == Form::Nt && is_in_parts {
             return stream;
         }
-        let panels = super::Panels::of(group.columns, self.kernels.lanes);
-        let (column, ..) = panels.panel(next.panels.0);
-        let (last, columns, _) = panels.panel(next.panels.0 + next.panels.1 - 1);
+        let panels = super::Panels::new(group.columns, self.kernels.lanes);
+        let (column, ..) = panels.panel(next.panels.first);
+        let (last, columns, _) = panels.panel(next.panels.end() - 1);
         let columns = last + columns - column;
-        let row_groups = self.task.rows.1.div_ceil(self.kernels.rows);
-        stream.num_calls = row_groups * self.task.panels.1;
+        let row_groups = self.task.rows.len.div_ceil(self.kernels.rows);
+        stream.num_calls = row_groups * self.task.panels.len;
         if self.product.form == Form::Nt {
             let pair = if self.product.is_paired { group.columns } else { 0 };
             stream.starts = [group.b.address(column, 0), group.b.address(column + pair, 0)];
@@ -73,23 +74,23 @@ impl Work<'_> {
     }
 }
 
-/// Rows of A on their way into the second-level cache, a share of them at a time: asked for all at once they would hold
-/// up the loads of the kernel.
-pub(super) struct Ahead<'a> {
+/// Prefetches of rows of A into the L2 cache, a share at a time, because all at once would delay the loads of the
+/// kernel.
+pub(super) struct RowPrefetch<'a> {
     source: &'a Source<'a>,
     /// Rows that have not been begun.
     rows: Range<usize>,
-    /// First element of a row, and bytes from there on.
+    /// First element of a row, and the bytes from there on.
     start: usize,
     bytes: usize,
     /// Cache lines in a share.
     share: usize,
-    /// What comes next of the row that has been begun, and the cache lines from there on.
+    /// The next address of the current row, and the cache lines from there on.
     at: *const u8,
     left: usize,
 }
 
-impl Ahead<'_> {
+impl RowPrefetch<'_> {
     #[inline(always)]
     pub(super) fn advance(&mut self) {
         let mut share = self.share;
@@ -112,29 +113,30 @@ impl Ahead<'_> {
     }
 }
 
-/// What kernels ask for on behalf of the next task, a cache line with each unit of depth or each few. Matrices of weights lie in
-/// memory as a whole: rows along the depth are one run of bytes, rows across it are runs a row apart.
+/// Prefetches that kernels make for the next task, one cache line per unit of depth or per few units. Weight matrices
+/// are consecutive in memory: rows along the depth are one run of bytes, rows across it are runs one row apart.
 pub(super) struct Stream {
     /// First byte; with paired columns, of each half.
     starts: [*const u8; 2],
     /// Kernel calls of this task.
     num_calls: usize,
-    /// Bytes from a start on, or of each row.
+    /// Bytes of a run.
     len: usize,
     /// Bytes from one row to the next, if runs are short.
     row: Option<usize>,
-    /// Units of depth for each line that is asked for of a run; calls in which a line of every row is asked for.
+    /// For one run: units of depth per prefetched line. For many runs: calls over which a line of every row is
+    /// prefetched.
     turns: usize,
 }
 
 impl Stream {
-    /// Bytes from one line that a kernel with `num_units` units asks for to the next, of a run.
+    /// Returns the bytes from one prefetch of a kernel with `num_units` units to the next, in one run.
     #[inline(always)]
     pub(super) fn step(&self, num_units: usize) -> usize {
         self.len.div_ceil((self.calls_of_run() * (num_units / self.turns)).max(1)).min(64)
     }
 
-    /// Kernel calls for each run of bytes.
+    /// Returns how many kernel calls prefetch each run.
     #[inline(always)]
     fn calls_of_run(&self) -> usize {
         if self.is_one_run() { self.num_calls } else { self.num_calls.div_ceil(2) }
@@ -145,22 +147,22 @@ impl Stream {
         self.starts[0] == self.starts[1]
     }
 
-    /// What kernel call number `call` of `num_units` units asks for: an address and the bytes to go on by, which are those
-    /// that [`step`](Self::step) gave if rows are one run. Of many runs a call asks for a line of each, or of each few of them.
+    /// Returns the prefetches of kernel call `call` with `num_units` units. In one run they are `step` bytes apart,
+    /// as [`step`](Self::step) returned; of many runs a call prefetches a line of each, or of each few.
     #[inline(always)]
-    pub(super) fn at_call(&self, call: usize, num_units: usize, step: usize) -> (*const u8, usize) {
+    pub(super) fn at_call(&self, call: usize, num_units: usize, step: usize) -> Prefetch {
         if let Some(row) = self.row {
             let at = (64 * (call / self.turns)).min(self.len);
             let first = self.starts[0].wrapping_add(at);
             let is_inside = at < self.len;
             return if is_inside {
-                (first.wrapping_add(call % self.turns * row), self.turns * row)
+                Prefetch { at: first.wrapping_add(call % self.turns * row), step: self.turns * row }
             } else {
-                (first, 0)
+                Prefetch { at: first, step: 0 }
             };
         }
         let half = usize::from(!self.is_one_run() && 2 * call >= self.num_calls);
         let at = ((call - half * (self.num_calls / 2)) * (num_units / self.turns) * step).min(self.len);
-        (self.starts[half].wrapping_add(at), if at < self.len { step } else { 0 })
+        Prefetch { at: self.starts[half].wrapping_add(at), step: if at < self.len { step } else { 0 } }
     }
 }

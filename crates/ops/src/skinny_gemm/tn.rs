@@ -1,9 +1,12 @@
-//! `A^T B` of few rows, the gradient of a matrix of weights: a few outer products, which costs what writing costs.
+//! The skinny kernel for `A^T B`, the weight gradient of few rows: a few outer products, whose cost is that of
+//! writing the result.
 //!
-//! A gradient that replaces what is in its buffer is written past the caches: a store that first fetches the line that it
-//! overwrites would move twice the bytes. A group without rows is zeros then; one whose gradient is added costs nothing.
+//! A gradient that replaces its buffer is written with stores that bypass the caches, because a store that first
+//! fetches its line moves twice the bytes. A group without rows has a gradient of zeros then; with `Write::Add` it
+//! costs nothing.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use moeworks_tensor::DType;
 
@@ -13,37 +16,39 @@ use crate::gemm::plan::{Chooser, GemmKernel, GemmProblem};
 use crate::gemm::scratch::ScratchPool;
 use crate::gemm::source::{Format, Source, pack_straight};
 use crate::gemm::store::{Store, Stream};
-use crate::gemm::{Compute, Group, Panels, Product, Tasks};
+use crate::gemm::{Compute, Group, Panels, Product, Span, Tasks};
 use crate::linear::Write;
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, Level, fence, kernel};
 
-/// Bytes that a task writes, at most and at least, about: between them so many that all threads have several tasks.
+/// Bytes that a task writes: at most, and at least. In between, each thread gets [`TASKS_OF_THREAD`] tasks.
 const TASK_BYTES: (usize, usize) = (512 << 10, 16 << 10);
 const TASKS_OF_THREAD: usize = 4;
 
-/// Gradients of fewer bytes may still be in a cache when they are read next, and are written the usual way.
+/// Below so many bytes gradients are written through the caches, because they may still be there when they are read
+/// next.
 const STREAM_BYTES: usize = 8 << 20;
 
 /// Lanes of the widest vector.
 const LANES: usize = 16;
 
-/// Vectors of columns that are computed together, and rows: as many as there are registers for their sums.
+/// Vectors of columns computed together; with the rows of a tile their sums fill the registers.
 const VECTORS: usize = 2;
 
-/// Bytes of all columns' operands that stay in the first-level cache.
+/// Bytes of the operands of all columns up to which they stay in the L1 cache.
 const CLOSE_BYTES: usize = 16 << 10;
 
-/// Where they are more, so many blocks of rows meet the columns of a panel before the next: lines from the second-level cache have to wait
-/// where lines on their way to memory, past the caches, take up the places in which either are held.
+/// Blocks of rows that meet a panel's columns before the next panel, if all operands take more than [`CLOSE_BYTES`].
+/// Loads from the L2 cache and stores that bypass the caches compete for the same line buffers, so a panel is used
+/// several times.
 const BLOCKS: usize = 8;
 
 pub(super) const fn tile_rows(lanes: usize) -> usize {
     if lanes >= LANES { 8 } else { 4 }
 }
 
-/// Where the gradients go: matrices of one buffer, rows `stride` apart, the first of each group at its offset. Those of bf16 are sums of
-/// f32, rounded once.
+/// The buffer that gradients are written to: each group's matrix begins at its offset, rows `stride` apart. Gradients
+/// in bf16 are sums in f32, rounded once.
 pub(crate) struct Gradients<'a, T> {
     pub(crate) to: Lent<'a, T>,
     pub(crate) offsets: &'a [usize],
@@ -51,13 +56,14 @@ pub(crate) struct Gradients<'a, T> {
     pub(crate) write: Write,
 }
 
-/// Computes products of the form `A^T B`, whatever the number of rows.
+/// Computes products of the form `A^T B`, of any number of rows.
 pub(crate) fn weight_gradients<T: Float>(ctx: &Context, product: &Product<'_>, gradients: Gradients<'_, T>) {
-    weight_gradients_beside(ctx, product, gradients, None);
+    weight_gradients_with_tasks(ctx, product, gradients, None);
 }
 
-/// The same, and `others` beside those products that are taken here.
-pub(crate) fn weight_gradients_beside<T: Float>(
+/// Computes products of the form `A^T B`, interleaved with the tasks `others` as far as skinny kernels take the
+/// products.
+pub(crate) fn weight_gradients_with_tasks<T: Float>(
     ctx: &Context,
     product: &Product<'_>,
     gradients: Gradients<'_, T>,
@@ -66,7 +72,7 @@ pub(crate) fn weight_gradients_beside<T: Float>(
     let chooser = Chooser::new(ctx.isa(), product.compute, ctx.is_batch_invariant());
     let kernels = &chooser.kernels;
     let is_few = |group: &Group<'_>| {
-        let problem = GemmProblem::of(product, group, group.rows);
+        let problem = GemmProblem::from_group(product, group, group.rows);
         let problem = GemmProblem { is_gradient: group.columns == gradients.stride, ..problem };
         chooser.choose(&problem).kernel == GemmKernel::SkinnyGradient
     };
@@ -97,7 +103,8 @@ pub(crate) fn weight_gradients_beside<T: Float>(
     let Gradients { to, stride, write, .. } = gradients;
     let bytes: usize = groups.iter().map(|group| size_of::<T>() * group.rows * stride).sum();
     let product = Product { groups: &groups, ..*product };
-    // Where vectors are half a line, so are those of bf16 that a row of a tile ends with.
+    // Where vectors are half a line (32 bytes), a tile's row of bf16 ends with a partial vector, which cannot be
+    // streamed.
     if is_streamed(write, bytes) && (T::DTYPE == DType::F32 || kernels.lanes == LANES) {
         crate::gemm::run(ctx, &product, &Stream { to, offsets: &offsets, stride });
     } else {
@@ -105,7 +112,7 @@ pub(crate) fn weight_gradients_beside<T: Float>(
     }
 }
 
-/// Whether gradients are written past the caches.
+/// Returns whether gradients bypass the caches.
 fn is_streamed(write: Write, bytes: usize) -> bool {
     write == Write::Replace && bytes >= STREAM_BYTES
 }
@@ -113,7 +120,7 @@ fn is_streamed(write: Write, bytes: usize) -> bool {
 /// Some rows of a group's gradient.
 struct Task {
     group: usize,
-    rows: std::ops::Range<usize>,
+    rows: Range<usize>,
 }
 
 fn run_tasks<T: Float>(
@@ -125,13 +132,13 @@ fn run_tasks<T: Float>(
 ) {
     let bytes: usize = tasks.iter().map(|task| size_of::<T>() * task.rows.len() * gradients.stride).sum();
     let is_streamed = is_streamed(gradients.write, bytes);
-    let put = match gradients.write {
-        Write::Add => Put::Add,
-        Write::Replace if is_streamed => Put::Stream,
-        Write::Replace => Put::Store,
+    let mode = match gradients.write {
+        Write::Add => StoreMode::Add,
+        Write::Replace if is_streamed => StoreMode::Stream,
+        Write::Replace => StoreMode::Store,
     };
     let kernels = Kernels::select(ctx.isa(), product.compute);
-    let operands_of = |task: &Task| Operands::of(&kernels, product.compute, product.groups[task.group].depth);
+    let operands_of = |task: &Task| Operands::new(&kernels, product.compute, product.groups[task.group].depth);
     let words_of = |task: &Task| {
         let operands = operands_of(task);
         [operands.words_of_b(product.groups[task.group].columns), operands.words_of_a(task.rows.len())]
@@ -147,15 +154,15 @@ fn run_tasks<T: Float>(
             let (operands, [b_words, a_words]) = (operands_of(task), words_of(task));
             let (b, a) = scratch.split_at_mut(b_words);
             let a = &mut a[..a_words];
-            // The thread's last task may have left it.
+            // The thread's last task may have left the columns of this group there.
             if held.rows_of.replace((task.group, 0)) != Some((task.group, 0)) {
-                operands.lay_out_b(ctx.isa(), &group.b, (0, group.columns), b);
+                operands.lay_out_b(ctx.isa(), &group.b, 0..group.columns, b);
             }
-            operands.lay_out_a(ctx.isa(), &group.a, (task.rows.start, task.rows.len()), a);
+            operands.lay_out_a(ctx.isa(), &group.a, task.rows.clone(), a);
             let start = gradients.offsets[task.group] + task.rows.start * gradients.stride;
             // SAFETY: the tasks' rows do not overlap, nor do the groups' matrices.
             let to = unsafe { gradients.to.range(start..start + task.rows.len() * gradients.stride) };
-            outer_kernel(ctx.isa(), operands.sums(a, b), put, group.columns, to);
+            outer_kernel(ctx.isa(), operands.sums(a, b), mode, group.columns, to);
         });
         if is_streamed {
             fence();
@@ -163,12 +170,12 @@ fn run_tasks<T: Float>(
     };
     let tasks = Tasks { count: tasks.len(), run: &run };
     match others {
-        Some(others) => others.run_beside(ctx, tasks),
+        Some(others) => others.run_interleaved(ctx, tasks),
         None => tasks.run(ctx),
     }
 }
 
-/// How the operands of a gradient lie: panels as wide as a tile has rows, or columns, over a depth.
+/// The layout of a gradient's operands: panels as wide as a tile's rows or columns, over the depth.
 #[derive(Clone, Copy)]
 pub(super) struct Operands {
     format: Format,
@@ -177,34 +184,35 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    pub(super) fn of(kernels: &Kernels, compute: Compute, depth: usize) -> Self {
+    pub(super) fn new(kernels: &Kernels, compute: Compute, depth: usize) -> Self {
         let format = kernels.format(compute);
-        // Processors with tiles begin a product of pairs every second cycle, two multiply-adds every one: half as many products.
+        // CPUs with AMX begin one bf16 pair product every second cycle but two f32 multiply-adds every cycle, so f32
+        // is as fast per element and needs half as many instructions of the slow kind.
         let units = if kernels.are_tiles { Compute::F32 } else { format.units };
         Self { format: Format { multiple: 1, units, ..format }, lanes: kernels.lanes, depth }
     }
 
-    /// Words of so many rows of the gradient.
+    /// Returns the words that so many rows of the gradient take.
     pub(super) fn words_of_a(self, rows: usize) -> usize {
         self.format.units_of(self.depth) * rows.next_multiple_of(tile_rows(self.lanes))
     }
 
-    /// Words of so many of its columns.
+    /// Returns the words that so many columns of the gradient take.
     pub(super) fn words_of_b(self, columns: usize) -> usize {
         self.format.units_of(self.depth) * columns.next_multiple_of(VECTORS * self.lanes)
     }
 
-    /// Lays out rows, their first and how many.
-    pub(super) fn lay_out_a(self, isa: crate::Isa, source: &Source<'_>, rows: (usize, usize), to: &mut [u32]) {
+    /// Lays out the operand of some rows of the gradient.
+    pub(super) fn lay_out_a(self, isa: crate::Isa, source: &Source<'_>, rows: Range<usize>, to: &mut [u32]) {
         lay_out(isa, source, self.depth, rows, tile_rows(self.lanes), self.format, to);
     }
 
-    /// Lays out columns, their first and how many.
-    pub(super) fn lay_out_b(self, isa: crate::Isa, source: &Source<'_>, columns: (usize, usize), to: &mut [u32]) {
+    /// Lays out the operand of some columns of the gradient.
+    pub(super) fn lay_out_b(self, isa: crate::Isa, source: &Source<'_>, columns: Range<usize>, to: &mut [u32]) {
         lay_out(isa, source, self.depth, columns, VECTORS * self.lanes, self.format, to);
     }
 
-    /// What has been laid out, to be summed up.
+    /// Returns operands that have been laid out.
     pub(super) fn sums<'a>(self, a: &'a [u32], b: &'a [u32]) -> Sums<'a> {
         let (num_units, are_pairs) = (self.format.units_of(self.depth), self.format.units == Compute::Bf16);
         Sums { a: bytemuck::cast_slice(a), b: bytemuck::cast_slice(b), num_units, are_pairs }
@@ -213,32 +221,32 @@ impl Operands {
 
 kernel! {
     bf16
-    /// Brings some columns of a source's first rows, their first and how many, into units: panels `[unit][width]`, with zeros beyond.
+    /// Converts `columns` of a source's first `depth` rows to units, in panels `[unit][width]` with zeros beyond the
+    /// last column.
     fn lay_out<S: Level>(
         source: &Source<'_>,
         depth: usize,
-        columns: (usize, usize),
+        columns: Range<usize>,
         width: usize,
         format: Format,
         to: &mut [u32],
     ) {
-        let (first, len) = columns;
-        let source = Source { offset: source.offset + first, ..*source };
-        let panels = Panels::equal(len, width);
-        pack_straight::<S>(&source, (0, depth), &panels, 0..panels.count, format, to);
+        let source = Source { offset: source.offset + columns.start, ..*source };
+        let panels = Panels::equal(columns.len(), width);
+        pack_straight::<S>(&source, Span::new(0, depth), &panels, 0..panels.count, format, to);
     }
 }
 
-/// How sums come to where they belong.
+/// The way in which sums are written.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Put {
+pub(super) enum StoreMode {
     Store,
-    /// Past the caches, where vectors are aligned.
+    /// Bypasses the caches; rows must be aligned to vectors.
     Stream,
     Add,
 }
 
-/// The operands of some rows of the gradient, of f32 or of pairs of bf16: panels `[unit][tile_rows]` and `[unit][VECTORS * lanes]`.
+/// The operands of a gradient, of f32 or of bf16 pairs: panels `[unit][tile_rows]` and `[unit][VECTORS * lanes]`.
 #[derive(Clone, Copy)]
 pub(super) struct Sums<'a> {
     a: &'a [f32],
@@ -246,26 +254,37 @@ pub(super) struct Sums<'a> {
     num_units: usize,
     are_pairs: bool,
 }
-
+/// A tile of a gradient, or the part of one that exists.
+#[derive(Clone, Copy)]
+pub(super) struct GradientTile {
+    /// The panel of rows.
+    pub(super) block: usize,
+    /// The first column, with which a panel of columns begins.
+    pub(super) column: usize,
+    /// Rows and columns that exist from there on, perhaps more than a tile has.
+    pub(super) num_rows: usize,
+    pub(super) num_columns: usize,
+}
 kernel! {
     bf16
-    fn outer_kernel<S: Level, T: Float>(sums: Sums<'_>, put: Put, columns: usize, to: &mut [T]) {
-        let put = put.where_aligned::<S, T>(to.as_ptr(), columns);
+    fn outer_kernel<S: Level, T: Float>(sums: Sums<'_>, mode: StoreMode, columns: usize, to: &mut [T]) {
+        let mode = mode.where_aligned::<S, T>(to.as_ptr(), columns);
         let (tile, blocks) = (tile_rows(S::WIDTH), if size_of_val(sums.b) > CLOSE_BYTES { BLOCKS } else { 1 });
         for (index, to) in to.chunks_mut(blocks * tile * columns).enumerate() {
             for column in (0..columns).step_by(VECTORS * S::WIDTH) {
                 for (block, to) in to.chunks_mut(tile * columns).enumerate() {
-                    let (at, size) = ((index * blocks + block, column), (to.len() / columns, columns - column));
+                    let (num_rows, num_columns) = (to.len() / columns, columns - column);
+                    let tile = GradientTile { block: index * blocks + block, column, num_rows, num_columns };
                     // SAFETY: `to` has so many rows from the column on.
-                    unsafe { sums.put::<S, T>(at, size, put, to.as_mut_ptr().add(column), columns) };
+                    unsafe { sums.write::<S, T>(tile, mode, to.as_mut_ptr().add(column), columns) };
                 }
             }
         }
     }
 }
 
-impl Put {
-    /// [`Put::Stream`] only where all vectors of rows so far apart are aligned.
+impl StoreMode {
+    /// Replaces [`StoreMode::Stream`] by [`StoreMode::Store`] unless all vectors of rows `stride` apart are aligned.
     #[inline(always)]
     pub(super) fn where_aligned<S: Level, T>(self, to: *const T, stride: usize) -> Self {
         let is_whole = |bytes: usize| bytes.is_multiple_of(4 * S::WIDTH);
@@ -275,56 +294,56 @@ impl Put {
 }
 
 impl Sums<'_> {
-    /// A tile of the gradient, with panel `block` of `a` and the panel of `b` that begins with a column: as many of the rows and columns
-    /// that there are as it has, which is `size` or less.
+    /// Computes a tile of the gradient and writes the rows and columns of it that exist.
     ///
     /// # Safety
-    /// `size` rows and columns must be writable at `to`, rows `stride` apart, and whole vectors of them aligned if they are streamed.
+    /// The rows and columns of `tile` must be writable at `to`, rows `stride` apart, and whole vectors of them
+    /// aligned if they are streamed.
     #[inline(always)]
-    pub(super) unsafe fn put<S: Level, T: Float>(
+    pub(super) unsafe fn write<S: Level, T: Float>(
         &self,
-        at: (usize, usize),
-        size: (usize, usize),
-        put: Put,
+        tile: GradientTile,
+        mode: StoreMode,
         to: *mut T,
         stride: usize,
     ) {
         // SAFETY: the caller's promise is handed on.
         unsafe {
             if S::WIDTH >= LANES {
-                self.put_rows::<S, T, 8>(at, size, put, to, stride);
+                self.write_rows::<S, T, 8>(tile, mode, to, stride);
             } else {
-                self.put_rows::<S, T, 4>(at, size, put, to, stride);
+                self.write_rows::<S, T, 4>(tile, mode, to, stride);
             }
         }
     }
 
-    /// [`put`](Self::put) with the number of rows of a tile.
+    /// Computes and writes a tile of `N` rows.
     ///
     /// # Safety
-    /// As there.
+    /// As for [`write`](Self::write).
     #[inline(always)]
-    unsafe fn put_rows<S: Level, T: Float, const N: usize>(
+    unsafe fn write_rows<S: Level, T: Float, const N: usize>(
         &self,
-        (block, column): (usize, usize),
-        (num_rows, num_columns): (usize, usize),
-        put: Put,
+        tile: GradientTile,
+        mode: StoreMode,
         to: *mut T,
         stride: usize,
     ) {
+        let GradientTile { block, column, num_rows, num_columns } = tile;
         let (panel, width) = (column / (VECTORS * S::WIDTH), VECTORS * S::WIDTH);
         let a = &self.a[block * self.num_units * N..][..self.num_units * N];
         let b = &self.b[panel * self.num_units * width..][..self.num_units * width];
         // SAFETY: the caller's promise.
         unsafe {
             if num_rows >= N && num_columns >= width {
-                return put_tile::<S, T, N>(&self.tile::<S, N>(a, b), put, to, stride);
+                return write_tile::<S, T, N>(&self.tile::<S, N>(a, b), mode, to, stride);
             }
-            // Sums of their own: those above stay in registers since nothing asks for a row of them by its number.
+            // Computed separately: sums indexed by a loop variable would not stay in registers, and those above have
+            // to.
             let sums = self.tile::<S, N>(a, b);
             for (row, sums) in sums.iter().enumerate().take(num_rows) {
                 let to = std::slice::from_raw_parts_mut(to.add(row * stride), num_columns.min(width));
-                put_row::<S, T>(sums, put, to);
+                write_row::<S, T>(sums, mode, to);
             }
         }
     }
@@ -335,7 +354,7 @@ impl Sums<'_> {
     }
 }
 
-/// The sums of `N` rows and [`VECTORS`] vectors of columns: of the products of a panel's rows with each other.
+/// Computes the sums of `N` rows and [`VECTORS`] vectors of columns from a panel of each operand.
 #[inline(always)]
 fn tile<S: Level, const PAIRS: bool, const N: usize>(a: &[f32], b: &[f32]) -> [[S::Vector; VECTORS]; N] {
     let mut sums = [[S::splat(0.0); VECTORS]; N];
@@ -358,7 +377,7 @@ fn tile<S: Level, const PAIRS: bool, const N: usize>(a: &[f32], b: &[f32]) -> [[
     sums
 }
 
-/// Does the same with each row of a tile, written out: sums that a loop counts through are brought to memory first.
+/// Repeats an expression for each row of a tile, unrolled: sums indexed by a loop variable are spilled to memory.
 macro_rules! each_row {
     ($rows:ident, $n:ident => $work:expr) => {
         each_row!(@ $rows, $n => $work, 0 1 2 3 4 5 6 7)
@@ -371,37 +390,37 @@ macro_rules! each_row {
     }};
 }
 
-/// Brings a tile of sums to `to`, whose rows are `stride` apart.
+/// Writes a tile of sums to `to`, whose rows are `stride` apart.
 ///
 /// # Safety
-/// They must be writable there, and be aligned where they are streamed.
+/// The rows must be writable, and aligned if they are streamed.
 #[inline(always)]
-unsafe fn put_tile<S: Level, T: Float, const N: usize>(
+unsafe fn write_tile<S: Level, T: Float, const N: usize>(
     sums: &[[S::Vector; VECTORS]; N],
-    put: Put,
+    mode: StoreMode,
     to: *mut T,
     stride: usize,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        match put {
-            Put::Store => each_row!(N, n => put_vectors::<S, T>(to.add(n * stride), sums[n], false)),
-            Put::Stream => each_row!(N, n => put_vectors::<S, T>(to.add(n * stride), sums[n], true)),
-            Put::Add => each_row!(N, n => {
+        match mode {
+            StoreMode::Store => each_row!(N, n => write_vectors::<S, T>(to.add(n * stride), sums[n], false)),
+            StoreMode::Stream => each_row!(N, n => write_vectors::<S, T>(to.add(n * stride), sums[n], true)),
+            StoreMode::Add => each_row!(N, n => {
                 let to = to.add(n * stride);
                 let old = load_vectors::<S, T>(to);
-                put_vectors::<S, T>(to, [S::vector_add(sums[n][0], old[0]), S::vector_add(sums[n][1], old[1])], false);
+                write_vectors::<S, T>(to, [S::vector_add(sums[n][0], old[0]), S::vector_add(sums[n][1], old[1])], false);
             }),
         }
     }
 }
 
-/// Writes [`VECTORS`] vectors of a row: as many of f32, one of bf16.
+/// Writes [`VECTORS`] vectors of a row: as many of f32, or one of bf16.
 ///
 /// # Safety
-/// They must be writable there, and be aligned where they are streamed.
+/// They must be writable at `to`, and aligned if they are streamed.
 #[inline(always)]
-unsafe fn put_vectors<S: Level, T: Float>(to: *mut T, sums: [S::Vector; VECTORS], is_streamed: bool) {
+unsafe fn write_vectors<S: Level, T: Float>(to: *mut T, sums: [S::Vector; VECTORS], is_streamed: bool) {
     let (of_bf16, to) = (T::DTYPE == DType::BF16, to.cast::<f32>());
     let vectors = if of_bf16 { &[S::round(sums)][..] } else { &sums };
     for (v, &vector) in vectors.iter().enumerate() {
@@ -416,10 +435,10 @@ unsafe fn put_vectors<S: Level, T: Float>(to: *mut T, sums: [S::Vector; VECTORS]
     }
 }
 
-/// What [`put_vectors`] wrote.
+/// Loads [`VECTORS`] vectors of a row as f32.
 ///
 /// # Safety
-/// It must be readable there.
+/// They must be readable at `from`.
 #[inline(always)]
 unsafe fn load_vectors<S: Level, T: Float>(from: *const T) -> [S::Vector; VECTORS] {
     let mut wide = [0.0; VECTORS * LANES];
@@ -432,14 +451,14 @@ unsafe fn load_vectors<S: Level, T: Float>(from: *const T) -> [S::Vector; VECTOR
     }
 }
 
-/// Brings the sums of a row to `to`, which may be shorter.
+/// Writes the sums of a row to `to`, which may be shorter.
 #[inline(always)]
-fn put_row<S: Level, T: Float>(sums: &[S::Vector; VECTORS], put: Put, to: &mut [T]) {
+fn write_row<S: Level, T: Float>(sums: &[S::Vector; VECTORS], mode: StoreMode, to: &mut [T]) {
     for (&sum, to) in sums.iter().zip(to.chunks_mut(S::WIDTH)) {
         let mut last = [0.0; LANES];
-        // SAFETY: there is room for a vector.
+        // SAFETY: the array holds a vector.
         unsafe { S::store(last.as_mut_ptr(), sum) };
-        let is_added = put == Put::Add;
+        let is_added = mode == StoreMode::Add;
         to.iter_mut().zip(last).for_each(|(to, sum)| *to = T::store(if is_added { to.load() + sum } else { sum }));
     }
 }

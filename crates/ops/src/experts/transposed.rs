@@ -1,5 +1,5 @@
-//! Experts whose matrices a file has transposed, `[E, D, 2 F]` and `[E, F, D]`, the columns of gate and up in turn (GPT-OSS in floats):
-//! multiplied where they lie.
+//! Experts whose matrices a file stores transposed, `[E, D, 2 F]` and `[E, F, D]`, the columns of gate and up
+//! interleaved (GPT-OSS in floats). They are multiplied as they are stored.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -13,10 +13,12 @@ use crate::parallel::{Lent, piece_range};
 use crate::simd::{Float, kernel};
 use crate::{Activation, Context};
 
-/// `A W` for each expert's rows of A (those of its tokens, or as they stand) and its matrix of a transposed stack `[E, K, N]`.
+/// Multiplies each expert's rows of `a` by its matrix of a transposed stack `[E, K, N]`. With `tokens` the rows are
+/// gathered by token, otherwise they are consecutive.
 pub(super) fn product(
     ctx: &Context,
-    (a, tokens): (&Tensor, Option<&[u32]>),
+    a: &Tensor,
+    tokens: Option<&[u32]>,
     base: &Tensor,
     experts: &[Expert],
     epilogue: &dyn Finish,
@@ -29,11 +31,11 @@ pub(super) fn product(
         columns,
         depth,
     });
-    let compute = Compute::of(base.dtype());
+    let compute = Compute::from_dtype(base.dtype());
     gemm::run(ctx, &Product { form: Form::Nn, compute, groups: &groups, is_paired: false }, epilogue);
 }
 
-/// What stands between the two products.
+/// The activation between the two products, with the bias before it.
 pub(super) struct Between<'a> {
     pub(super) activation: Activation,
     /// `[E, 2 F]`, the gate's first.
@@ -41,19 +43,22 @@ pub(super) struct Between<'a> {
     pub(super) experts: &'a [Expert],
 }
 
-/// `h [R, 2 F]`, the gate's F first, and its activation `a [R, F]`, from the first product's columns in turn.
-pub(super) fn activate_in_turn<T: Float>(
+/// Computes `h [R, 2 F]`, the gate's F columns first, and its activation `a [R, F]` from the first product, whose
+/// columns are interleaved.
+pub(super) fn activate_interleaved<T: Float>(
     ctx: &Context,
-    (x, tokens): (&Tensor, Option<&[u32]>),
+    x: &Tensor,
+    tokens: Option<&[u32]>,
     base: &Tensor,
     between: &Between<'_>,
-    (h, a): (&mut Tensor, &mut Tensor),
+    h: &mut Tensor,
+    a: &mut Tensor,
 ) {
     let (rows, af) = (h.rows(), h.cols());
     let mut sums = ctx.empty(&[rows, af], DType::F32);
     let offsets: Vec<_> = between.experts.iter().map(|(_, range)| range.start * af).collect();
     let store = Store { to: Lent::new(sums.f32s_mut()), offsets: &offsets, stride: af, write: Write::Replace };
-    product(ctx, (x, tokens), base, between.experts, &store);
+    product(ctx, x, tokens, base, between.experts, &store);
     let (h, a, sums) = (Lent::new(h.slice_mut::<T>()), Lent::new(a.slice_mut::<T>()), sums.f32s());
     ctx.threads().run(rows.div_ceil(ROWS), |task| {
         for row in piece_range(task, ROWS, rows) {
@@ -61,7 +66,7 @@ pub(super) fn activate_in_turn<T: Float>(
             let bias = between.bias.map(|bias| &bias[expert * af..][..af]);
             // SAFETY: each row is one call's alone.
             let (h, a) = unsafe { (h.range(row * af..(row + 1) * af), a.range(row * af / 2..(row + 1) * af / 2)) };
-            row_kernel::<T>(ctx.isa(), &sums[row * af..][..af], (between.activation, bias), h, a);
+            row_kernel::<T>(ctx.isa(), &sums[row * af..][..af], between.activation, bias, h, a);
         }
     });
 }
@@ -73,8 +78,13 @@ const ROWS: usize = 4;
 const PART: usize = 64;
 
 kernel! {
-    fn row_kernel<S: Level, T: Float>(sums: &[f32], how: (Activation, Option<&[f32]>), h: &mut [T], a: &mut [T]) {
-        let (activation, bias) = how;
+    fn row_kernel<S: Level, T: Float>(
+        sums: &[f32],
+        activation: Activation,
+        bias: Option<&[f32]>,
+        h: &mut [T],
+        a: &mut [T],
+    ) {
         let f = a.len();
         let (gate_to, up_to) = h.split_at_mut(f);
         for start in (0..f).step_by(PART) {
@@ -109,7 +119,7 @@ mod tests {
 
     use super::*;
 
-    /// Outputs and `h` of experts whose stacks are turned, and of the same stacks as others have them.
+    /// Returns outputs and `h` of experts whose stacks are transposed, and of the same stacks in the usual order.
     fn both_ways(ctx: &Context, num_tokens: usize, dtype: DType, activation: Activation) -> [(Tensor, Tensor); 2] {
         let (d, f, e) = (36, 70, 3);
         let x = tensor(ctx, &[num_tokens, d], &numbers(num_tokens * d, 1), DType::F32);

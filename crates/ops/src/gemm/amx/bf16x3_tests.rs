@@ -1,4 +1,4 @@
-//! Products of f32 in tiles, which are those of f32 to the last bits.
+//! Products of f32 in tiles must be as exact as those in f32.
 
 use moeworks_tensor::{DType, Tensor};
 
@@ -6,10 +6,10 @@ use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight
 use crate::test_data::{numbers, tensor};
 use crate::{Context, Isa};
 
-/// Rows, columns and depth of a product, from which on tiles take it.
+/// Rows, columns and depth of a product, large enough for tiles.
 type Sizes = (usize, usize, usize);
 
-/// A context with tiles and one without, if there are tiles.
+/// Returns a context with tiles and one without, if the machine has tiles.
 fn contexts() -> Option<[Context; 2]> {
     let are_there = Isa::available().contains(&Isa::AmxF32);
     if !are_there {
@@ -18,7 +18,7 @@ fn contexts() -> Option<[Context; 2]> {
     are_there.then(|| [Isa::AmxF32, Isa::Avx512].map(|isa| Context::cpu(2).with_isa(isa)))
 }
 
-/// The product of `a [rows, depth]` and `b [columns, depth]` in each of the three forms.
+/// Computes the product of `a [rows, depth]` and `b [columns, depth]` in each of the three forms.
 fn products(ctx: &Context, a: &[f32], b: &[f32], (rows, columns, depth): Sizes) -> [Vec<f32>; 3] {
     let turned = |x: &[f32], rows: usize| {
         tensor(
@@ -37,13 +37,13 @@ fn products(ctx: &Context, a: &[f32], b: &[f32], (rows, columns, depth): Sizes) 
     [nt, nn, of_weights].map(|y: Tensor| y.to_f32_vec())
 }
 
-/// The same in f64, with the largest of each sum's terms.
+/// Computes the product in f64.
 fn exact(a: &[f32], b: &[f32], depth: usize) -> Vec<f64> {
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
     a.chunks_exact(depth).flat_map(|a| b.chunks_exact(depth).map(move |b| dot(a, b))).collect()
 }
 
-/// Numbers of many sizes.
+/// Generates numbers of many magnitudes.
 fn spread(len: usize, seed: u64) -> Vec<f32> {
     numbers(len, seed).into_iter().zip(numbers(len, seed + 100)).map(|(x, e)| x * (8.0 * e).exp2()).collect()
 }
@@ -51,7 +51,8 @@ fn spread(len: usize, seed: u64) -> Vec<f32> {
 #[test]
 fn sums_in_tiles_are_as_exact_as_in_f32() {
     let Some(contexts) = contexts() else { return };
-    // Panels of one, two and three vectors, rows of one block and of two, a depth of part of a block, of several, and in several parts.
+    // Panels of one, two and three vectors; rows of one block and of two; a depth of part of a block, of several, and
+    // in several parts.
     let sizes = [(96, 96, 112), (97, 208, 130), (160, 113, 500), (300, 97, 1_100), (530, 600, 170)];
     for (rows, columns, depth) in sizes {
         let (a, b) = (spread(rows * depth, 1), spread(columns * depth, 2));
@@ -73,7 +74,7 @@ fn a_sum_that_is_not_finite_changes_no_bit_of_another() {
     let (rows, columns, depth) = (130, 150, 200);
     let (a, b) = (numbers(rows * depth, 1), numbers(columns * depth, 2));
     let usual = products(&ctx, &a, &b, (rows, columns, depth));
-    // The last one is finite as f32, but not when it is rounded to bf16.
+    // The last number is finite as f32, but not when rounded to bf16.
     for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX] {
         let (mut a, mut b) = (a.clone(), b.clone());
         (a[7 * depth + 199], b[140 * depth + 3]) = (special, special);
@@ -107,7 +108,7 @@ fn tiny_numbers_are_rounded_to_bf16() {
     let sizes @ (rows, columns, depth) = (96, 96, 128);
     for exponent in [-90, -100, -103, -112, -120] {
         let (scale, back) = (2_f32.powi(exponent), 2_f32.powi(60));
-        // Without signs, so that sums are as large as what they are of.
+        // Positive numbers, so that sums are as large as their terms together.
         let positive =
             |len, seed, scale: f32| numbers(len, seed).iter().map(|x| (1.0 + x.abs()) * scale).collect::<Vec<_>>();
         let (a, b) = (positive(rows * depth, 1, scale), positive(columns * depth, 2, back));

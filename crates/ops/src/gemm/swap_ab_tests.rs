@@ -1,4 +1,4 @@
-//! Groups of some tens of rows take another way through memory than groups of many: it must not be seen in the results.
+//! Groups of some tens of rows are computed with A and B swapped, which must not change results.
 
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ use crate::gemm::plan::MAX_SWAPPED;
 use crate::test_data::{contexts, numbers, tensor};
 use crate::{Activation, Context, Isa};
 
-/// More rows than are ever turned.
+/// More rows than are ever swapped.
 const MANY: usize = MAX_SWAPPED + 44;
 
 /// A network of one expert, and the type of its weights.
@@ -21,8 +21,8 @@ struct Case {
     w_type: DType,
 }
 
-/// What leaves the first and the second product for `count` rows from `first` on.
-fn forward(ctx: &Context, case: Case, x: &Tensor, (first, count): (usize, usize)) -> [Vec<f32>; 2] {
+/// Returns the results of the first and the second product for `count` rows from `first` on.
+fn forward(ctx: &Context, case: Case, x: &Tensor, first: usize, count: usize) -> [Vec<f32>; 2] {
     let af = case.f * case.activation.num_inputs();
     let weights =
         |rows: usize, columns: usize, seed| tensor(ctx, &[rows, columns], &numbers(rows * columns, seed), case.w_type);
@@ -39,11 +39,11 @@ fn forward(ctx: &Context, case: Case, x: &Tensor, (first, count): (usize, usize)
 
 fn check(case: Case, first: usize, count: usize) {
     let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    // Where products of f32 are taken in tiles, those of few rows are not, and differ by their last bits.
+    // Products of f32 in tiles differ in the last bits from those of few rows, which do not use tiles.
     for ctx in contexts().filter(|ctx| case.w_type == DType::BF16 || ctx.isa() != Isa::AmxF32) {
         let x = tensor(&ctx, &[MANY, case.d], &numbers(MANY * case.d, 1), case.x_type);
-        let [all_h, all_y] = forward(&ctx, case, &x, (0, MANY));
-        let [h, y] = forward(&ctx, case, &x, (first, count));
+        let [all_h, all_y] = forward(&ctx, case, &x, 0, MANY);
+        let [h, y] = forward(&ctx, case, &x, first, count);
         let af = h.len() / count;
         let name = format!("rows {first} to {} of {case:?} on {:?}", first + count, ctx.isa());
         assert!(bits(&h) == bits(&all_h[first * af..(first + count) * af]), "h of {name}");

@@ -1,10 +1,11 @@
-//! Elements as sums of three bf16, of which a tile's product takes one at a time.
+//! bf16x3: splits f32 elements into sums of three bf16, which tiles multiply one at a time.
 //!
-//! An f32 has 24 bits and a bf16 eight: rounded to bf16 it leaves a remainder of 16 bits and a sign, which is rounded likewise, and what
-//! then remains is a bf16 itself. Numbers below 2^-102 are rounded to bf16: tiles take what is below 2^-126 as zero.
+//! An f32 has 24 bits and a bf16 eight. Rounding to bf16 leaves a remainder of 16 bits and a sign; rounding that
+//! leaves a remainder that is a bf16 itself. Numbers below 2^-102 are rounded to one bf16, because tiles treat
+//! numbers below 2^-126 as zero.
 //!
-//! A unit of a block of the depth is the pair of elements u and u + 16: any order will do as long as both operands have it, and in this
-//! one nothing has to be moved between lanes. The three parts of a block of units follow each other, the largest first.
+//! A unit of a block of the depth is the pair of elements u and u + 16. Any order works if both operands share it,
+//! and this one moves nothing between lanes. The three parts of a block of units are consecutive, the largest first.
 
 use core::arch::x86_64::{
     __m512, __m512i, _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
@@ -13,11 +14,12 @@ use core::arch::x86_64::{
 };
 
 use super::{BLOCK, PARTS};
+use crate::gemm::Span;
 use crate::gemm::pack::{Columns, store, widened};
 use crate::gemm::source::{Elements, Source, with_elements};
 use crate::simd::Float;
 
-/// The instructions that every machine with tiles has and that this uses.
+/// Defines a function compiled with features that every machine with tiles has.
 macro_rules! in_vectors {
     ($(#[$meta:meta])* $vis:vis fn $name:ident$([$T:ident])?($($arg:tt)*) $(-> $result:ty)? $body:block) => {
         $(#[$meta])*
@@ -28,7 +30,7 @@ macro_rules! in_vectors {
 }
 
 in_vectors! {
-    /// Pairs of a lane of both, by part.
+    /// Pairs the lanes of two vectors, part by part.
     fn pairs(low: __m512, high: __m512) -> [__m512i; PARTS] {
         let (low, high, mut units) = (parts_of(low), parts_of(high), [_mm512_set1_epi32(0); PARTS]);
         for ((low, high), units) in low.into_iter().zip(high).zip(&mut units) {
@@ -39,20 +41,21 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// Three bf16 that add up to each element, in the upper halves of lanes. Of an element that is not finite, or rounded is not, at
-    /// least one is not a number, or two are infinite and of different signs.
+    /// Splits each element into three bf16 that add up to it, in the upper halves of lanes. If an element is not
+    /// finite, or not when rounded, at least one part is NaN, or two are infinities of different signs.
     fn parts_of(x: __m512) -> [__m512i; PARTS] {
-        /// The bits of 2^-102 without the sign. What remains of a smaller number would be denormal, which takes a hundred times as long.
+        /// The bits of 2^-102 without the sign. The remainder of a smaller number would be denormal, which takes a
+        /// hundred times as long.
         const LEAST: i32 = (127 - 102) << 24;
         let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
         let has_rest = _mm512_cmpge_epu32_mask(_mm512_slli_epi32::<1>(_mm512_castps_si512(x)), _mm512_set1_epi32(LEAST));
         let mut parts = [upper; PARTS];
         let mut rest = x;
         for part in &mut parts[..PARTS - 1] {
-            // Half of the lowest bit that stays.
+            // Half of the lowest bit that is kept.
             let rounded = _mm512_add_epi32(_mm512_castps_si512(rest), _mm512_set1_epi32(0x8000));
             *part = _mm512_and_si512(rounded, upper);
-            // Not a subtraction under a mask, which takes as long for what it leaves out.
+            // Not a masked subtraction, which takes as long for the lanes it leaves out.
             let taken = _mm512_castsi512_ps(_mm512_maskz_mov_epi32(has_rest, *part));
             rest = _mm512_sub_ps(_mm512_maskz_mov_ps(has_rest, rest), taken);
         }
@@ -62,7 +65,7 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// The elements `at..at + len` of a row of a source, at most 32, as units.
+    /// Converts the elements `at..at + len` of a row of a source, at most 32, to units.
     pub(super) fn along(source: &Source<'_>, row: usize, at: usize, len: usize) -> [__m512i; PARTS] {
         let start = source.start(row) + at;
         with_elements!(source.elements, x => {
@@ -73,19 +76,19 @@ in_vectors! {
 }
 
 in_vectors! {
-    /// The elements `columns.0..columns.0 + columns.1`, at most 16, of unit `unit` of a block of the depth that begins with row `first`
-    /// and has so many rows.
+    /// Converts the elements `columns`, at most 16, to unit `unit` of the block of the depth that has the rows
+    /// `rows`.
     pub(super) fn across(
         source: &Source<'_>,
-        (first, rows): (usize, usize),
+        rows: Span,
         unit: usize,
-        (column, columns): (usize, usize),
+        columns: Span,
     ) -> [__m512i; PARTS] {
         with_elements!(source.elements, x => {
             let mut both = [&x[..0]; 2];
             for (row, to) in [unit, BLOCK + unit].into_iter().zip(&mut both) {
-                if row < rows {
-                    *to = &x[source.start(first + row) + column..][..columns];
+                if row < rows.len {
+                    *to = &x[source.start(rows.first + row) + columns.first..][..columns.len];
                 }
             }
             pairs(widened(both[0], 0), widened(both[1], 0))
@@ -106,13 +109,13 @@ in_vectors! {
 
 in_vectors! {
     fn panels_of[T](columns: &Columns<'_>, x: &[T], to: &mut [u32]) {
-        let num_units = columns.format.units_of(columns.depth.1);
+        let num_units = columns.format.units_of(columns.depth.len);
         for block in 0..num_units / (PARTS * BLOCK) {
             for unit in 0..BLOCK {
-                // Units of pairs that follow each other would be 16 to a block.
+                // A unit is two rows that are 16 apart, not consecutive ones.
                 let (low, high) = (2 * BLOCK * block + unit, 2 * BLOCK * block + BLOCK + unit);
                 let [[low], [high]]: [[&[T]; 1]; 2] = [columns.rows(x, low), columns.rows(x, high)];
-                // Those of the next block.
+                // The rows of the next block.
                 columns.prefetch_row(2 * BLOCK * block + unit, 2 * BLOCK);
                 columns.prefetch_row(2 * BLOCK * block + BLOCK + unit, 2 * BLOCK);
                 let (mut start, mut at) = (0, 0);
@@ -133,5 +136,5 @@ in_vectors! {
 }
 
 #[cfg(test)]
-#[path = "parts_tests.rs"]
+#[path = "bf16x3_tests.rs"]
 mod tests;

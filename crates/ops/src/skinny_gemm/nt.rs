@@ -1,7 +1,9 @@
-//! `A B^T` of few rows: each row of weights is streamed once along its length and meets all rows of A.
+//! The skinny kernel for `A B^T`: each weight row is streamed once along its length and meets all rows of A.
 //!
-//! The sums of some rows of weights with some rows of A fill the registers. More rows of A than fit are taken in several
-//! passes over the same rows of weights, which the caches then hold.
+//! The sums of several weight rows with several rows of A fill the registers. If more rows of A exist than fit,
+//! several passes go over the same weight rows, which are in the caches by then.
+
+use std::ops::Range;
 
 use moeworks_tensor::DType;
 
@@ -11,49 +13,49 @@ use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::prefetch::prefetch_far;
 use crate::simd::{Level, kernel};
 
-/// Bytes of the rows of A that stay in the first-level cache while rows of weights pass by: most of 32 KiB.
+/// Bytes of A that stay in the L1 cache while weight rows pass: most of 32 KiB.
 const A_BYTES: usize = 24 << 10;
 
-/// Rows of weights that are taken at once, at most.
+/// The most weight rows taken at once.
 const MAX_WEIGHTS: usize = 8;
 
-/// Numbers of a tile.
+/// Elements of a tile.
 const TILE_LEN: usize = size_of::<Tile>() / size_of::<f32>();
 
-/// The most rows of A that meet rows of weights from as many parts of a stretch as there are [`STREAMS`]: as many as leave registers for
-/// the sums with one row of each.
+/// The most rows of A for which weights are read in [`STREAMS`] streams: with more, registers for the sums run out.
 const MAX_STREAMED: usize = 6;
 
-/// Streams in which memory is then read, far enough apart that the waits at the starts of pages (for a translation of the address, and
-/// for the processor's own fetching to set in) of one are spent on the others.
+/// Streams in which weights are read. They are far apart in memory, so that a stream's wait at the start of a page
+/// (address translation, start of the hardware prefetcher) overlaps with the other streams.
 const STREAMS: usize = 4;
 
-/// Bytes by which such a stream is asked for ahead of its use, and of those of the next stretch at the end of one.
+/// Bytes by which each stream is prefetched ahead of its use, and prefetched of the next stretch at the end of one.
 const STREAM_AHEAD: usize = 1 << 10;
 
-/// Panels of columns whose rows of weights are read in the same streams, at most: short streams are as many starts.
+/// The most panels of columns read as one set of streams; short streams would start too often.
 pub(super) const MAX_PANELS: usize = 8;
 
-/// The product of rows of A with the rows of weights of some panels of columns: one, or up to [`MAX_PANELS`] where [`is_streamed`] says so.
+/// The product of rows of A with the weight rows of some panels: one panel, or up to [`MAX_PANELS`] if
+/// [`is_streamed`].
 #[derive(Clone, Copy)]
 pub(super) struct Stretch<'a, T> {
-    /// The rows of weights, one after the other.
+    /// The consecutive weight rows of the panels.
     pub(super) weights: &'a [T],
-    /// What their group's columns are cut into, and the first of these.
+    /// The panels of the group's columns, and the first panel of this stretch.
     pub(super) panels: (Panels, usize),
-    /// Elements of a row of weights.
+    /// Elements of a weight row.
     pub(super) depth: usize,
-    /// Rows of A as [`spread`](super::rows::spread) lays them out.
+    /// Rows of A in the layout of [`spread`](super::rows::spread).
     pub(super) a: &'a [f32],
     /// Rows of A.
     pub(super) num_rows: usize,
-    /// Every how many tiles the sums of the next [`MAX_ROWS`] rows go.
+    /// Tiles from the sums of [`MAX_ROWS`] rows to those of the next.
     pub(super) tile_step: usize,
-    /// What will be read after this, to be asked for at its end.
+    /// The weights read after this stretch, to be prefetched at its end.
     pub(super) next: *const u8,
 }
 
-/// Vectors of sums that wait between parts of the depth, at most: 32-bit words for so many rows of A.
+/// Returns how many words the partial sums of `num_rows` rows of A take between parts of the depth, at most.
 pub(super) fn waiting_words(num_rows: usize) -> usize {
     num_rows * TILE_STRIDE * MAX_LANES
 }
@@ -61,7 +63,7 @@ pub(super) fn waiting_words(num_rows: usize) -> usize {
 /// Lanes of the widest vector.
 const MAX_LANES: usize = 16;
 
-/// How many rows of A are taken in a pass: at most so many, and all passes alike but the last.
+/// Returns how many rows of A each pass takes, the last one excepted.
 #[inline(always)]
 fn rows_of_pass<S: Level>(num_rows: usize) -> usize {
     let most = match S::WIDTH {
@@ -72,7 +74,8 @@ fn rows_of_pass<S: Level>(num_rows: usize) -> usize {
     num_rows.div_ceil(num_rows.div_ceil(most))
 }
 
-/// As many rows of weights as there are registers for their sums, beside the weights and A.
+/// Returns how many weight rows are taken at once: as many as there are registers for their sums, besides weights and
+/// A.
 #[inline(always)]
 fn weights_of_pass<S: Level>(rows: usize) -> usize {
     match (S::WIDTH, rows) {
@@ -85,8 +88,9 @@ fn weights_of_pass<S: Level>(rows: usize) -> usize {
 
 kernel! {
     bf16 if matches!(T::DTYPE, DType::BF16);
-    /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step` of those of the column's panel, which come one panel's
-    /// after the other's, at the column's place in the panel. `waiting` has [`waiting_words`] if sums wait.
+    /// Writes sum `[r][c]` to row `r % MAX_ROWS` of tile `r / MAX_ROWS * tile_step` of the column's panel, at the
+    /// column's place in the panel. The tiles of the panels follow each other. `waiting` has [`waiting_words`] words
+    /// if the depth is cut into parts.
     pub(super) fn run<S: Level, T: Weight>(stretch: Stretch<'_, T>, waiting: &mut [f32], tiles: &mut [Tile]) {
         let Stretch { depth, num_rows, .. } = stretch;
         let columns = stretch.weights.len().checked_div(depth).unwrap_or(0);
@@ -98,7 +102,7 @@ kernel! {
         let num_parts = num_parts::<S, T>(num_rows, depth);
         assert!(num_parts == 1 || waiting.len() >= num_rows * columns * S::WIDTH, "room for the sums that wait");
         let wanted = weights_of_pass::<S>(pass);
-        // Rows of weights of a stream.
+        // Weight rows of a stream.
         let len = if is_stream { columns / STREAMS } else { 0 };
         assert!(len > 0 || columns <= TILE_STRIDE, "only streams go through several panels");
         let part = num_blocks.div_ceil(num_parts) * block;
@@ -113,18 +117,18 @@ kernel! {
                 };
                 for first in (0..num_rows).step_by(pass) {
                     let ahead = match len {
-                        0 => stretch.ahead((column, count), columns, (start, end)),
+                        0 => stretch.ahead(column, count, columns, start..end),
                         _ => stretch.row(column).wrapping_add(STREAM_AHEAD),
                     };
                     let part = Part { stretch, column, apart, places, first, depth: (start, end), pass, ahead };
-                    // SAFETY: `count` rows of weights from `column` on, so far apart, and `pass` rows of A from `first` on, or as
-                    // many as there are, exist.
-                    unsafe { part.run::<S>((count, pass.min(num_rows - first)), waiting, tiles) };
+                    // SAFETY: `count` rows of weights from `column` on, so far apart, and `pass` rows of A from
+                    // `first` on, or as many as there are, exist.
+                    unsafe { part.run::<S>(count, pass.min(num_rows - first), waiting, tiles) };
                 }
             }
         }
         if len > 0 {
-            // While the sums are put to use.
+            // Prefetched while the epilogue uses the sums.
             for stream in 0..STREAMS {
                 let first = stretch.next.wrapping_add(stream * len * depth * size_of::<T>());
                 (0..STREAM_AHEAD).step_by(64).for_each(|line| prefetch_far(first.wrapping_add(line)));
@@ -133,12 +137,12 @@ kernel! {
     }
 }
 
-/// Where the sums of the columns at hand of [`STREAMS`] streams go, and how many columns are left there with each.
+/// For each of [`STREAMS`] streams: the place of the current column's sums, and the columns left in its panel.
 #[derive(Default)]
 struct Streams([(usize, usize); STREAMS]);
 
 impl Streams {
-    /// The places of the columns `len` apart from `column` on, one further than those of the call before.
+    /// Returns the places of the columns `column + i * len`, each one further than in the call before.
     #[inline(always)]
     fn next<S: Level, T: Weight>(
         &mut self,
@@ -158,13 +162,13 @@ impl Streams {
     }
 }
 
-/// Whether so few rows meet rows of weights from several parts of a stretch at once.
+/// Returns whether weights of so few rows of A are read in several streams.
 #[inline(always)]
 fn are_streams<S: Level>(num_rows: usize) -> bool {
     num_rows <= MAX_STREAMED && S::WIDTH >= 16
 }
 
-/// With more rows of A than fit near the registers they are taken in parts of their depth.
+/// Returns into how many parts the depth is cut so that the rows of A of a pass fit the L1 cache.
 #[inline(always)]
 fn num_parts<S: Level, T: Weight>(num_rows: usize, depth: usize) -> usize {
     let (pass, num_blocks) = (rows_of_pass::<S>(num_rows), depth.div_ceil(2 * S::WIDTH));
@@ -173,14 +177,15 @@ fn num_parts<S: Level, T: Weight>(num_rows: usize, depth: usize) -> usize {
 
 kernel! {
     bf16 if matches!(T::DTYPE, DType::BF16);
-    /// Whether rows of weights of several panels may be taken as one stretch: they are read in streams, and no sums wait.
+    /// Returns whether weight rows of several panels may be taken as one stretch: they are read in streams, and the
+    /// depth is not cut.
     pub(super) fn is_streamed<S: Level, T: Weight>(num_rows: usize, depth: usize) -> bool {
         are_streams::<S>(num_rows) && num_parts::<S, T>(num_rows, depth) == 1
     }
 }
 
-/// Which rows of weights are taken at once: the first, how many, and how far apart. If streams have a length, there are as many of
-/// them, and what is left is taken one by one.
+/// Lists the weight rows taken at once: the first, their number, and the distance between them. Streams of length
+/// `len` come first; the rows left over are taken one by one.
 #[inline(always)]
 fn turns(columns: usize, len: usize, wanted: usize) -> impl Iterator<Item = (usize, usize, usize)> {
     let whole = if len > 0 { 0 } else { columns / wanted };
@@ -190,7 +195,8 @@ fn turns(columns: usize, len: usize, wanted: usize) -> impl Iterator<Item = (usi
 }
 
 impl<T: Weight> Stretch<'_, T> {
-    /// Where the sum of a column and the first row of A goes, counted in numbers of tiles, and how many columns are left there with it.
+    /// Returns the place of the sum of a column and the first row of A, as an index into the tiles' elements, and the
+    /// columns left in its panel.
     #[inline(always)]
     fn place<S: Level>(&self, column: usize) -> (usize, usize) {
         let (panels, first) = self.panels;
@@ -199,16 +205,17 @@ impl<T: Weight> Stretch<'_, T> {
         (tiles * TILE_LEN + column, panels.width(panel) - column)
     }
 
-    /// Where a row of weights lies.
+    /// Returns the address of a weight row.
     #[inline(always)]
     fn row(&self, column: usize) -> *const u8 {
         self.weights.as_ptr().cast::<u8>().wrapping_add(column * self.depth * size_of::<T>())
     }
 
-    /// Where element 0 lies of the rows of weights that come after some: they are asked for line by line while those are summed
-    /// up, in as many streams as there are rows.
+    /// Returns the address of element 0 of the weight rows to prefetch while `count` rows from `column` on are
+    /// summed: one line at a time, in as many streams as there are rows.
     #[inline(always)]
-    fn ahead(&self, (column, count): (usize, usize), columns: usize, (start, end): (usize, usize)) -> *const u8 {
+    fn ahead(&self, column: usize, count: usize, columns: usize, depth: Range<usize>) -> *const u8 {
+        let Range { start, end } = depth;
         if column + 2 * count <= columns {
             self.row(column + count)
         } else if end < self.depth {
@@ -219,15 +226,17 @@ impl<T: Weight> Stretch<'_, T> {
     }
 }
 
-/// Some rows of weights with some rows of A, over a part of the depth.
+/// Some weight rows with some rows of A, over a part of the depth.
 struct Part<'a, T> {
     stretch: Stretch<'a, T>,
     column: usize,
-    /// From one row of weights to the next.
+    /// Weight rows from one taken to the next.
     apart: usize,
-    /// Where their sums with the first row of A go.
+    /// The places of their sums with the first row of A.
     places: [usize; MAX_WEIGHTS],
+    /// The first row of A.
     first: usize,
+    /// First element of the part and the one after its last.
     depth: (usize, usize),
     /// Rows of A in a pass.
     pass: usize,
@@ -236,8 +245,8 @@ struct Part<'a, T> {
 
 /// Calls `sums` with the numbers of rows as constants.
 macro_rules! by_size {
-    ($part:ident, $size:expr, $waiting:ident, $tiles:ident, $($n:literal: $($r:literal)*),*) => {
-        match $size {
+    ($part:ident, $num_weights:ident, $num_rows:ident, $waiting:ident, $tiles:ident, $($n:literal: $($r:literal)*),*) => {
+        match ($num_weights, $num_rows) {
             $($(($n, $r) => $part.sums::<S, $n, $r>($waiting, $tiles),)*)*
             _ => unreachable!("passes are as `rows_of_pass` and `weights_of_pass` say"),
         }
@@ -245,24 +254,27 @@ macro_rules! by_size {
 }
 
 impl<T: Weight> Part<'_, T> {
-    /// # Safety
-    /// As many rows of weights and of A as `size` says must exist.
+    /// Computes the sums of `num_weights` weight rows with `num_rows` rows of A.
+    ///
+    /// # Safety The rows must exist.
     #[inline(always)]
-    unsafe fn run<S: Level>(self, size: (usize, usize), waiting: &mut [f32], tiles: &mut [Tile]) {
+    unsafe fn run<S: Level>(self, num_weights: usize, num_rows: usize, waiting: &mut [f32], tiles: &mut [Tile]) {
         // SAFETY: the caller's promise is handed on.
         unsafe {
             if S::WIDTH >= 16 {
-                by_size!(self, size, waiting, tiles, 8: 1 2 3, 4: 1 2 3 4 5 6, 3: 6 7 8, 1: 1 2 3 4 5 6 7 8);
+                by_size!(self, num_weights, num_rows, waiting, tiles, 8: 1 2 3, 4: 1 2 3 4 5 6, 3: 6 7 8, 1: 1 2 3 4 5 6 7 8);
             } else if S::WIDTH >= 8 {
-                by_size!(self, size, waiting, tiles, 8: 1, 4: 2 3, 2: 1 2 3 4 5 6, 1: 1 2 3 4 5 6);
+                by_size!(self, num_weights, num_rows, waiting, tiles, 8: 1, 4: 2 3, 2: 1 2 3 4 5 6, 1: 1 2 3 4 5 6);
             } else {
-                by_size!(self, size, waiting, tiles, 4: 1, 2: 1 2 3 4, 1: 1 2 3 4);
+                by_size!(self, num_weights, num_rows, waiting, tiles, 4: 1, 2: 1 2 3 4, 1: 1 2 3 4);
             }
         }
     }
 
-    /// # Safety
-    /// `N` rows of weights and `R` rows of A must exist.
+    /// Computes the sums of `N` weight rows with `R` rows of A and stores them, or keeps them in `waiting` until the
+    /// depth ends.
+    ///
+    /// # Safety The rows must exist.
     #[inline(always)]
     unsafe fn sums<S: Level, const N: usize, const R: usize>(self, waiting: &mut [f32], tiles: &mut [Tile]) {
         let Self { stretch, column, apart, places, first, depth: (start, end), .. } = self;
@@ -307,11 +319,11 @@ impl<T: Weight> Part<'_, T> {
         let Self { stretch, column, apart, first, depth: (start, end), pass, ahead, .. } = *self;
         let Stretch { weights, depth, a, num_rows, .. } = stretch;
         let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
-        // Each pass asks for its share of the lines.
+        // The passes over the same weight rows share the prefetches.
         let num_turns = num_rows.div_ceil(pass);
         let mut wait = first / pass;
-        // SAFETY: blocks of the rows are inside the slices by the caller's promise; the last, which may be shorter, is
-        // read from a copy.
+        // SAFETY: blocks of the rows are inside the slices by the caller's promise; the last, which may be shorter,
+        // is read from a copy.
         unsafe {
             let weights = weights.as_ptr().add(column * depth);
             let apart = apart * depth;
@@ -342,8 +354,8 @@ impl<T: Weight> Part<'_, T> {
     }
 }
 
-/// `put(n, r, sum)` with the sum of row n of weights and row r of A, each over the lanes: four at a time, of rows of A, or of rows of
-/// weights where there are more of these.
+/// Calls `put(n, r, sum)` with the sum over the lanes for each weight row n and row r of A. Four vectors are reduced
+/// at once: of four rows of A, or of four weight rows if there are fewer than four rows of A.
 #[inline(always)]
 fn totals<S: Level, const N: usize, const R: usize>(
     sums: &[[S::Vector; R]; N],
@@ -369,16 +381,17 @@ fn totals<S: Level, const N: usize, const R: usize>(
     }
 }
 
-/// `put(n, r, sum)` with the products of `N` rows of `depth` weights with `R` rows of A, which [`spread`](super::rows::spread) laid
-/// out among `num_rows`.
+/// Calls `put(n, r, sum)` with the products of `N` weight rows of `depth` elements and `R` rows of A, which
+/// [`spread`](super::rows::spread) laid out among `num_rows`.
 ///
 /// # Safety
-/// The rows of weights must be readable, and at `a` the blocks of the rows of A from the first of these on.
+/// The weight rows must be readable, and so must the blocks of the rows of A at `a`.
 #[inline(always)]
 pub(crate) unsafe fn dots<S: Level, T: Weight, const N: usize, const R: usize>(
     weights: [*const T; N],
     depth: usize,
-    (mut a, num_rows): (*const f32, usize),
+    mut a: *const f32,
+    num_rows: usize,
     put: impl FnMut(usize, usize, f32),
 ) {
     let (block, words) = (2 * S::WIDTH, T::block_words::<S>());
@@ -398,7 +411,8 @@ pub(crate) unsafe fn dots<S: Level, T: Weight, const N: usize, const R: usize>(
     totals::<S, N, R>(&sums, put);
 }
 
-/// Adds a block's products to the sums of some rows of weights. Weights stay in registers while each vector of A is loaded once.
+/// Adds a block's products to the sums of some weight rows. Weights stay in registers while each vector of A is
+/// loaded once.
 ///
 /// # Safety
 /// A block must be readable at each of `weights` and `R` blocks at `a`.

@@ -14,23 +14,34 @@ struct Case {
     dtype: DType,
 }
 
-/// The sums in f64 with the sums of magnitudes, row-major.
-fn exact(case: Case, a: &[f32], weight: impl Fn(usize, usize) -> f32) -> Vec<(f64, f64)> {
+/// A sum in f64 and the sum of the magnitudes of its terms.
+struct Exact {
+    sum: f64,
+    magnitude: f64,
+}
+
+/// Computes each sum and the sum of its terms' magnitudes in f64, row-major.
+fn exact(case: Case, a: &[f32], weight: impl Fn(usize, usize) -> f32) -> Vec<Exact> {
     let Case { rows, depth, columns, dtype } = case;
     let element = |r: usize, c: usize| {
         let terms = (0..depth).map(|k| rounded(a[r * depth + k], dtype) * rounded(weight(k, c), dtype));
-        terms.fold((0.0, 0.0), |(sum, size), x: f64| (sum + x, size + x.abs()))
+        let start = Exact { sum: 0.0, magnitude: 0.0 };
+        terms.fold(start, |Exact { sum, magnitude }, x: f64| Exact { sum: sum + x, magnitude: magnitude + x.abs() })
     };
     (0..rows).flat_map(|r| (0..columns).map(move |c| (r, c))).map(|(r, c)| element(r, c)).collect()
 }
 
-fn assert_close(what: &str, case: Case, y: &Tensor, exact: &[(f64, f64)]) {
-    for (i, (&y, &(exact, size))) in y.f32s().iter().zip(exact).enumerate() {
-        assert!(is_close(y, exact, size, case.depth, DType::F32), "{what} {case:?}: element {i} is {y}, not {exact}");
+fn assert_close(what: &str, case: Case, y: &Tensor, exact: &[Exact]) {
+    for (i, (&y, &Exact { sum: exact, magnitude })) in y.f32s().iter().zip(exact).enumerate() {
+        assert!(
+            is_close(y, exact, magnitude, case.depth, DType::F32),
+            "{what} {case:?}: element {i} is {y}, not {exact}"
+        );
     }
 }
 
-/// `A B^T` and `A B` against f64 on every instruction set, and the same bits with one, two and three threads.
+/// Compares `A B^T` and `A B` with f64 on every instruction set, and the bits of one, two and three threads with each
+/// other.
 fn check(case: Case) {
     let Case { rows, depth, columns, dtype } = case;
     let (a, w) = (numbers(rows * depth, 1), numbers(depth * columns, 2));
@@ -78,7 +89,7 @@ fn weights_of_several_tasks_match_f64() {
 
 #[test]
 fn short_rows_of_many_panels_match_f64() {
-    // So many that they are read in several stretches, that end in wide panels, in narrow ones, and amid a stream.
+    // Enough panels to be read in several stretches, which end in wide panels, in narrow ones and within a stream.
     for (columns, depth) in [(1015, 40), (48 * 11, 33), (437, 7), (48 * 8 + 3, 64)] {
         for (rows, dtype) in [1, 2, 3, 4, 6].into_iter().flat_map(|rows| [(rows, DType::F32), (rows, DType::BF16)]) {
             check(Case { rows, depth, columns, dtype });
@@ -88,7 +99,7 @@ fn short_rows_of_many_panels_match_f64() {
 
 #[test]
 fn rows_of_weights_that_lie_in_memory_match_f64() {
-    // More bytes than the limit from which on rows are packed as lanes, and numbers of rows on both sides of it.
+    // Matrices above the size from which rows are packed as lanes, and numbers of rows on both sides of the limit.
     for rows in [4, 8, 12, 16] {
         check(Case { rows, depth: 802, columns: 700, dtype: DType::BF16 });
     }
@@ -119,7 +130,7 @@ fn gradients_of_weights_of_few_rows_match_f64() {
 
 #[test]
 fn rows_that_start_anywhere_in_memory_are_read_right() {
-    // A stack of matrices whose rows are of odd length: the second one starts at an odd element.
+    // A stack of matrices whose rows are of odd length: the second matrix starts at an odd element.
     let case = Case { rows: 2, depth: 37, columns: 23, dtype: DType::BF16 };
     let (a, w) = (numbers(2 * 37, 1), numbers(3 * 23 * 37, 2));
     for ctx in contexts() {
@@ -141,7 +152,7 @@ fn nan_and_infinity_reach_the_sums_they_belong_to() {
     for dtype in [DType::F32, DType::BF16] {
         let case = Case { rows: 4, depth: 45, columns: 60, dtype };
         let (mut a, mut w) = (numbers(4 * 45, 1), numbers(45 * 60, 2));
-        // At the end of the rows, where blocks are filled up.
+        // At the ends of rows, where blocks are filled up with zeros.
         (a[44], a[2 * 45]) = (f32::NAN, f32::INFINITY);
         (w[7 * 45 + 44], w[59 * 45]) = (f32::NEG_INFINITY, f32::NAN);
         let forward = exact(case, &a, |k, c| w[c * 45 + k]);
@@ -156,8 +167,8 @@ fn nan_and_infinity_reach_the_sums_they_belong_to() {
     }
 }
 
-/// The gradient of a matrix from `rows` rows, written over NaN and added to zeros.
-fn gradients(ctx: &Context, rows: usize, (out, inputs): (usize, usize), dtype: DType) -> [Tensor; 2] {
+/// Computes the weight gradient of `rows` rows twice: written over NaN, and added to zeros.
+fn gradients(ctx: &Context, rows: usize, out: usize, inputs: usize, dtype: DType) -> [Tensor; 2] {
     let (dy, x) = (numbers(rows * out, 3), numbers(rows * inputs, 4));
     let dy = tensor(ctx, &[rows, out], &dy, DType::F32);
     let x = tensor(ctx, &[rows, inputs], &x, DType::F32);
@@ -170,13 +181,13 @@ fn gradients(ctx: &Context, rows: usize, (out, inputs): (usize, usize), dtype: D
 
 #[test]
 fn gradients_that_are_streamed_to_memory_are_those_that_are_added() {
-    // More bytes than the limit of `outer`; the odd columns cannot be streamed.
-    for size in [(1_057, 2_048), (1_111, 1_999)] {
+    // More bytes than the limit of `tn`; odd columns cannot be streamed.
+    for (out, inputs) in [(1_057, 2_048), (1_111, 1_999)] {
         for ctx in contexts() {
             for rows in [0, 1, 3, 33] {
-                let [replaced, added] = gradients(&ctx, rows, size, DType::F32);
+                let [replaced, added] = gradients(&ctx, rows, out, inputs, DType::F32);
                 let is_same = replaced.f32s().iter().zip(added.f32s()).all(|(a, b)| a == b);
-                assert!(is_same, "{rows} rows, {size:?}, {:?}", ctx.isa());
+                assert!(is_same, "{rows} rows, {out} x {inputs}, {:?}", ctx.isa());
             }
         }
     }
@@ -184,14 +195,14 @@ fn gradients_that_are_streamed_to_memory_are_those_that_are_added() {
 
 #[test]
 fn gradients_in_bf16_are_those_in_f32_rounded() {
-    // Small ones, and some of more bytes than the limit of `outer`, by outer products and, where vectors are wide, by tiles, whose rows
-    // end in the middle of a line at some columns and anywhere at others.
+    // Small matrices, and some above the size that `tn` streams: by outer products, and by tiles where vectors are
+    // wide. Rows of tiles end in the middle of a line at some columns and anywhere at others.
     let large = [(2_105, 2_048, 33), (2_117, 2_000, 290), (2_111, 1_999, 290)];
     for (out, inputs, rows) in large.into_iter().chain([0, 2, 33, 290].map(|rows| (37, 83, rows))) {
         let is_quick = |isa: &Isa| out < 100 || *isa != Isa::Portable && *isa != Isa::Avx2;
         for isa in Isa::available().into_iter().filter(is_quick) {
             let ctx = Context::cpu(2).with_isa(isa);
-            let [wide, narrow] = [DType::F32, DType::BF16].map(|dtype| gradients(&ctx, rows, (out, inputs), dtype));
+            let [wide, narrow] = [DType::F32, DType::BF16].map(|dtype| gradients(&ctx, rows, out, inputs, dtype));
             for (wide, narrow) in wide.iter().zip(&narrow) {
                 let is_same = wide.f32s().iter().zip(narrow.bf16s()).all(|(&a, &b)| bf16::from_f32(a) == b);
                 assert!(is_same, "{rows} rows, {out} x {inputs}, {isa:?}");
