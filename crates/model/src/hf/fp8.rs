@@ -11,8 +11,8 @@ use moeworks_tensor::{Bytes, DType, F8_BLOCK_LEN, F8Block, Place, Tensor, f8_val
 use serde_json::{Value, json};
 
 use super::error::LoadError;
-use super::names::Piece;
-use super::pieces::{PieceReader, ReadElement};
+use super::names::TensorSlice;
+use super::slices::{ReadElement, SliceReader};
 use crate::safetensors::{FileDType, Payload, TensorBytes};
 
 /// `quant_method` in `config.json`.
@@ -38,9 +38,9 @@ pub(super) fn json(before: Option<&Value>, floats: &[String]) -> Value {
 }
 
 /// Fails if the scales of a slice are missing or have another shape or type.
-pub(super) fn check_scales(reader: &PieceReader<'_>, piece: &Piece) -> Result<(), LoadError> {
+pub(super) fn check_scales(reader: &SliceReader<'_>, slice: &TensorSlice) -> Result<(), LoadError> {
     let known = [FileDType::F32, FileDType::BF16];
-    reader.check_one(&scales_name(&piece.name), &scales_shape(&piece.shape), &known)?;
+    reader.check_one(&scales_name(&slice.name), &scales_shape(&slice.shape), &known)?;
     Ok(())
 }
 
@@ -49,8 +49,8 @@ fn scales_shape(shape: &[usize]) -> Vec<usize> {
 }
 
 /// Reads the scales of a checked slice.
-fn scales(reader: &PieceReader<'_>, piece: &Piece) -> Result<Vec<f32>, LoadError> {
-    let name = scales_name(&piece.name);
+fn scales(reader: &SliceReader<'_>, slice: &TensorSlice) -> Result<Vec<f32>, LoadError> {
+    let name = scales_name(&slice.name);
     let (file, info) = reader.files.get(&name)?;
     let mut scales = vec![0.0_f32; info.shape.iter().product()];
     file.read_f32(&name, &mut scales)?;
@@ -59,23 +59,27 @@ fn scales(reader: &PieceReader<'_>, piece: &Piece) -> Result<Vec<f32>, LoadError
 
 /// Returns a checked slice with its values mapped from the file and its scales in memory; none if its row length is
 /// not a multiple of 128.
-pub(super) fn lent(ctx: &Context, reader: &PieceReader<'_>, piece: &Piece) -> Result<Option<Tensor>, LoadError> {
-    let [_, cols] = *piece.shape else { return Ok(None) };
+pub(super) fn lent(ctx: &Context, reader: &SliceReader<'_>, slice: &TensorSlice) -> Result<Option<Tensor>, LoadError> {
+    let [_, cols] = *slice.shape else { return Ok(None) };
     if !cols.is_multiple_of(F8_BLOCK_LEN) {
         return Ok(None);
     }
-    let scales: Vec<u8> = scales(reader, piece)?.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+    let scales: Vec<u8> = scales(reader, slice)?.iter().flat_map(|scale| scale.to_le_bytes()).collect();
     let owner: Bytes = Arc::new(scales);
     let scales = Place { owner, start: 0, step: cols / F8_BLOCK_LEN * 4, rows_each: F8_BLOCK_LEN };
-    let numbers = reader.files.get(&piece.name)?.0.lines(&piece.name, cols)?;
-    Ok(Tensor::apart(ctx.pool(), &piece.shape, DType::F8, [numbers, scales]))
+    let numbers = reader.files.get(&slice.name)?.0.lines(&slice.name, cols)?;
+    Ok(Tensor::apart(ctx.pool(), &slice.shape, DType::F8, [numbers, scales]))
 }
 
 /// Dequantizes a checked slice into `out`.
-pub(super) fn read<T: ReadElement>(reader: &PieceReader<'_>, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
-    let bytes = reader.files.get(&piece.name)?.0.bytes(&piece.name)?;
-    let scales = scales(reader, piece)?;
-    let cols = piece.shape.last().copied().unwrap_or(1).max(1);
+pub(super) fn read<T: ReadElement>(
+    reader: &SliceReader<'_>,
+    slice: &TensorSlice,
+    out: &mut [T],
+) -> Result<(), LoadError> {
+    let bytes = reader.files.get(&slice.name)?.0.bytes(&slice.name)?;
+    let scales = scales(reader, slice)?;
+    let cols = slice.shape.last().copied().unwrap_or(1).max(1);
     let blocks_per_row = cols.div_ceil(F8_BLOCK_LEN);
     for (row, (out, bytes)) in out.chunks_exact_mut(cols).zip(bytes.chunks_exact(cols)).enumerate() {
         let scales = &scales[row / F8_BLOCK_LEN * blocks_per_row..];
@@ -93,22 +97,22 @@ pub(super) struct MatrixRows<'a> {
 }
 
 /// Returns some rows of one of our matrices as the two tensors that they are on disk: values and scales.
-pub(super) fn on_disk<'a>(part: MatrixRows<'a>, piece: &Piece) -> [TensorBytes<'a>; 2] {
+pub(super) fn on_disk<'a>(part: MatrixRows<'a>, slice: &TensorSlice) -> [TensorBytes<'a>; 2] {
     let MatrixRows { matrix, rows } = part;
-    let scales = scales_shape(&piece.shape);
+    let scales = scales_shape(&slice.shape);
     let made = |len: usize, rows: StepBy<Range<usize>>, which: usize| Payload::Made {
         len,
         make: Box::new(move || Ok(row_bytes(matrix, rows.clone(), which))),
     };
     [
         TensorBytes {
-            name: piece.name.clone(),
+            name: slice.name.clone(),
             dtype: FileDType::F8E4M3,
-            shape: piece.shape.clone(),
-            bytes: made(piece.shape.iter().product(), rows.clone().step_by(1), 0),
+            shape: slice.shape.clone(),
+            bytes: made(slice.shape.iter().product(), rows.clone().step_by(1), 0),
         },
         TensorBytes {
-            name: scales_name(&piece.name),
+            name: scales_name(&slice.name),
             dtype: FileDType::F32,
             bytes: made(4 * scales.iter().product::<usize>(), rows.step_by(F8_BLOCK_LEN), 1),
             shape: scales,

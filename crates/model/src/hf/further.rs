@@ -8,8 +8,8 @@ use moeworks_tensor::bf16;
 use super::error::LoadError;
 use super::fp8::scales_name;
 use super::load::ModelFolder;
-use super::names::Piece;
-use super::pieces::PieceReader;
+use super::names::TensorSlice;
+use super::slices::SliceReader;
 use crate::config::ModelConfig;
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes};
 
@@ -43,7 +43,7 @@ impl<'a> FurtherLayers<'a> {
     /// rest of the model.
     pub(super) fn tensors(&self, keeps_fp8: bool) -> Result<Vec<TensorBytes<'a>>, LoadError> {
         let Some(files) = self.files else { return Ok(Vec::new()) };
-        let reader = PieceReader { files, used: RefCell::default() };
+        let reader = SliceReader { files, used: RefCell::default() };
         let mut tensors = Vec::new();
         for name in &self.names {
             let (file, info) = files.get(name)?;
@@ -52,10 +52,10 @@ impl<'a> FurtherLayers<'a> {
             let is_scales = name.strip_suffix("_scale_inv").is_some_and(|matrix| files.find(matrix).is_some());
             let bytes = if is_fp8 {
                 dtype = FileDType::BF16;
-                let piece = Piece { name: name.clone(), shape: shape.clone(), view: None, is_mxfp4: false };
-                reader.check(&piece)?;
+                let slice = TensorSlice { name: name.clone(), shape: shape.clone(), view: None, is_mxfp4: false };
+                reader.check(&slice)?;
                 let mut values = vec![bf16::ZERO; shape.iter().product()];
-                reader.read(&piece, &mut values)?;
+                reader.read(&slice, &mut values)?;
                 let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
                 Payload::Made { len: bytes.len(), make: Box::new(move || Ok(bytes.clone())) }
             } else if is_scales && !keeps_fp8 {

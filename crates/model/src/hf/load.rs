@@ -18,8 +18,8 @@ use super::config_json::{self, ConfigFile, Fault};
 use super::error::LoadError;
 use super::family::Family;
 use super::mxfp4;
-use super::names::{Piece, forms};
-use super::pieces::{PieceReader, ReadElement};
+use super::names::{TensorSlice, forms};
+use super::slices::{ReadElement, SliceReader};
 use crate::config::ModelConfig;
 use crate::foreign;
 use crate::gguf::block_types;
@@ -88,7 +88,7 @@ pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeig
     let ModelFolder { family, config, unknown_keys, .. } = ModelFolder::open(dir)?;
     warn_of_keys(&dir.join("config.json"), &unknown_keys);
     let files = ModelFiles::open(dir)?;
-    let loader = Loader { dir, ctx, family, reader: PieceReader { files: &files, used: RefCell::default() } };
+    let loader = Loader { dir, ctx, family, reader: SliceReader { files: &files, used: RefCell::default() } };
     let weights = loader.decoder(&config)?;
     loader.check_all_used(&config)?;
     Ok((config, weights))
@@ -133,7 +133,7 @@ struct Loader<'a> {
     dir: &'a Path,
     ctx: &'a Context,
     family: &'static Family,
-    reader: PieceReader<'a>,
+    reader: SliceReader<'a>,
 }
 
 impl Loader<'_> {
@@ -180,9 +180,9 @@ impl Loader<'_> {
             return Ok(tensor);
         }
         let mut forms = forms(self.family, name, shape, is_gated);
-        let found = forms.iter().position(|pieces| pieces.first().is_some_and(|piece| self.reader.has(piece)));
-        let pieces = forms.swap_remove(found.unwrap_or(0));
-        let tensor = self.read(&pieces, shape, is_product)?;
+        let found = forms.iter().position(|slices| slices.first().is_some_and(|slice| self.reader.has(slice)));
+        let slices = forms.swap_remove(found.unwrap_or(0));
+        let tensor = self.read(&slices, shape, is_product)?;
         Ok(if is_product { tensor } else { elementwise::cast(self.ctx, &tensor, DType::F32) })
     }
 
@@ -198,36 +198,36 @@ impl Loader<'_> {
         Ok(None)
     }
 
-    fn read(&self, pieces: &[Piece], shape: &[usize], is_product: bool) -> Result<Tensor, LoadError> {
-        if let Some((piece, view)) = pieces.first().and_then(Piece::as_mxfp4) {
-            return mxfp4::read(self.ctx, &self.reader, piece, view);
+    fn read(&self, slices: &[TensorSlice], shape: &[usize], is_product: bool) -> Result<Tensor, LoadError> {
+        if let Some((slice, view)) = slices.first().and_then(TensorSlice::as_mxfp4) {
+            return mxfp4::read(self.ctx, &self.reader, slice, view);
         }
-        let dtypes = pieces.iter().map(|piece| self.reader.check(piece)).collect::<Result<Vec<_>, _>>()?;
-        if let [Piece { name, view: None, .. }] = pieces
+        let dtypes = slices.iter().map(|slice| self.reader.check(slice)).collect::<Result<Vec<_>, _>>()?;
+        if let [TensorSlice { name, view: None, .. }] = slices
             && let Some(tensor) = self.reader.lent(self.ctx, name)?
         {
             return Ok(tensor.reshaped(shape));
         }
-        if is_product && let Some(tensor) = self.turned(pieces)? {
+        if is_product && let Some(tensor) = self.turned(slices)? {
             return Ok(tensor);
         }
-        if let Some(tensor) = self.in_pieces(pieces, shape, is_product)? {
+        if let Some(tensor) = self.borrowed(slices, shape, is_product)? {
             return Ok(tensor);
         }
         let one_type = dtypes.first().filter(|first| dtypes.iter().all(|dtype| dtype == *first));
         match one_type {
-            Some(DType::BF16) => self.joined::<bf16>(pieces, shape),
-            Some(DType::F16) => self.joined::<f16>(pieces, shape),
-            _ => self.joined::<f32>(pieces, shape),
+            Some(DType::BF16) => self.joined::<bf16>(slices, shape),
+            Some(DType::F16) => self.joined::<f16>(slices, shape),
+            _ => self.joined::<f32>(slices, shape),
         }
     }
 
     /// Allocates a tensor and reads its checked slices into it.
-    fn joined<T: ReadElement>(&self, pieces: &[Piece], shape: &[usize]) -> Result<Tensor, LoadError> {
+    fn joined<T: ReadElement>(&self, slices: &[TensorSlice], shape: &[usize]) -> Result<Tensor, LoadError> {
         let mut tensor = self.ctx.empty(shape, T::DTYPE);
-        let len = tensor.len() / pieces.len().max(1);
-        for (index, piece) in pieces.iter().enumerate() {
-            self.reader.read(piece, &mut tensor.slice_mut::<T>()[index * len..(index + 1) * len])?;
+        let len = tensor.len() / slices.len().max(1);
+        for (index, slice) in slices.iter().enumerate() {
+            self.reader.read(slice, &mut tensor.slice_mut::<T>()[index * len..(index + 1) * len])?;
         }
         Ok(tensor)
     }
@@ -235,8 +235,8 @@ impl Loader<'_> {
     /// Borrows the checked slices of a tensor from the files; none if one has to be converted. Products read an
     /// expert's gate and up as one matrix, so two that are in different files are copied together, unless they are
     /// quantized.
-    fn in_pieces(&self, pieces: &[Piece], shape: &[usize], is_product: bool) -> Result<Option<Tensor>, LoadError> {
-        let lent = self.reader.all_lent(self.ctx, pieces, is_product)?;
+    fn borrowed(&self, slices: &[TensorSlice], shape: &[usize], is_product: bool) -> Result<Option<Tensor>, LoadError> {
+        let lent = self.reader.all_lent(self.ctx, slices, is_product)?;
         let Some(mut tensors) = lent else { return Ok(None) };
         if let [tensor] = &*tensors {
             return Ok(Some(tensor.clone().reshaped(shape)));
@@ -251,8 +251,8 @@ impl Loader<'_> {
     }
 
     /// Borrows a stack of matrices that is transposed on disk.
-    fn turned(&self, pieces: &[Piece]) -> Result<Option<Tensor>, LoadError> {
-        let [Piece { name, view: Some(view), shape, .. }] = pieces else { return Ok(None) };
+    fn turned(&self, slices: &[TensorSlice]) -> Result<Option<Tensor>, LoadError> {
+        let [TensorSlice { name, view: Some(view), shape, .. }] = slices else { return Ok(None) };
         if shape.len() != 3 || !view.is_transposed() {
             return Ok(None);
         }

@@ -27,9 +27,9 @@ mod mxfp4;
 mod names;
 mod new_folder;
 mod page;
-mod pieces;
 mod rope_json;
 mod save;
+mod slices;
 mod stop_ids;
 
 pub use blocks::Quantize;

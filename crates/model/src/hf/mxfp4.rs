@@ -10,8 +10,8 @@ use moeworks_tensor::{BLOCK_LEN, DType, Mxfp4Block, Place, Tensor};
 use serde_json::{Value, json};
 
 use super::error::LoadError;
-use super::names::{Piece, View};
-use super::pieces::PieceReader;
+use super::names::{TensorSlice, View};
+use super::slices::SliceReader;
 use crate::safetensors::{FileDType, Payload, TensorBytes};
 
 /// `quant_method` in `config.json`.
@@ -40,9 +40,14 @@ fn shapes(shape: &[usize]) -> [Vec<usize>; 2] {
 }
 
 /// Borrows a stack of MXFP4 matrices from the files, seen through `view`.
-pub(super) fn read(ctx: &Context, reader: &PieceReader<'_>, piece: &Piece, view: View) -> Result<Tensor, LoadError> {
-    let names = names(&piece.name);
-    for (name, shape) in names.iter().zip(shapes(&piece.shape)) {
+pub(super) fn read(
+    ctx: &Context,
+    reader: &SliceReader<'_>,
+    slice: &TensorSlice,
+    view: View,
+) -> Result<Tensor, LoadError> {
+    let names = names(&slice.name);
+    for (name, shape) in names.iter().zip(shapes(&slice.shape)) {
         reader.check_one(name, &shape, &[FileDType::U8])?;
     }
     if !view.cols.is_multiple_of(BLOCK_LEN) {
@@ -55,9 +60,9 @@ pub(super) fn read(ctx: &Context, reader: &PieceReader<'_>, piece: &Piece, view:
         |which: usize| Ok::<_, LoadError>(reader.files.get(&names[which])?.0.lines(&names[which], steps[which])?);
     let places = [lines(0)?, lines(1)?];
     let tensor = if view.is_interleaved {
-        in_turn(ctx, &piece.shape, view, &places)
+        in_turn(ctx, &slice.shape, view, &places)
     } else {
-        Tensor::apart(ctx.pool(), &piece.shape, DType::Mxfp4, places)
+        Tensor::apart(ctx.pool(), &slice.shape, DType::Mxfp4, places)
     };
     Ok(tensor.expect("tensors whose shapes have been checked"))
 }
@@ -77,9 +82,9 @@ fn in_turn(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2]) -> O
 }
 
 /// Returns a stack of matrices as the two tensors that they are on disk, values and scales.
-pub(super) fn on_disk<'a>(tensor: &'a Tensor, piece: &Piece, view: View) -> [TensorBytes<'a>; 2] {
-    let [blocks, scales] = names(&piece.name);
-    let [blocks_shape, scales_shape] = shapes(&piece.shape);
+pub(super) fn on_disk<'a>(tensor: &'a Tensor, slice: &TensorSlice, view: View) -> [TensorBytes<'a>; 2] {
+    let [blocks, scales] = names(&slice.name);
+    let [blocks_shape, scales_shape] = shapes(&slice.shape);
     [
         tensor_bytes(blocks, blocks_shape, move || laid_out(tensor, view, 0)),
         tensor_bytes(scales, scales_shape, move || laid_out(tensor, view, 1)),
@@ -133,10 +138,10 @@ mod tests {
         let tensors = [zeros("a_blocks", blocks), zeros("a_scales", scales)];
         write_shards(dir.path(), &tensors, &BTreeMap::new(), usize::MAX).unwrap();
         let files = &ModelFiles::open(dir.path()).unwrap();
-        let reader = PieceReader { files, used: RefCell::default() };
+        let reader = SliceReader { files, used: RefCell::default() };
         let view = View { matrices: 1, rows: 2, cols: 33, start: 0, strides: [66, 33, 1], is_interleaved: false };
-        let piece = Piece { name: "a".to_owned(), shape: shape.to_vec(), view: Some(view), is_mxfp4: true };
-        let error = read(&Context::cpu(1), &reader, &piece, view).unwrap_err();
+        let slice = TensorSlice { name: "a".to_owned(), shape: shape.to_vec(), view: Some(view), is_mxfp4: true };
+        let error = read(&Context::cpu(1), &reader, &slice, view).unwrap_err();
         assert!(matches!(error, LoadError::PartOfBlock { cols: 33, .. }), "{error}");
     }
 }

@@ -71,7 +71,7 @@ const DENSE: [&str; 4] = ["mlp.gate_up_proj", "mlp.down_proj", "mlp.gate_up_proj
 
 /// A part of one of our tensors and the tensor on disk that holds it.
 #[derive(Debug)]
-pub(crate) struct Piece {
+pub(crate) struct TensorSlice {
     pub(crate) name: String,
     /// The shape of the tensor on disk.
     pub(crate) shape: Vec<usize>,
@@ -81,7 +81,7 @@ pub(crate) struct Piece {
     pub(crate) is_mxfp4: bool,
 }
 
-impl Piece {
+impl TensorSlice {
     /// Returns the slice and its view, if it is in MXFP4.
     pub(crate) fn as_mxfp4(&self) -> Option<(&Self, View)> {
         self.view.filter(|_| self.is_mxfp4).map(|view| (self, view))
@@ -131,7 +131,7 @@ impl View {
 }
 
 /// Lists every form in which a family may store the tensor `name` of shape `shape`; the first is the one to write.
-pub(crate) fn forms(family: &Family, name: &str, shape: &[usize], is_gated: bool) -> Vec<Vec<Piece>> {
+pub(crate) fn forms(family: &Family, name: &str, shape: &[usize], is_gated: bool) -> Vec<Vec<TensorSlice>> {
     let Name { layer, is_encoder, local } = Name::of(name);
     let prefixes: Vec<String> = match layer {
         Some(layer) if is_encoder => vec![format!("{}{layer}.", family.encoder_layers)],
@@ -146,7 +146,7 @@ pub(crate) fn forms(family: &Family, name: &str, shape: &[usize], is_gated: bool
     let mut forms = Vec::new();
     for prefix in &prefixes {
         let rules = rules().filter(|rule| if has_own { is_own(rule) } else { rule.ours == local });
-        forms.extend(rules.map(|rule| pieces(rule.form, prefix, shape, is_gated)));
+        forms.extend(rules.map(|rule| slices(rule.form, prefix, shape, is_gated)));
     }
     if forms.is_empty() {
         forms.extend(prefixes.iter().map(|prefix| vec![whole(name_on_disk(prefix, local), shape)]));
@@ -179,11 +179,11 @@ impl<'a> Name<'a> {
     }
 }
 
-fn whole(name: String, shape: &[usize]) -> Piece {
-    Piece { name, shape: shape.to_vec(), view: None, is_mxfp4: false }
+fn whole(name: String, shape: &[usize]) -> TensorSlice {
+    TensorSlice { name, shape: shape.to_vec(), view: None, is_mxfp4: false }
 }
 
-fn pieces(form: Form, prefix: &str, shape: &[usize], is_gated: bool) -> Vec<Piece> {
+fn slices(form: Form, prefix: &str, shape: &[usize], is_gated: bool) -> Vec<TensorSlice> {
     let on_disk = |local: &str| name_on_disk(prefix, local);
     let (matrices, rows, cols) = match *shape {
         [e, rows, cols] => (e, rows, cols),
@@ -194,7 +194,7 @@ fn pieces(form: Form, prefix: &str, shape: &[usize], is_gated: bool) -> Vec<Piec
         |is_interleaved| View { matrices, rows, cols, start: 0, strides: [rows * cols, 1, rows], is_interleaved };
     let is_stack = shape.len() == 3;
     let stack = |shape: [usize; 2]| if is_stack { vec![matrices, shape[0], shape[1]] } else { shape.to_vec() };
-    let seen = |name: &str, shape: Vec<usize>, view: View| Piece {
+    let seen = |name: &str, shape: Vec<usize>, view: View| TensorSlice {
         name: on_disk(name),
         shape,
         view: Some(view),
@@ -215,7 +215,7 @@ fn pieces(form: Form, prefix: &str, shape: &[usize], is_gated: bool) -> Vec<Piec
             // Blocks hold neighbours of a row of ours, which is a row of the transposed matrix.
             let view = View { strides: [rows * cols, cols, 1], ..transposed(is_interleaved) };
             let shape = vec![matrices, rows, cols];
-            vec![Piece { name: on_disk(name), shape, view: Some(view), is_mxfp4: true }]
+            vec![TensorSlice { name: on_disk(name), shape, view: Some(view), is_mxfp4: true }]
         }
         Form::Joined(names) => {
             let names = joined(names, is_gated);

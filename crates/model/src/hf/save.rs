@@ -19,7 +19,7 @@ use super::fp8::{self, MatrixRows};
 use super::further::{COUNT_KEY, FurtherLayers};
 use super::load::ModelFolder;
 use super::mxfp4;
-use super::names::{Piece, View, forms};
+use super::names::{TensorSlice, View, forms};
 use crate::config::{EncoderConfig, ModelConfig};
 use crate::files::{FileError, write_whole};
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes, write_shards};
@@ -113,18 +113,18 @@ pub fn save_coming(
     let mut num_parts = Vec::new();
     let arrivals = Arrivals::new(weights);
     for (index, (name, shape)) in weights.shapes.iter().enumerate() {
-        let pieces = forms(family, name, shape, is_gated(config)).swap_remove(0);
-        num_parts.push(pieces.len());
-        let len = arrivals.num_bytes(index) / pieces.len();
-        list.add(DTypes { ours: FileDType::F32, on_disk: None }, pieces, |part, piece| Part {
+        let slices = forms(family, name, shape, is_gated(config)).swap_remove(0);
+        num_parts.push(slices.len());
+        let len = arrivals.num_bytes(index) / slices.len();
+        list.add(DTypes { ours: FileDType::F32, on_disk: None }, slices, |part, slice| Part {
             bytes: PartBytes::Coming { from: &arrivals, index, range: part * len..(part + 1) * len },
-            view: piece.view,
+            view: slice.view,
         });
     }
     arrivals.expect(num_parts);
     for (name, tensor) in &weights.states {
-        let pieces = forms(family, name, tensor.shape(), is_gated(config)).swap_remove(0);
-        list.add_lent(tensor, None, pieces);
+        let slices = forms(family, name, tensor.shape(), is_gated(config)).swap_remove(0);
+        list.add_lent(tensor, None, slices);
     }
     let folder = Folder { config, family, origin: None, stored: FileDType::F32, num_further: None, options: &options };
     folder.write(dir, &list.into_bytes(), &Counts::default())
@@ -270,13 +270,15 @@ fn tensors<'a>(
         let (target, is_odd) = blocks::target(options.quantize, role, tensor);
         counts.not_in_blocks += usize::from(is_odd);
         let mut forms = forms(family, &name, tensor.shape(), is_gated);
-        if let (Some(DType::Mxfp4), Some((piece, view))) = (target, forms.iter().flatten().find_map(Piece::as_mxfp4)) {
-            four_bit_floats.extend(mxfp4::on_disk(tensor, piece, view));
+        if let (Some(DType::Mxfp4), Some((slice, view))) =
+            (target, forms.iter().flatten().find_map(TensorSlice::as_mxfp4))
+        {
+            four_bit_floats.extend(mxfp4::on_disk(tensor, slice, view));
         } else if target == Some(DType::F8) {
-            let pieces = forms.swap_remove(0);
-            let count = pieces.len();
-            let parts = pieces.iter().enumerate().map(|(index, piece)| (part_rows(tensor, index, count), piece));
-            eight_bit_floats.extend(parts.flat_map(|(part, piece)| fp8::on_disk(part, piece)));
+            let slices = forms.swap_remove(0);
+            let count = slices.len();
+            let parts = slices.iter().enumerate().map(|(index, slice)| (part_rows(tensor, index, count), slice));
+            eight_bit_floats.extend(parts.flat_map(|(part, slice)| fp8::on_disk(part, slice)));
         } else if let Some(dtype) = target {
             if let Some(quantize) = options.quantize.filter(|_| tensor.dtype() != dtype) {
                 quantize.check_fits(&name, tensor, options.clamp)?;
@@ -306,25 +308,25 @@ struct OnDiskList<'a> {
 
 impl<'a> OnDiskList<'a> {
     /// Adds one of our tensors in its slices, to be written as `dtype` if that is given.
-    fn add_lent(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, pieces: Vec<Piece>) {
-        let count = pieces.len();
+    fn add_lent(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, slices: Vec<TensorSlice>) {
+        let count = slices.len();
         let dtypes = DTypes { ours: tensor.dtype().into(), on_disk: dtype };
-        self.add(dtypes, pieces, |part, piece| match (tensor.as_turned(), piece.view) {
+        self.add(dtypes, slices, |part, slice| match (tensor.as_turned(), slice.view) {
             // A stack that is transposed in memory as on disk is written as it is.
             (Some((base, is_in_turn)), Some(view))
-                if view.is_transposed() && view.is_interleaved == is_in_turn && base.shape() == piece.shape =>
+                if view.is_transposed() && view.is_interleaved == is_in_turn && base.shape() == slice.shape =>
             {
                 Part { bytes: PartBytes::Lent(base.bytes()), view: None }
             }
-            _ => Part { bytes: PartBytes::Lent(part_bytes(tensor, part, count)), view: piece.view },
+            _ => Part { bytes: PartBytes::Lent(part_bytes(tensor, part, count)), view: slice.view },
         });
     }
 
     /// Adds one of our tensors in its slices. `part` returns the content of each, given its index.
-    fn add(&mut self, dtypes: DTypes, pieces: Vec<Piece>, part: impl Fn(usize, &Piece) -> Part<'a>) {
-        for (index, piece) in pieces.into_iter().enumerate() {
-            let part = part(index, &piece);
-            let Piece { name, shape, .. } = piece;
+    fn add(&mut self, dtypes: DTypes, slices: Vec<TensorSlice>, part: impl Fn(usize, &TensorSlice) -> Part<'a>) {
+        for (index, slice) in slices.into_iter().enumerate() {
+            let part = part(index, &slice);
+            let TensorSlice { name, shape, .. } = slice;
             match self.places.entry(name.clone()) {
                 Entry::Occupied(entry) => self.tensors[*entry.get()].parts.push(part),
                 Entry::Vacant(entry) => {
@@ -363,8 +365,8 @@ struct Part<'a> {
 
 /// Returns the rows of one of `count` equal parts of a tensor.
 fn part_rows(tensor: &Tensor, index: usize, count: usize) -> MatrixRows<'_> {
-    if let Some(pieces) = tensor.pieces().filter(|pieces| pieces.len() == count) {
-        return MatrixRows { matrix: &pieces[index], rows: 0..pieces[index].rows() };
+    if let Some(slices) = tensor.pieces().filter(|slices| slices.len() == count) {
+        return MatrixRows { matrix: &slices[index], rows: 0..slices[index].rows() };
     }
     let rows = tensor.rows() / count;
     MatrixRows { matrix: tensor, rows: index * rows..(index + 1) * rows }
@@ -372,8 +374,8 @@ fn part_rows(tensor: &Tensor, index: usize, count: usize) -> MatrixRows<'_> {
 
 /// Returns the bytes of one of `count` equal parts of a tensor.
 fn part_bytes(tensor: &Tensor, index: usize, count: usize) -> &[u8] {
-    if let Some(pieces) = tensor.pieces().filter(|pieces| pieces.len() == count) {
-        return pieces[index].bytes();
+    if let Some(slices) = tensor.pieces().filter(|slices| slices.len() == count) {
+        return slices[index].bytes();
     }
     let len = tensor.num_bytes() / count;
     &tensor.bytes()[index * len..(index + 1) * len]

@@ -10,7 +10,7 @@ use moeworks_tensor::{DType, Element, Tensor, bf16, f16};
 use super::error::LoadError;
 use super::fp8;
 use super::mxfp4;
-use super::names::Piece;
+use super::names::TensorSlice;
 use crate::safetensors::{FileDType, ModelFiles, SafetensorsError, SafetensorsFile};
 
 /// An element type that slices are read into.
@@ -50,27 +50,27 @@ impl ReadElement for f16 {
 }
 
 /// Reads slices from a folder's files, and records which tensors were used.
-pub(super) struct PieceReader<'a> {
+pub(super) struct SliceReader<'a> {
     pub(super) files: &'a ModelFiles,
     pub(super) used: RefCell<BTreeSet<String>>,
 }
 
-impl PieceReader<'_> {
+impl SliceReader<'_> {
     /// Returns true if the slice's tensor is in the files.
-    pub(super) fn has(&self, piece: &Piece) -> bool {
-        let [blocks, _] = mxfp4::names(&piece.name);
-        self.files.find(if piece.is_mxfp4 { &blocks } else { &piece.name }).is_some()
+    pub(super) fn has(&self, slice: &TensorSlice) -> bool {
+        let [blocks, _] = mxfp4::names(&slice.name);
+        self.files.find(if slice.is_mxfp4 { &blocks } else { &slice.name }).is_some()
     }
 
     /// Returns the type that a slice is read as. Fails if it is missing, or has another shape or a type that weights
     /// cannot have.
-    pub(super) fn check(&self, piece: &Piece) -> Result<DType, LoadError> {
+    pub(super) fn check(&self, slice: &TensorSlice) -> Result<DType, LoadError> {
         let known = [FileDType::F32, FileDType::BF16, FileDType::F16, FileDType::F8E4M3];
-        match self.check_one(&piece.name, &piece.shape, &known)? {
+        match self.check_one(&slice.name, &slice.shape, &known)? {
             FileDType::BF16 => Ok(DType::BF16),
             FileDType::F16 => Ok(DType::F16),
             FileDType::F8E4M3 => {
-                fp8::check_scales(self, piece)?;
+                fp8::check_scales(self, slice)?;
                 Ok(DType::BF16)
             }
             _ => Ok(DType::F32),
@@ -105,18 +105,18 @@ impl PieceReader<'_> {
     pub(super) fn all_lent(
         &self,
         ctx: &Context,
-        pieces: &[Piece],
+        slices: &[TensorSlice],
         may_be_blocks: bool,
     ) -> Result<Option<Vec<Tensor>>, LoadError> {
-        let mut tensors = Vec::with_capacity(pieces.len());
-        for piece in pieces {
-            if piece.view.is_some() {
+        let mut tensors = Vec::with_capacity(slices.len());
+        for slice in slices {
+            if slice.view.is_some() {
                 return Ok(None);
             }
-            let (file, info) = self.files.get(&piece.name)?;
+            let (file, info) = self.files.get(&slice.name)?;
             let lent = match info.dtype {
-                FileDType::F8E4M3 if may_be_blocks => fp8::lent(ctx, self, piece)?,
-                _ => file.lent(&piece.name)?,
+                FileDType::F8E4M3 if may_be_blocks => fp8::lent(ctx, self, slice)?,
+                _ => file.lent(&slice.name)?,
             };
             match lent {
                 Some(tensor) => tensors.push(tensor),
@@ -143,20 +143,20 @@ impl PieceReader<'_> {
     }
 
     /// Reads the elements of a checked slice into `out`.
-    pub(super) fn read<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
-        let Some(view) = &piece.view else { return self.read_whole(piece, out) };
-        let mut values = vec![T::of(0.0); out.len().max(piece.shape.iter().product())];
-        let values = &mut values[..piece.shape.iter().product()];
-        self.read_whole(piece, values)?;
+    pub(super) fn read<T: ReadElement>(&self, slice: &TensorSlice, out: &mut [T]) -> Result<(), LoadError> {
+        let Some(view) = &slice.view else { return self.read_whole(slice, out) };
+        let mut values = vec![T::of(0.0); out.len().max(slice.shape.iter().product())];
+        let values = &mut values[..slice.shape.iter().product()];
+        self.read_whole(slice, values)?;
         view.for_each(|ours, theirs| out[ours] = values[theirs]);
         Ok(())
     }
 
-    fn read_whole<T: ReadElement>(&self, piece: &Piece, out: &mut [T]) -> Result<(), LoadError> {
-        let (file, info) = self.files.get(&piece.name)?;
+    fn read_whole<T: ReadElement>(&self, slice: &TensorSlice, out: &mut [T]) -> Result<(), LoadError> {
+        let (file, info) = self.files.get(&slice.name)?;
         if info.dtype == FileDType::F8E4M3 {
-            return fp8::read(self, piece, out);
+            return fp8::read(self, slice, out);
         }
-        Ok(T::read(file, &piece.name, out)?)
+        Ok(T::read(file, &slice.name, out)?)
     }
 }
