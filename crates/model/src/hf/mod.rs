@@ -11,7 +11,7 @@
 
 mod blocks;
 mod check;
-mod coming;
+mod streaming_save;
 mod companions;
 mod config_json;
 mod error;
@@ -34,7 +34,7 @@ mod stop_ids;
 
 pub use blocks::Quantize;
 pub use check::check_weights;
-pub use coming::ComingWeights;
+pub use streaming_save::StreamedWeights;
 pub use companions::copy_companions;
 pub(crate) use config_json::config_of_keys;
 pub use error::{DoesNotFit, LoadError, SaveError};
@@ -43,5 +43,5 @@ pub use load::{ModelFolder, load_model, read_json, warn_again};
 pub use new_folder::NewFolder;
 pub use page::families_page;
 pub(crate) use page::list;
-pub use save::{SaveOptions, Saved, save_coming, save_model};
+pub use save::{SaveOptions, Saved, save_streamed, save_model};
 pub use stop_ids::stop_ids;

@@ -10,7 +10,7 @@ use moeworks_tensor::{DType, Tensor, bf16, f16};
 use serde_json::{Value, json};
 
 use super::blocks::{self, METHOD, Quantize};
-use super::coming::{Arrivals, ComingWeights, PartBytes};
+use super::streaming_save::{StreamBuffer, StreamedWeights, PartBytes};
 use super::config_json;
 use super::error::{DoesNotFit, LoadError, SaveError};
 use super::family::Family;
@@ -101,27 +101,27 @@ pub fn save_model(
 
 /// Saves f32 weights that arrive one after another while they are written. The files are those of [`save_model`];
 /// only the tensors that the current one on disk is made of are in memory.
-pub fn save_coming(
+pub fn save_streamed(
     dir: &Path,
     config: &ModelConfig,
-    weights: &ComingWeights<'_>,
+    weights: &StreamedWeights<'_>,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Saved, SaveError> {
     let family = Family::of(config);
     let options = SaveOptions { tokenizer, ..SaveOptions::default() };
     let mut list = OnDiskList::default();
     let mut num_parts = Vec::new();
-    let arrivals = Arrivals::new(weights);
+    let buffer = StreamBuffer::new(weights);
     for (index, (name, shape)) in weights.shapes.iter().enumerate() {
         let slices = forms(family, name, shape, is_gated(config)).swap_remove(0);
         num_parts.push(slices.len());
-        let len = arrivals.num_bytes(index) / slices.len();
+        let len = buffer.num_bytes(index) / slices.len();
         list.add(DTypes { ours: FileDType::F32, on_disk: None }, slices, |part, slice| Part {
-            bytes: PartBytes::Coming { from: &arrivals, index, range: part * len..(part + 1) * len },
+            bytes: PartBytes::Streamed { from: &buffer, index, range: part * len..(part + 1) * len },
             view: slice.view,
         });
     }
-    arrivals.expect(num_parts);
+    buffer.expect(num_parts);
     for (name, tensor) in &weights.states {
         let slices = forms(family, name, tensor.shape(), is_gated(config)).swap_remove(0);
         list.add_lent(tensor, None, slices);

@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use moeworks_model::hf::{ComingWeights, LoadError, ModelFolder, SaveOptions, load_model, save_coming, save_model};
+use moeworks_model::hf::{StreamedWeights, LoadError, ModelFolder, SaveOptions, load_model, save_streamed, save_model};
 use moeworks_model::safetensors::{FileDType, ModelFiles, SafetensorsError};
 use moeworks_model::{ActivationKind, Decoder, ModelConfig, ParamSet, QkNorm, Tokenizer, WeightTable};
 use moeworks_moe::{Ramp, ScoreOrder};
@@ -345,10 +345,10 @@ fn assert_written_as_they_come(name: &str) {
         Ok(tensor)
     };
     let shapes = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape().to_vec())).collect();
-    let coming = ComingWeights { shapes, states: weights.states(), next: &next };
+    let streamed = StreamedWeights { shapes, states: weights.states(), next: &next };
     let (there, came) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = save_model(there.path(), &config, &weights, &SaveOptions::default()).unwrap();
-    assert_eq!(save_coming(came.path(), &config, &coming, None).unwrap(), saved, "{name}");
+    assert_eq!(save_streamed(came.path(), &config, &streamed, None).unwrap(), saved, "{name}");
     for file in ["config.json", "generation_config.json", "model.safetensors"] {
         let read = |dir: &TempDir| fs::read(dir.path().join(file)).unwrap();
         assert!(read(&there) == read(&came), "{name}: {file}");
@@ -373,9 +373,9 @@ fn weights_that_do_not_come_or_are_others_are_an_error() {
     let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
     let save = |next: &dyn Fn() -> io::Result<Tensor>| {
-        let coming = ComingWeights { shapes: decoder.tensor_shapes(), states: weights.states(), next };
+        let streamed = StreamedWeights { shapes: decoder.tensor_shapes(), states: weights.states(), next };
         let dir = tempfile::tempdir().unwrap();
-        let error = save_coming(dir.path(), decoder.config(), &coming, None).unwrap_err();
+        let error = save_streamed(dir.path(), decoder.config(), &streamed, None).unwrap_err();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left behind");
         error.to_string()
     };

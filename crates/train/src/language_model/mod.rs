@@ -19,7 +19,7 @@ use std::time::Instant;
 use moeworks_infer::data::Batch;
 use moeworks_model::account::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
 use moeworks_model::files::FileError;
-use moeworks_model::hf::{self, ComingWeights, SaveOptions};
+use moeworks_model::hf::{self, StreamedWeights, SaveOptions};
 use moeworks_model::{Decoder, DecoderWeights, GradTarget, ParamSet, Tokenizer, WeightSpec, WeightTable};
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;
@@ -152,8 +152,8 @@ impl Task for LanguageModel {
                 hf::save_model(dir, self.decoder.config(), weights, &options)?;
             }
             ModelToSave::Streamed { part, next } => {
-                let weights = ComingWeights { shapes: self.decoder.tensor_shapes(), states: part.states(), next };
-                hf::save_coming(dir, self.decoder.config(), &weights, tokenizer)?;
+                let weights = StreamedWeights { shapes: self.decoder.tensor_shapes(), states: part.states(), next };
+                hf::save_streamed(dir, self.decoder.config(), &weights, tokenizer)?;
             }
         }
         let routing = self.routing.as_ref().map_or(Ok(()), |sample| sample.save(dir));

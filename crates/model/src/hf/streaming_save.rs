@@ -10,7 +10,7 @@ use std::rc::Rc;
 use moeworks_tensor::Tensor;
 
 /// The weights of a model that arrive while they are written.
-pub struct ComingWeights<'a> {
+pub struct StreamedWeights<'a> {
     /// Name and shape of each weight, in the order of [`DecoderWeights::tensors`](crate::DecoderWeights::tensors).
     pub shapes: Vec<(String, Vec<usize>)>,
     /// The model's other state, such as router biases, which is in memory already:
@@ -21,27 +21,27 @@ pub struct ComingWeights<'a> {
 }
 
 /// The weights that have arrived and are still needed.
-pub(super) struct Arrivals<'a> {
-    weights: &'a ComingWeights<'a>,
-    there: RefCell<There>,
+pub(super) struct StreamBuffer<'a> {
+    weights: &'a StreamedWeights<'a>,
+    received: RefCell<Received>,
 }
 
 #[derive(Default)]
-struct There {
-    num_come: usize,
+struct Received {
+    num_received: usize,
     tensors: BTreeMap<usize, Rc<Tensor>>,
     /// The number of parts of each weight that have yet to be written.
     num_parts: Vec<usize>,
 }
 
-impl<'a> Arrivals<'a> {
-    pub(super) fn new(weights: &'a ComingWeights<'a>) -> Self {
-        Self { weights, there: RefCell::default() }
+impl<'a> StreamBuffer<'a> {
+    pub(super) fn new(weights: &'a StreamedWeights<'a>) -> Self {
+        Self { weights, received: RefCell::default() }
     }
 
     /// Sets the number of parts that each weight is written in.
     pub(super) fn expect(&self, num_parts: Vec<usize>) {
-        self.there.borrow_mut().num_parts = num_parts;
+        self.received.borrow_mut().num_parts = num_parts;
     }
 
     pub(super) fn num_bytes(&self, index: usize) -> usize {
@@ -50,22 +50,22 @@ impl<'a> Arrivals<'a> {
 
     /// Returns weight `index`, receiving weights until it is there, and counts one part as written. The last part
     /// frees it.
-    fn take_part(&self, index: usize) -> io::Result<Rc<Tensor>> {
-        let there = &mut *self.there.borrow_mut();
-        while there.num_come <= index {
+    fn next_part(&self, index: usize) -> io::Result<Rc<Tensor>> {
+        let received = &mut *self.received.borrow_mut();
+        while received.num_received <= index {
             let tensor = (self.weights.next)()?;
-            let (name, shape) = &self.weights.shapes[there.num_come];
-            if tensor.shape() != shape || tensor.num_bytes() != self.num_bytes(there.num_come) {
+            let (name, shape) = &self.weights.shapes[received.num_received];
+            if tensor.shape() != shape || tensor.num_bytes() != self.num_bytes(received.num_received) {
                 return Err(io::Error::other(format!("{name} arrived as {tensor:?}, expected f32 of shape {shape:?}")));
             }
-            there.tensors.insert(there.num_come, Rc::new(tensor));
-            there.num_come += 1;
+            received.tensors.insert(received.num_received, Rc::new(tensor));
+            received.num_received += 1;
         }
         let used_up = || io::Error::other(format!("{} is written twice", self.weights.shapes[index].0));
-        let tensor = there.tensors.get(&index).cloned().ok_or_else(used_up)?;
-        there.num_parts[index] -= 1;
-        if there.num_parts[index] == 0 {
-            there.tensors.remove(&index);
+        let tensor = received.tensors.get(&index).cloned().ok_or_else(used_up)?;
+        received.num_parts[index] -= 1;
+        if received.num_parts[index] == 0 {
+            received.tensors.remove(&index);
         }
         Ok(tensor)
     }
@@ -76,8 +76,8 @@ pub(super) enum PartBytes<'a> {
     /// Bytes that are in memory.
     Lent(&'a [u8]),
     /// Bytes of a weight that has yet to arrive.
-    Coming {
-        from: &'a Arrivals<'a>,
+    Streamed {
+        from: &'a StreamBuffer<'a>,
         /// The index of the weight.
         index: usize,
         /// The bytes of it.
@@ -89,7 +89,7 @@ impl<'a> PartBytes<'a> {
     pub(super) fn arrived(&self) -> io::Result<Arrived<'a>> {
         match self {
             Self::Lent(bytes) => Ok(Arrived::Lent(bytes)),
-            Self::Coming { from, index, range } => Ok(Arrived::Come(from.take_part(*index)?, range.clone())),
+            Self::Streamed { from, index, range } => Ok(Arrived::Streamed(from.next_part(*index)?, range.clone())),
         }
     }
 }
@@ -97,14 +97,14 @@ impl<'a> PartBytes<'a> {
 /// The bytes of a part, in memory.
 pub(super) enum Arrived<'a> {
     Lent(&'a [u8]),
-    Come(Rc<Tensor>, Range<usize>),
+    Streamed(Rc<Tensor>, Range<usize>),
 }
 
 impl Arrived<'_> {
     pub(super) fn bytes(&self) -> &[u8] {
         match self {
             Self::Lent(bytes) => bytes,
-            Self::Come(tensor, range) => &tensor.bytes()[range.clone()],
+            Self::Streamed(tensor, range) => &tensor.bytes()[range.clone()],
         }
     }
 }
