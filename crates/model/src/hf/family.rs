@@ -24,7 +24,7 @@ pub(crate) struct Family {
     /// Endings of tensors on disk that are not weights, such as buffers that can be computed.
     pub(crate) ignored: &'static [&'static str],
     /// True if the files may have multi-token-prediction layers after the last one, which are kept but not computed.
-    pub(crate) has_further_layers: bool,
+    pub(crate) has_mtp_layers: bool,
     /// The keys of its `config.json`: used, harmless or refused.
     pub(crate) keys: KeyTable,
     /// Reads the configuration from the family's keys.
@@ -58,9 +58,9 @@ impl Family {
     }
 
     /// Returns true if a tensor on disk belongs to a multi-token-prediction layer, after the last of `num_layers`.
-    pub(crate) fn is_further_layer(&self, name: &str, num_layers: usize) -> bool {
+    pub(crate) fn is_mtp_layer(&self, name: &str, num_layers: usize) -> bool {
         let layer = name.strip_prefix(self.layers[0]).and_then(|rest| rest.split('.').next()?.parse().ok());
-        self.has_further_layers && layer.is_some_and(|i: usize| i >= num_layers)
+        self.has_mtp_layers && layer.is_some_and(|i: usize| i >= num_layers)
     }
 
     /// Returns true if `transformers` loads the family.

@@ -280,11 +280,11 @@ impl Loader<'_> {
         for name in self.reader.files.names() {
             let is_buffer = name.ends_with("rotary_emb.inv_freq")
                 || self.family.ignored.iter().any(|ending| name.ends_with(ending));
-            let is_further = self.family.is_further_layer(name, config.num_layers);
+            let is_mtp = self.family.is_mtp_layer(name, config.num_layers);
             let is_tied = config.tie_embeddings && name == "lm_head.weight";
             // DeepSeek writes empty shared experts where there are none.
             let is_empty = self.reader.files.find(name).is_some_and(|(_, info)| info.shape.contains(&0));
-            if !(used.contains(name) || is_buffer || is_further || is_tied || is_empty) {
+            if !(used.contains(name) || is_buffer || is_mtp || is_tied || is_empty) {
                 let (path, tensor) = (self.dir.to_owned(), name.to_owned());
                 return Err(LoadError::UnexpectedTensor { path, tensor, model_type: self.family.model_type });
             }

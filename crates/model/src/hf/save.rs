@@ -10,16 +10,16 @@ use moeworks_tensor::{DType, Tensor, bf16, f16};
 use serde_json::{Value, json};
 
 use super::blocks::{self, METHOD, Quantize};
-use super::streaming_save::{StreamBuffer, StreamedWeights, PartBytes};
 use super::config_json;
 use super::error::{DoesNotFit, LoadError, SaveError};
 use super::family::Family;
 use super::fit::{self, Misfit};
 use super::fp8::{self, MatrixRows};
-use super::further::{COUNT_KEY, FurtherLayers};
 use super::load::ModelFolder;
+use super::mtp::{COUNT_KEY, MtpLayers};
 use super::mxfp4;
 use super::names::{TensorSlice, View, forms};
+use super::streaming_save::{PartBytes, StreamBuffer, StreamedWeights};
 use crate::config::{EncoderConfig, ModelConfig};
 use crate::files::{FileError, write_whole};
 use crate::safetensors::{FileDType, ModelFiles, Payload, TensorBytes, write_shards};
@@ -87,16 +87,16 @@ pub fn save_model(
     let origin = options.origin.filter(|origin| origin.family.can_say(config));
     let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
     let files = origin.map(|origin| ModelFiles::open(&origin.dir)).transpose().map_err(LoadError::from)?;
-    let further = FurtherLayers::of(origin, files.as_ref(), config);
+    let mtp = MtpLayers::new(origin, files.as_ref(), config);
     let (mut tensors, counts) = tensors(family, weights, is_gated(config), options)
         .map_err(|misfit| SaveError::DoesNotFit { path: dir.to_owned(), misfit })?;
     if options.quantize.is_some() && counts.in_blocks == 0 {
         return Err(SaveError::NoBlocks { path: dir.to_owned() });
     }
-    tensors.extend(further.tensors(counts.eight_bit_floats > 0)?);
+    tensors.extend(mtp.tensors(counts.eight_bit_floats > 0)?);
     let stored = options.dtype.unwrap_or_else(|| weights.embedding.dtype().into());
-    let num_further = origin.filter(|_| !further.is_empty()).and_then(|origin| origin.keys.get(COUNT_KEY));
-    Folder { config, family, origin, stored, num_further, options }.write(dir, &tensors, &counts)
+    let num_mtp = origin.filter(|_| !mtp.is_empty()).and_then(|origin| origin.keys.get(COUNT_KEY));
+    Folder { config, family, origin, stored, num_mtp, options }.write(dir, &tensors, &counts)
 }
 
 /// Saves f32 weights that arrive one after another while they are written. The files are those of [`save_model`];
@@ -126,7 +126,7 @@ pub fn save_streamed(
         let slices = forms(family, name, tensor.shape(), is_gated(config)).swap_remove(0);
         list.add_lent(tensor, None, slices);
     }
-    let folder = Folder { config, family, origin: None, stored: FileDType::F32, num_further: None, options: &options };
+    let folder = Folder { config, family, origin: None, stored: FileDType::F32, num_mtp: None, options: &options };
     folder.write(dir, &list.into_bytes(), &Counts::default())
 }
 
@@ -143,7 +143,7 @@ struct Folder<'a> {
     /// The type of most matrices.
     stored: FileDType,
     /// The number of multi-token-prediction layers that are kept, as JSON.
-    num_further: Option<&'a Value>,
+    num_mtp: Option<&'a Value>,
     options: &'a SaveOptions<'a>,
 }
 
@@ -184,7 +184,7 @@ impl Folder<'_> {
         } else if let Some(floats) = floats_json(tensors, counts, self.origin) {
             json["quantization_config"] = floats;
         }
-        if let Some(count) = self.num_further {
+        if let Some(count) = self.num_mtp {
             json[COUNT_KEY] = count.clone();
         }
         with_kept(json, self.origin, tokenizer.is_some())

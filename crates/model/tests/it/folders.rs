@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use moeworks_model::hf::{StreamedWeights, LoadError, ModelFolder, SaveOptions, load_model, save_streamed, save_model};
+use moeworks_model::hf::{LoadError, ModelFolder, SaveOptions, StreamedWeights, load_model, save_model, save_streamed};
 use moeworks_model::safetensors::{FileDType, ModelFiles, SafetensorsError};
 use moeworks_model::{ActivationKind, Decoder, ModelConfig, ParamSet, QkNorm, Tokenizer, WeightTable};
 use moeworks_moe::{Ramp, ScoreOrder};

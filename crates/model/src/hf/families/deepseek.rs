@@ -40,7 +40,7 @@ pub(crate) const V2: Family = Family {
     encoder_layers: "",
     rules: &[],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[DECODER, EXPERTS, LATENT, &["topk_method", QUANTIZED]],
         harmless: HARMLESS,
@@ -54,7 +54,7 @@ pub(crate) const V2: Family = Family {
 pub(crate) const V3: Family = Family {
     model_type: "deepseek_v3",
     architecture: "DeepseekV3ForCausalLM",
-    has_further_layers: true,
+    has_mtp_layers: true,
     keys: KeyTable {
         used: &[DECODER, EXPERTS, LATENT, &["norm_topk_prob", "rope_interleave", QUANTIZED]],
         harmless: HARMLESS,

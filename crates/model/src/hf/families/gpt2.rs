@@ -43,7 +43,7 @@ pub(crate) const FAMILY: Family = Family {
     ],
     // Causal masks, which older versions stored.
     ignored: &[".attn.bias", ".attn.masked_bias"],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[&[
             "activation_function",

@@ -33,7 +33,7 @@ pub(crate) const FAMILY: Family = Family {
         Rule { ours: "mlp.experts.gate_up_proj_bias", form: Form::InterleavedVectors("mlp.experts.gate_up_proj_bias") },
     ],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[DECODER, EXPERTS, &["attention_bias", "sliding_window", "swiglu_alpha", "swiglu_limit"], &[QUANTIZED]],
         harmless: &["initial_context_length"],

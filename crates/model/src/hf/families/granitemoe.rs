@@ -26,7 +26,7 @@ pub(crate) const FAMILY: Family = Family {
         Rule { ours: "mlp.experts.down_proj", form: Form::Whole("block_sparse_moe.experts.down_proj") },
     ],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[
             DECODER,

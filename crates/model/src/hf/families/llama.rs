@@ -19,7 +19,7 @@ pub(crate) const FAMILY: Family = Family {
         Rule { ours: "mlp.down_proj_bias", form: Form::Whole("mlp.down_proj.bias") },
     ],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[DECODER, &["attention_bias", "mlp_bias"]],
         harmless: &["max_window_layers"],

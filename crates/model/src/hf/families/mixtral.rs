@@ -33,7 +33,7 @@ pub(crate) const FAMILY: Family = Family {
         DOWN,
     ],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[DECODER, EXPERTS, &["router_jitter_noise", "sliding_window"]],
         harmless: &["max_window_layers"],

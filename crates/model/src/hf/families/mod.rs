@@ -45,7 +45,7 @@ pub(crate) const OURS: Family = Family {
     encoder_layers: "model.encoder.layers.",
     rules: &[],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable { used: &[], harmless: &[], refused: &[] },
     read: |_| Err("read from its own key".to_owned()),
     write: |config, map| qwen3_moe::write(config, map),

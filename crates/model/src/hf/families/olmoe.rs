@@ -15,7 +15,7 @@ pub(crate) const FAMILY: Family = Family {
     encoder_layers: "",
     rules: &[],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[DECODER, EXPERTS, &["norm_topk_prob", "attention_bias", "clip_qkv"]],
         harmless: &[],

@@ -27,7 +27,7 @@ pub(crate) const FAMILY: Family = Family {
         mixtral::DOWN,
     ],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[DECODER, EXPERTS, &["attention_bias", "lm_head_bias", "router_jitter_noise", "sliding_window"]],
         harmless: &["input_jitter_noise"],

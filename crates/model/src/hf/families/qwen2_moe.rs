@@ -22,7 +22,7 @@ pub(crate) const FAMILY: Family = Family {
         Rule { ours: "mlp.shared_experts.down_proj", form: Form::Whole("mlp.shared_expert.down_proj.weight") },
     ],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[
             DECODER,

@@ -16,7 +16,7 @@ pub(crate) const FAMILY: Family = Family {
     encoder_layers: "",
     rules: &[],
     ignored: &[],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[
             DECODER,

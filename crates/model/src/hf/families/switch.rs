@@ -67,7 +67,7 @@ pub(crate) const FAMILY: Family = Family {
     ],
     // Copies of a tied embedding, and `shared.weight` of an untied model, which is unused.
     ignored: &["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "shared.weight"],
-    has_further_layers: false,
+    has_mtp_layers: false,
     keys: KeyTable {
         used: &[&[
             "d_model",

@@ -18,21 +18,20 @@ pub(super) const COUNT_KEY: &str = "num_nextn_predict_layers";
 
 /// The tensors of a folder's multi-token-prediction layers.
 #[derive(Default)]
-pub(super) struct FurtherLayers<'a> {
+pub(super) struct MtpLayers<'a> {
     files: Option<&'a ModelFiles>,
     names: Vec<String>,
 }
 
-impl<'a> FurtherLayers<'a> {
+impl<'a> MtpLayers<'a> {
     /// Lists the layers of the folder that a model of `config` came from, with its files. Empty if it has none, or if
     /// the number of layers has changed.
-    pub(super) fn of(origin: Option<&ModelFolder>, files: Option<&'a ModelFiles>, config: &ModelConfig) -> Self {
+    pub(super) fn new(origin: Option<&ModelFolder>, files: Option<&'a ModelFiles>, config: &ModelConfig) -> Self {
         let num_layers = config.num_layers;
-        let may_have =
-            |origin: &ModelFolder| origin.family.has_further_layers && origin.config().num_layers == num_layers;
+        let may_have = |origin: &ModelFolder| origin.family.has_mtp_layers && origin.config().num_layers == num_layers;
         let Some((origin, files)) = origin.filter(|origin| may_have(origin)).zip(files) else { return Self::default() };
-        let is_further = |name: &&str| origin.family.is_further_layer(name, num_layers);
-        Self { files: Some(files), names: files.names().filter(is_further).map(str::to_owned).collect() }
+        let is_mtp = |name: &&str| origin.family.is_mtp_layer(name, num_layers);
+        Self { files: Some(files), names: files.names().filter(is_mtp).map(str::to_owned).collect() }
     }
 
     pub(super) fn is_empty(&self) -> bool {
