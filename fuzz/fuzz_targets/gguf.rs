@@ -8,7 +8,7 @@ use moeworks_model::gguf::GgufFile;
 
 fuzz_target!(|bytes: &[u8]| {
     let (path, data) = shared(bytes);
-    let Ok(file) = GgufFile::of_bytes(path, data) else { return };
+    let Ok(file) = GgufFile::from_bytes(path, data) else { return };
     for tensor in file.tensors().values() {
         assert!(tensor.range.end <= bytes.len());
     }

@@ -8,7 +8,7 @@ use moeworks_model::safetensors::SafetensorsFile;
 
 fuzz_target!(|bytes: &[u8]| {
     let (path, data) = shared(bytes);
-    let Ok(file) = SafetensorsFile::of_bytes(path, data) else { return };
+    let Ok(file) = SafetensorsFile::from_bytes(path, data) else { return };
     for (name, info) in file.tensors() {
         let lent = file.bytes(name).expect("the header was checked");
         assert_eq!(lent.len(), info.range.len());

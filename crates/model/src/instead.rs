@@ -210,10 +210,10 @@ pub fn only_gguf(dir: &Path) -> Option<PathBuf> {
     // A projector of images is not a language model.
     files.retain(|name| !name.starts_with("mmproj"));
     let (first, others) = files.split_first()?;
-    let part = crate::gguf::PartName::of(first);
+    let part = crate::gguf::PartName::parse(first);
     let is_of_first = |name: &String| {
         let of = |part: &crate::gguf::PartName| (part.prefix.clone(), part.count);
-        part.as_ref().is_some_and(|part| crate::gguf::PartName::of(name).is_some_and(|other| of(&other) == of(part)))
+        part.as_ref().is_some_and(|part| crate::gguf::PartName::parse(name).is_some_and(|other| of(&other) == of(part)))
     };
     others.iter().all(is_of_first).then(|| dir.join(first))
 }

@@ -72,7 +72,7 @@ impl GgufFile {
     }
 
     /// Checks a file in memory like [`open`](Self::open); `path` is its name in errors.
-    pub fn of_bytes(path: &Path, data: Bytes) -> Result<Self, GgufError> {
+    pub fn from_bytes(path: &Path, data: Bytes) -> Result<Self, GgufError> {
         let header::Header { keys, tensors } = header::read(path, (*data).as_ref())?;
         Ok(Self { path: path.to_owned(), files: vec![(path.to_owned(), data)], keys, tensors })
     }

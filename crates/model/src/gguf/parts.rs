@@ -29,7 +29,7 @@ pub(crate) struct PartName {
 
 impl PartName {
     /// Parses a file name `PREFIX-00001-of-00003.gguf`; none for other names.
-    pub(crate) fn of(name: &str) -> Option<Self> {
+    pub(crate) fn parse(name: &str) -> Option<Self> {
         let (rest, count) = name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
         let digits = |text: &str| {
@@ -57,8 +57,8 @@ impl Parts {
     /// Opens the file at `path`, and the other parts if it is one of several.
     pub(super) fn open(path: &Path) -> Result<Self, GgufError> {
         let (data, header) = open_one(path)?;
-        let name = path.file_name().and_then(|name| PartName::of(name.to_str()?)).filter(|name| name.count > 1);
-        let given = Split::of(path, &header)?;
+        let name = path.file_name().and_then(|name| PartName::parse(name.to_str()?)).filter(|name| name.count > 1);
+        let given = Split::from_header(path, &header)?;
         if given.count.is_none_or(|count| count < 2) {
             return match name {
                 // A file without split keys is whole, whatever its name, if it has an architecture.
@@ -89,7 +89,7 @@ impl Parts {
         let mut announced = None;
         for (index, path) in paths.into_iter().enumerate() {
             let (data, header) = open_one(&path)?;
-            let split = Split::of(&path, &header)?;
+            let split = Split::from_header(&path, &header)?;
             split.check(&path, index, name.count)?;
             announced = announced.or(split.num_tensors);
             if index == 0 {
@@ -150,7 +150,7 @@ struct Split {
 }
 
 impl Split {
-    fn of(path: &Path, header: &Header) -> Result<Self, GgufError> {
+    fn from_header(path: &Path, header: &Header) -> Result<Self, GgufError> {
         let number = |key: &str| match header.keys.get(key) {
             None => Ok(None),
             Some(value) => value.as_usize().map(Some).ok_or_else(|| {

@@ -105,7 +105,7 @@ pub(super) struct ConfigFile {
 pub(super) fn read(json: &Value) -> Result<ConfigFile, Fault> {
     let keys = Keys::new(json.as_object().ok_or_else(|| Fault::Other("not a JSON object".to_owned()))?);
     let model_type: String = keys.required(&["model_type"]).map_err(Fault::Other)?;
-    let family = Family::named(&model_type).ok_or(Fault::UnknownFamily(model_type))?;
+    let family = Family::from_model_type(&model_type).ok_or(Fault::UnknownFamily(model_type))?;
     let ours: Option<ModelConfig> = ours(json).map_err(Fault::Other)?;
     if family.model_type == OURS.model_type {
         let config = ours.ok_or_else(|| Fault::Other(format!("key {OUR_KEY:?} is missing")))?;

@@ -41,12 +41,12 @@ pub(crate) fn supported() -> String {
 
 impl Family {
     /// Returns the first family that computes what a model of `config` does.
-    pub(crate) fn of(config: &ModelConfig) -> &'static Self {
+    pub(crate) fn for_config(config: &ModelConfig) -> &'static Self {
         FAMILIES.iter().find(|family| family.can_say(config)).copied().unwrap_or(&OURS)
     }
 
     /// Returns the family with this `model_type`.
-    pub(crate) fn named(model_type: &str) -> Option<&'static Self> {
+    pub(crate) fn from_model_type(model_type: &str) -> Option<&'static Self> {
         FAMILIES.iter().copied().chain([&OURS]).find(|family| family.model_type == model_type)
     }
 

@@ -84,7 +84,7 @@ pub(super) fn read<T: ReadElement>(
     for (row, (out, bytes)) in out.chunks_exact_mut(cols).zip(bytes.chunks_exact(cols)).enumerate() {
         let scales = &scales[row / F8_BLOCK_LEN * blocks_per_row..];
         for (col, (out, &byte)) in out.iter_mut().zip(bytes).enumerate() {
-            *out = T::of(f8_value(byte) * scales[col / F8_BLOCK_LEN]);
+            *out = T::rounded(f8_value(byte) * scales[col / F8_BLOCK_LEN]);
         }
     }
     Ok(())

@@ -208,7 +208,7 @@ impl Loader<'_> {
         {
             return Ok(tensor.reshaped(shape));
         }
-        if is_product && let Some(tensor) = self.turned(slices)? {
+        if is_product && let Some(tensor) = self.transposed(slices)? {
             return Ok(tensor);
         }
         if let Some(tensor) = self.borrowed(slices, shape, is_product)? {
@@ -244,14 +244,14 @@ impl Loader<'_> {
         let num_matrices = if let [matrices, _, _] = *shape { matrices } else { 1 };
         if tensors.len() == 2 * num_matrices {
             for halves in tensors.as_chunks_mut::<2>().0 {
-                self.bring_together(halves);
+                self.copy_together(halves);
             }
         }
         Ok(Tensor::of_pieces(self.ctx.pool(), tensors, shape))
     }
 
     /// Borrows a stack of matrices that is transposed on disk.
-    fn turned(&self, slices: &[TensorSlice]) -> Result<Option<Tensor>, LoadError> {
+    fn transposed(&self, slices: &[TensorSlice]) -> Result<Option<Tensor>, LoadError> {
         let [TensorSlice { name, view: Some(view), shape, .. }] = slices else { return Ok(None) };
         if shape.len() != 3 || !view.is_transposed() {
             return Ok(None);
@@ -260,7 +260,7 @@ impl Loader<'_> {
         Ok(base.and_then(|base| Tensor::turned(self.ctx.pool(), base, view.is_interleaved)))
     }
 
-    fn bring_together(&self, halves: &mut [Tensor; 2]) {
+    fn copy_together(&self, halves: &mut [Tensor; 2]) {
         let [first, second] = &*halves;
         let shape = [first.rows() + second.rows(), first.cols()];
         let both = || Tensor::of_pieces(self.ctx.pool(), halves.to_vec(), &shape);

@@ -60,7 +60,7 @@ pub(super) fn read(
         |which: usize| Ok::<_, LoadError>(reader.files.get(&names[which])?.0.lines(&names[which], steps[which])?);
     let places = [lines(0)?, lines(1)?];
     let tensor = if view.is_interleaved {
-        in_turn(ctx, &slice.shape, view, &places)
+        interleaved(ctx, &slice.shape, view, &places)
     } else {
         Tensor::apart(ctx.pool(), &slice.shape, DType::Mxfp4, places)
     };
@@ -68,7 +68,7 @@ pub(super) fn read(
 }
 
 /// Borrows a stack of matrices whose gate and up rows alternate, as two matrices each.
-fn in_turn(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2]) -> Option<Tensor> {
+fn interleaved(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2]) -> Option<Tensor> {
     let half = |first_row: usize| {
         let every_other = |place: &Place| {
             let start = place.start + first_row * place.step;

@@ -132,7 +132,7 @@ impl View {
 
 /// Lists every form in which a family may store the tensor `name` of shape `shape`; the first is the one to write.
 pub(crate) fn forms(family: &Family, name: &str, shape: &[usize], is_gated: bool) -> Vec<Vec<TensorSlice>> {
-    let Name { layer, is_encoder, local } = Name::of(name);
+    let Name { layer, is_encoder, local } = Name::parse(name);
     let prefixes: Vec<String> = match layer {
         Some(layer) if is_encoder => vec![format!("{}{layer}.", family.encoder_layers)],
         Some(layer) => family.layers.iter().map(|layers| format!("{layers}{layer}.")).collect(),
@@ -169,7 +169,7 @@ struct Name<'a> {
 }
 
 impl<'a> Name<'a> {
-    fn of(name: &'a str) -> Self {
+    fn parse(name: &'a str) -> Self {
         let in_layer = |prefix: &str| name.strip_prefix(prefix).and_then(|rest| rest.split_once('.'));
         match (in_layer("model.layers."), in_layer("model.encoder.layers.")) {
             (Some((layer, local)), _) => Self { layer: Some(layer), is_encoder: false, local },

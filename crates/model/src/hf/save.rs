@@ -85,7 +85,7 @@ pub fn save_model(
     options: &SaveOptions<'_>,
 ) -> Result<Saved, SaveError> {
     let origin = options.origin.filter(|origin| origin.family.can_say(config));
-    let family = origin.map_or_else(|| Family::of(config), |origin| origin.family);
+    let family = origin.map_or_else(|| Family::for_config(config), |origin| origin.family);
     let files = origin.map(|origin| ModelFiles::open(&origin.dir)).transpose().map_err(LoadError::from)?;
     let mtp = MtpLayers::new(origin, files.as_ref(), config);
     let (mut tensors, counts) = tensors(family, weights, is_gated(config), options)
@@ -107,7 +107,7 @@ pub fn save_streamed(
     weights: &StreamedWeights<'_>,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Saved, SaveError> {
-    let family = Family::of(config);
+    let family = Family::for_config(config);
     let options = SaveOptions { tokenizer, ..SaveOptions::default() };
     let mut list = OnDiskList::default();
     let mut num_parts = Vec::new();

@@ -16,7 +16,7 @@ use crate::safetensors::{FileDType, ModelFiles, SafetensorsError, SafetensorsFil
 /// An element type that slices are read into.
 pub(super) trait ReadElement: Element {
     fn read(file: &SafetensorsFile, name: &str, out: &mut [Self]) -> Result<(), SafetensorsError>;
-    fn of(x: f32) -> Self;
+    fn rounded(x: f32) -> Self;
 }
 
 impl ReadElement for f32 {
@@ -24,7 +24,7 @@ impl ReadElement for f32 {
         file.read_f32(name, out)
     }
 
-    fn of(x: f32) -> Self {
+    fn rounded(x: f32) -> Self {
         x
     }
 }
@@ -34,7 +34,7 @@ impl ReadElement for bf16 {
         file.read_bf16(name, out)
     }
 
-    fn of(x: f32) -> Self {
+    fn rounded(x: f32) -> Self {
         Self::from_f32(x)
     }
 }
@@ -44,7 +44,7 @@ impl ReadElement for f16 {
         file.read_f16(name, out)
     }
 
-    fn of(x: f32) -> Self {
+    fn rounded(x: f32) -> Self {
         Self::from_f32(x)
     }
 }
@@ -145,7 +145,7 @@ impl SliceReader<'_> {
     /// Reads the elements of a checked slice into `out`.
     pub(super) fn read<T: ReadElement>(&self, slice: &TensorSlice, out: &mut [T]) -> Result<(), LoadError> {
         let Some(view) = &slice.view else { return self.read_whole(slice, out) };
-        let mut values = vec![T::of(0.0); out.len().max(slice.shape.iter().product())];
+        let mut values = vec![T::rounded(0.0); out.len().max(slice.shape.iter().product())];
         let values = &mut values[..slice.shape.iter().product()];
         self.read_whole(slice, values)?;
         view.for_each(|ours, theirs| out[ours] = values[theirs]);

@@ -364,6 +364,6 @@ fn numbers_of_kv<'a>(place: &Context, w: &'a LatentWeights, dtype: DType) -> Cow
     if !w.kv.dtype().is_quantized() {
         return Cow::Borrowed(&w.kv);
     }
-    let kept = if place.device() == Device::Cpu { w.kv_numbers.of(place, &w.kv, dtype) } else { None };
+    let kept = if place.device() == Device::Cpu { w.kv_numbers.get(place, &w.kv, dtype) } else { None };
     kept.map_or_else(|| Cow::Owned(quantized::dequantize(place, &w.kv, dtype)), Cow::Borrowed)
 }

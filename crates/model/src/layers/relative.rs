@@ -31,7 +31,7 @@ pub(crate) struct Buckets {
 
 impl Buckets {
     /// Returns the bucket of a key `distance` positions after the query; negative if it is before.
-    pub(crate) fn of(&self, distance: isize) -> usize {
+    pub(crate) fn bucket(&self, distance: isize) -> usize {
         let (count, first) = match self.is_causal {
             true => (self.count, 0),
             false => (self.count / 2, if distance > 0 { self.count / 2 } else { 0 }),
@@ -65,7 +65,7 @@ impl Relative {
     pub(crate) fn new(weights: &Tensor, buckets: Buckets, [seq_len, kv_len]: [usize; 2]) -> Self {
         let (values, num_heads) = (weights.f32s(), weights.cols());
         let distances = 1 - kv_len as isize..seq_len as isize;
-        let ranges: Vec<usize> = distances.map(|distance| buckets.of(distance)).collect();
+        let ranges: Vec<usize> = distances.map(|distance| buckets.bucket(distance)).collect();
         let of_head = |head: usize| ranges.iter().map(move |range| values[range * num_heads + head]);
         let bias = (0..num_heads).flat_map(of_head).collect();
         Self { bias, ranges, is_causal: buckets.is_causal }

@@ -13,7 +13,7 @@ fn distances_fall_in_the_ranges_that_they_do_in_transformers() {
         let words: Vec<&str> = case.split(' ').collect();
         let [count, max_distance] = [0, 1].map(|i| words[i].parse().unwrap());
         let buckets = Buckets { count, max_distance, is_causal: words[2] == "causal" };
-        let found: Vec<usize> = distances.iter().map(|&distance| buckets.of(distance)).collect();
+        let found: Vec<usize> = distances.iter().map(|&distance| buckets.bucket(distance)).collect();
         assert_eq!(serde_json::to_value(found).unwrap(), *wanted, "{case}");
     }
 }

@@ -139,11 +139,11 @@ impl SafetensorsFile {
     /// Opens the file at `path` and checks its whole header. See [`SafetensorsError`] for what is refused.
     pub fn open(path: &Path) -> Result<Self, SafetensorsError> {
         let map = MappedFile::open(path).map_err(|source| SafetensorsError::Io { path: path.to_owned(), source })?;
-        Self::of_bytes(path, Arc::new(map))
+        Self::from_bytes(path, Arc::new(map))
     }
 
     /// Checks a file in memory like [`open`](Self::open); `path` is its name in errors.
-    pub fn of_bytes(path: &Path, data: Bytes) -> Result<Self, SafetensorsError> {
+    pub fn from_bytes(path: &Path, data: Bytes) -> Result<Self, SafetensorsError> {
         let (tensors, metadata) = header::read(path, (*data).as_ref())?;
         Ok(Self { path: path.to_owned(), data, tensors, metadata })
     }

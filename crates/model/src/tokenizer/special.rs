@@ -31,9 +31,9 @@ impl Additions {
     }
 
     /// Reads the additions of a `post_processor` of `tokenizer.json`.
-    fn of_processor(processor: &Value) -> Result<Self, String> {
+    fn from_processor(processor: &Value) -> Result<Self, String> {
         match processor["type"].as_str() {
-            Some("TemplateProcessing") => Self::of_template(processor),
+            Some("TemplateProcessing") => Self::from_template(processor),
             Some("BertProcessing" | "RobertaProcessing") => {
                 let id =
                     |key: &str| id_of(&processor[key][1]).ok_or_else(|| format!("post_processor.{key}: has no id"));
@@ -41,14 +41,14 @@ impl Additions {
             }
             Some("Sequence") => {
                 let processors = processor["processors"].as_array().into_iter().flatten();
-                processors.map(Self::of_processor).try_fold(Self::default(), |inner, outer| Ok(inner.inside(outer?)))
+                processors.map(Self::from_processor).try_fold(Self::default(), |inner, outer| Ok(inner.inside(outer?)))
             }
             // ByteLevel adds no token.
             _ => Ok(Self::default()),
         }
     }
 
-    fn of_template(processor: &Value) -> Result<Self, String> {
+    fn from_template(processor: &Value) -> Result<Self, String> {
         let (mut additions, mut is_behind) = (Self::default(), false);
         for piece in processor["single"].as_array().into_iter().flatten() {
             if !piece["Sequence"].is_null() {
@@ -118,7 +118,7 @@ pub(super) fn additions(
 ) -> Result<Additions, String> {
     let class = config["tokenizer_class"].as_str().unwrap_or_default();
     let class = class.strip_suffix("Fast").unwrap_or(class);
-    let processor = Additions::of_processor(&value["post_processor"])?;
+    let processor = Additions::from_processor(&value["post_processor"])?;
     let replaces = class == REPLACING;
     let flagged = FLAGGED.iter().find(|(name, ..)| *name == class);
     if !(replaces || has_flags_only || flagged.is_some() && processor.is_empty()) {

@@ -102,7 +102,7 @@ impl Clone for Numbers {
 
 impl Numbers {
     /// Returns `blocks` dequantized to `dtype`; none if the copy is of another type.
-    pub(crate) fn of(&self, ctx: &Context, blocks: &Tensor, dtype: DType) -> Option<&Tensor> {
+    pub(crate) fn get(&self, ctx: &Context, blocks: &Tensor, dtype: DType) -> Option<&Tensor> {
         let numbers = self.0.get_or_init(|| quantized::dequantize(ctx, blocks, dtype));
         (numbers.dtype() == dtype).then_some(numbers)
     }
@@ -207,11 +207,11 @@ mod tests {
         x.f32s_mut()[33] = 127.0;
         let blocks = quantized::quantize(&ctx, &x, DType::Q8);
         let numbers = Numbers::default();
-        let first = numbers.of(&ctx, &blocks, DType::F32).expect("numbers").f32s().as_ptr();
-        let again = numbers.of(&ctx, &blocks, DType::F32).expect("numbers");
+        let first = numbers.get(&ctx, &blocks, DType::F32).expect("numbers").f32s().as_ptr();
+        let again = numbers.get(&ctx, &blocks, DType::F32).expect("numbers");
         assert_eq!((again.f32s().as_ptr(), again.f32s()[33]), (first, 127.0));
-        assert!(numbers.of(&ctx, &blocks, DType::BF16).is_none(), "of one type");
+        assert!(numbers.get(&ctx, &blocks, DType::BF16).is_none(), "of one type");
         let clone = numbers.clone();
-        assert_eq!(clone.of(&ctx, &blocks, DType::BF16).map(Tensor::dtype), Some(DType::BF16));
+        assert_eq!(clone.get(&ctx, &blocks, DType::BF16).map(Tensor::dtype), Some(DType::BF16));
     }
 }

@@ -330,46 +330,46 @@ fn a_damaged_shard_is_refused() {
 /// Writes the f32 weights of a fixture by both methods. Streamed weights must not stay in memory: at most the three
 /// that a tensor on disk is made of.
 #[track_caller]
-fn assert_written_as_they_come(name: &str) {
+fn assert_streamed_as_saved(name: &str) {
     let (ctx, arriving) = (Context::cpu(2), Context::cpu(1));
     let (config, weights) = load_model(&ctx, &fixture(name)).unwrap();
     let weights = weights.kept(&ctx, &WeightTable::new(&config), |_, tensor| tensor.clone());
     let tensors = weights.tensors();
     let largest = tensors.iter().map(|(_, tensor)| tensor.num_bytes()).max().unwrap();
-    let (num_come, most_kept) = (Cell::new(0), Cell::new(0));
+    let (num_received, most_kept) = (Cell::new(0), Cell::new(0));
     let next = || {
         most_kept.set(arriving.pool().stats().used_bytes.max(most_kept.get()));
-        let (_, from) = &tensors[num_come.replace(num_come.get() + 1)];
+        let (_, from) = &tensors[num_received.replace(num_received.get() + 1)];
         let mut tensor = arriving.zeros(from.shape(), DType::F32);
         tensor.f32s_mut().copy_from_slice(&from.to_f32_vec());
         Ok(tensor)
     };
     let shapes = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape().to_vec())).collect();
     let streamed = StreamedWeights { shapes, states: weights.states(), next: &next };
-    let (there, came) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let saved = save_model(there.path(), &config, &weights, &SaveOptions::default()).unwrap();
-    assert_eq!(save_streamed(came.path(), &config, &streamed, None).unwrap(), saved, "{name}");
+    let (saved_dir, streamed_dir) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let saved = save_model(saved_dir.path(), &config, &weights, &SaveOptions::default()).unwrap();
+    assert_eq!(save_streamed(streamed_dir.path(), &config, &streamed, None).unwrap(), saved, "{name}");
     for file in ["config.json", "generation_config.json", "model.safetensors"] {
         let read = |dir: &TempDir| fs::read(dir.path().join(file)).unwrap();
-        assert!(read(&there) == read(&came), "{name}: {file}");
+        assert!(read(&saved_dir) == read(&streamed_dir), "{name}: {file}");
     }
-    assert_eq!(num_come.get(), tensors.len(), "{name}");
+    assert_eq!(num_received.get(), tensors.len(), "{name}");
     assert!(most_kept.get() <= 2 * largest.next_multiple_of(4096), "{name}: {} of {largest}", most_kept.get());
     assert_eq!(arriving.pool().stats().used_bytes, 0, "{name}");
 }
 
 #[test]
-fn weights_are_written_while_they_come_as_those_that_are_there() {
+fn streamed_weights_make_the_same_files_as_saved_ones() {
     for name in ["deepseek_v2", "deepseek_v3", "gpt2", "gpt_oss", "granitemoe", "llama", "mixtral", "olmoe"] {
-        assert_written_as_they_come(name);
+        assert_streamed_as_saved(name);
     }
     for name in ["phimoe", "qwen2_moe", "qwen3", "qwen3_moe", "switch", "switch_untied"] {
-        assert_written_as_they_come(name);
+        assert_streamed_as_saved(name);
     }
 }
 
 #[test]
-fn weights_that_do_not_come_or_are_others_are_an_error() {
+fn a_streamed_weight_that_fails_or_has_another_shape_is_an_error() {
     let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
     let save = |next: &dyn Fn() -> io::Result<Tensor>| {

@@ -344,7 +344,7 @@ proptest! {
             bytes.truncate(cut.index(bytes.len()));
         }
         let (ctx, len) = (Context::cpu(1), bytes.len());
-        if let Ok(file) = GgufFile::of_bytes(Path::new("damaged"), Arc::new(bytes)) {
+        if let Ok(file) = GgufFile::from_bytes(Path::new("damaged"), Arc::new(bytes)) {
             let _ = file.load_model(&ctx);
             let stops = file.tokenizer().map(|tokenizer| file.stop_ids(&tokenizer));
             let _ = (stops, file.chat_template());

@@ -29,7 +29,7 @@ pub(crate) fn with(name: &str, keys: &[Value], tensors: &[Value]) -> Result<Gguf
         let info = [string(tensor[0].as_str().unwrap()), dims].concat();
         raw.tensors.push(RawTensor { info, data: numbers.iter().flat_map(|x| x.to_le_bytes()).collect() });
     }
-    GgufFile::of_bytes(Path::new("model.gguf"), Arc::new(raw.bytes()))
+    GgufFile::from_bytes(Path::new("model.gguf"), Arc::new(raw.bytes()))
 }
 
 /// Encodes a value of a header: u32, i32, f32, boolean, text, or an array of booleans (9) or of i32 (59).

@@ -48,7 +48,7 @@ impl Keys {
         let counts = [0_u64.to_le_bytes(), self.count.to_le_bytes()].concat();
         let mut bytes = [b"GGUF", &3_u32.to_le_bytes()[..], &counts, &self.bytes].concat();
         bytes.resize(bytes.len().next_multiple_of(32), 0);
-        GgufFile::of_bytes(Path::new("made.gguf"), Arc::new(bytes)).unwrap()
+        GgufFile::from_bytes(Path::new("made.gguf"), Arc::new(bytes)).unwrap()
     }
 
     fn tokenizer(&self) -> Result<Tokenizer, GgufError> {

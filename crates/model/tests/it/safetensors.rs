@@ -298,7 +298,7 @@ proptest! {
             bytes.truncate(cut.index(bytes.len()));
         }
         let (ctx, len) = (Context::cpu(1), bytes.len());
-        if let Ok(file) = SafetensorsFile::of_bytes(Path::new("damaged"), Arc::new(bytes)) {
+        if let Ok(file) = SafetensorsFile::from_bytes(Path::new("damaged"), Arc::new(bytes)) {
             for (name, info) in file.tensors() {
                 prop_assert!(info.range.end <= len);
                 let _ = file.tensor(&ctx, name);

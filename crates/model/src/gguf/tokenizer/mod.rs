@@ -113,7 +113,7 @@ impl GgufFile {
     /// Returns the file's division of text into words.
     fn pre(&self) -> Result<&'static Pre, GgufError> {
         let name = self.optional("tokenizer.ggml.pre", Value::as_text, "text")?.unwrap_or("");
-        let pre = Pre::of(name).ok_or_else(|| {
+        let pre = Pre::from_name(name).ok_or_else(|| {
             let known: Vec<&str> = Pre::names().collect();
             self.wrong_key("tokenizer.ggml.pre", format!("is {name:?}: must be one of {}", known.join(", ")))
         })?;

@@ -175,7 +175,7 @@ const PRES: [Pre; 29] = [
 
 impl Pre {
     /// Returns the division with this name; none if the name is unknown.
-    pub(super) fn of(name: &str) -> Option<&'static Self> {
+    pub(super) fn from_name(name: &str) -> Option<&'static Self> {
         [&DEFAULT].into_iter().chain(&PRES).find(|pre| pre.names.contains(&name))
     }
 

@@ -158,17 +158,20 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "topk_group": config.router.top_groups,
         "v_head_dim": config.value_dim(),
     });
-    super::extend(map, json);
+    super::insert_all(map, json);
 }
 
 fn write_v2(config: &ModelConfig, map: &mut Map<String, Value>) {
     write(config, map);
     let method = if config.router.num_groups > 1 { "group_limited_greedy" } else { "greedy" };
-    super::extend(map, json!({"topk_method": method, "mlp_bias": false}));
+    super::insert_all(map, json!({"topk_method": method, "mlp_bias": false}));
 }
 
 fn write_v3(config: &ModelConfig, map: &mut Map<String, Value>) {
     write(config, map);
     // Our model has no multi-token-prediction layers; those of the original folder are added to these keys.
-    super::extend(map, json!({"num_nextn_predict_layers": 0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}));
+    super::insert_all(
+        map,
+        json!({"num_nextn_predict_layers": 0, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+    );
 }

@@ -134,5 +134,5 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "scale_attn_by_inverse_layer_idx": false,
         "reorder_and_upcast_attn": false,
     });
-    super::extend(map, json);
+    super::insert_all(map, json);
 }

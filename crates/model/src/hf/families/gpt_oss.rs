@@ -90,5 +90,5 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "sliding_window": if window > 0 { json!(window) } else { Value::Null },
         "layer_types": layer_types(config),
     });
-    super::extend(map, json);
+    super::insert_all(map, json);
 }

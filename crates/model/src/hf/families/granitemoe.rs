@@ -70,5 +70,5 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "residual_multiplier": shortest(variant.residual_multiplier),
         "logits_scaling": shortest(variant.logits_divisor),
     });
-    super::extend(map, json);
+    super::insert_all(map, json);
 }

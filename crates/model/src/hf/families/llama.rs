@@ -39,5 +39,5 @@ fn read(keys: &Keys<'_>) -> Result<ModelConfig, String> {
 
 fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
     let variant = &config.variant;
-    super::extend(map, json!({"attention_bias": variant.qkv_bias, "mlp_bias": variant.feed_forward_bias}));
+    super::insert_all(map, json!({"attention_bias": variant.qkv_bias, "mlp_bias": variant.feed_forward_bias}));
 }

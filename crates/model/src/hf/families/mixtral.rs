@@ -60,5 +60,5 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "router_jitter_noise": shortest(config.jitter.end as f32),
         "sliding_window": if window > 0 { json!(window) } else { Value::Null },
     });
-    super::extend(map, json);
+    super::insert_all(map, json);
 }

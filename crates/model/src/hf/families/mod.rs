@@ -52,7 +52,7 @@ pub(crate) const OURS: Family = Family {
 };
 
 /// Adds the keys of the object `json` to `map`.
-fn extend(map: &mut serde_json::Map<String, serde_json::Value>, json: serde_json::Value) {
+fn insert_all(map: &mut serde_json::Map<String, serde_json::Value>, json: serde_json::Value) {
     if let serde_json::Value::Object(json) = json {
         map.extend(json);
     }

@@ -46,5 +46,5 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "clip_qkv": if clip > 0.0 { shortest(clip) } else { Value::Null },
         "attention_bias": config.variant.qkv_bias,
     });
-    super::extend(map, json);
+    super::insert_all(map, json);
 }

@@ -64,5 +64,5 @@ pub(crate) fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "use_sliding_window": window > 0,
         "sliding_window": if window > 0 { json!(window) } else { Value::Null },
     });
-    super::extend(map, json);
+    super::insert_all(map, json);
 }

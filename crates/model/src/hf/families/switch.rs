@@ -230,7 +230,7 @@ fn write(config: &ModelConfig, map: &mut Map<String, Value>) {
         "num_layers": encoder.num_layers,
         "num_decoder_layers": config.num_layers,
     });
-    super::extend(map, json);
+    super::insert_all(map, json);
     let of_encoder = config.of_encoder().unwrap_or_else(|| config.clone());
     for (stack, config) in [("encoder", &of_encoder), ("decoder", config)] {
         let dense: Vec<usize> = (0..config.num_layers).filter(|&i| !config.is_moe_layer(i)).collect();
