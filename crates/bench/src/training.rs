@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use moeworks_model::account::{memory_on_one_rank, training_flops_per_token};
+use moeworks_model::model_cost::{memory_on_one_rank, training_flops_per_token};
 use moeworks_model::{Decoder, GradTarget, ModelConfig, ParamSet, PassOptions, TokenBatch, WeightTable};
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, MachineOptions, peak};

@@ -1,6 +1,6 @@
 //! Tables of a model's parameters, memory and floating-point operations, shared by `inspect` and `estimate`.
 
-use moeworks_model::account::{self, Parameters};
+use moeworks_model::model_cost::{self, Parameters};
 use moeworks_model::{ModelConfig, WeightTable};
 use moeworks_plan::{Precision, RankMemory, Tokens, Workload};
 use moeworks_train::config::GradientType;
@@ -11,7 +11,7 @@ use crate::tables;
 
 /// Prints the table of parameters by part; with a column of trained ones if some are frozen.
 pub(crate) fn print_parameters(config: &ModelConfig, table: &WeightTable) {
-    let parameters = Parameters::of_table(config, table);
+    let parameters = Parameters::from_table(config, table);
     let has_frozen = parameters.trainable() < parameters.total();
     let row = |name: &str, [total, active, trainable]: [u64; 3]| {
         let mut row = vec![name.to_owned(), thousands(total), thousands(active)];
@@ -38,7 +38,7 @@ pub(crate) fn print_parameters(config: &ModelConfig, table: &WeightTable) {
 /// Returns the operations of a layer's router for a token and those of scoring every expert, if the former are fewer.
 fn routing_flops(config: &ModelConfig) -> Option<(u64, u64)> {
     let has_experts = (0..config.num_layers).any(|layer| config.is_moe_layer(layer));
-    Some(account::routing_flops_per_token(config)).filter(|(taken, flat)| has_experts && taken < flat)
+    Some(model_cost::routing_flops_per_token(config)).filter(|(taken, flat)| has_experts && taken < flat)
 }
 
 /// The settings of training that its memory depends on, besides the model and the precision.
@@ -57,7 +57,7 @@ impl Training {
             zero: 0,
             expert_gradient_bytes: self.expert_gradients.bytes(),
         };
-        account::memory_on_one_rank(config, table, &workload, checkpoint)
+        model_cost::memory_on_one_rank(config, table, &workload, checkpoint)
     }
 }
 
@@ -83,8 +83,8 @@ pub(crate) fn print_training_memory(config: &ModelConfig, table: &WeightTable, t
 
 /// Prints the memory for inference at each precision.
 pub(crate) fn print_inference_memory(config: &ModelConfig, seq_len: usize) {
-    let parameters = Parameters::of(config);
-    let cache = account::kv_cache_bytes(config, seq_len);
+    let parameters = Parameters::new(config);
+    let cache = model_cost::kv_cache_bytes(config, seq_len);
     let rows: Vec<Vec<String>> = [("f32", 32), ("bf16", 16), ("int8", 8), ("int4", 4)]
         .into_iter()
         .map(|(name, bits)| {
@@ -99,7 +99,7 @@ pub(crate) fn print_inference_memory(config: &ModelConfig, seq_len: usize) {
 
 /// Returns all of these tables as JSON.
 pub(crate) fn json(config: &ModelConfig, table: &WeightTable, training: Training, seq_len: usize) -> Value {
-    let parameters = Parameters::of_table(config, table);
+    let parameters = Parameters::from_table(config, table);
     let parts: Vec<Value> = parameters
         .parts
         .iter()
@@ -130,11 +130,11 @@ pub(crate) fn json(config: &ModelConfig, table: &WeightTable, training: Training
             "bf16_bytes": parameters.total() * 2,
             "int8_bytes": parameters.total(),
             "int4_bytes": parameters.total() / 2,
-            "kv_cache_bytes_per_token": account::kv_cache_bytes(config, 1),
+            "kv_cache_bytes_per_token": model_cost::kv_cache_bytes(config, 1),
         },
         "routing": routing_flops(config)
             .map(|(taken, flat)| json!({ "flops_per_token": taken, "flops_saved_per_token": flat - taken })),
-        "forward_flops_per_token": account::forward_flops_per_token(config, seq_len),
-        "training_flops_per_token": account::training_flops_per_token(config, seq_len),
+        "forward_flops_per_token": model_cost::forward_flops_per_token(config, seq_len),
+        "training_flops_per_token": model_cost::training_flops_per_token(config, seq_len),
     })
 }

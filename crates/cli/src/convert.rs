@@ -80,7 +80,7 @@ fn describe(saved: &Saved) -> String {
 }
 
 fn parameters(config: &ModelConfig) -> String {
-    let parameters = moeworks_model::account::Parameters::of(config);
+    let parameters = moeworks_model::model_cost::Parameters::new(config);
     let thousands = crate::progress::thousands;
     format!("{} parameters, {} active per token", thousands(parameters.total()), thousands(parameters.active()))
 }

@@ -1,7 +1,7 @@
 //! `moeworks estimate`: the memory and time of training a configuration on this machine, without training it.
 
 use moeworks_bench::training::tokens_per_second;
-use moeworks_model::account::training_flops_per_token;
+use moeworks_model::model_cost::training_flops_per_token;
 use moeworks_train::config::{Precision, RunConfig};
 use serde_json::json;
 

@@ -7,7 +7,7 @@ mod rows;
 use std::path::{Path, PathBuf};
 
 use moeworks_bench::training::{memory_bytes_per_s, tokens_per_second};
-use moeworks_model::account::{Kept, shape, training_flops_per_token};
+use moeworks_model::model_cost::{Kept, shape, training_flops_per_token};
 use moeworks_plan::{Estimate, ModelShape, Precision, RankSpec, Tokens, Topology, Workload, propose, weak_scaling};
 use moeworks_train::config::{RunConfig, TrainConfig};
 use moeworks_train::machine_bytes;

@@ -276,7 +276,7 @@ fn announce(trainer: &LanguageModelTrainer) {
     for source in reading::sources(dataset, config.train.steps) {
         notice!("            {source}");
     }
-    let parameters = moeworks_model::account::Parameters::of(&config.model);
+    let parameters = moeworks_model::model_cost::Parameters::new(&config.model);
     notice!(
         "Training {} parameters ({} active per token) on {} tokens, validating on {}.",
         thousands(parameters.total()),

@@ -1,6 +1,6 @@
 //! Language models: configurations, weights, file formats, tokenizers, and passes over tokens.
 
-pub mod account;
+pub mod model_cost;
 
 mod config;
 mod decoder;

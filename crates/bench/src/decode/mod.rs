@@ -13,7 +13,7 @@ mod shapes;
 use std::time::Instant;
 
 use moeworks_infer::generation::{Sampler, SamplingOptions};
-use moeworks_model::account::Parameters;
+use moeworks_model::model_cost::Parameters;
 use moeworks_model::{
     Decoder, DecoderWeights, FeedForwardWeights, KvCache, ModelConfig, WeightPlace, WeightRole, WeightSpec,
 };
@@ -276,7 +276,7 @@ fn bytes_per_step(model: Model<'_>, experts: &[usize]) -> f64 {
 /// attention.
 fn prefill_flops(config: &ModelConfig) -> f64 {
     let head = config.width * config.vocab_size;
-    let weights = Parameters::of(config).in_products() as usize - head;
+    let weights = Parameters::new(config).in_products() as usize - head;
     let attention = PREFILL * PREFILL * config.num_heads * (config.head_dim + config.value_dim());
     (2 * PREFILL * weights + config.num_layers * attention + 2 * head) as f64
 }

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use std::fs;
 use std::path::PathBuf;
 
-use moeworks_model::account::Parameters;
+use moeworks_model::model_cost::Parameters;
 use moeworks_model::{
     ActivationKind, Decoder, EncoderConfig, LatentAttention, ModelConfig, NormKind, PositionKind, QkNorm, TensorSplit,
     Variant, WeightSpec, WeightTable,
@@ -159,7 +159,7 @@ fn list(config: &ModelConfig) -> String {
     for (name, tensor) in weights.states() {
         writeln!(text, "state {name} {:?} {:016x}", tensor.shape(), checksum(tensor)).expect("text");
     }
-    let parameters = Parameters::of(config);
+    let parameters = Parameters::new(config);
     for part in &parameters.parts {
         writeln!(text, "part {}: {} {} {}", part.name, part.total, part.active, part.in_products).expect("text");
     }

@@ -17,9 +17,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use moeworks_infer::data::Batch;
-use moeworks_model::account::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
 use moeworks_model::files::FileError;
 use moeworks_model::hf::{self, SaveOptions, StreamedWeights};
+use moeworks_model::model_cost::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
 use moeworks_model::{Decoder, DecoderWeights, GradTarget, ParamSet, Tokenizer, WeightSpec, WeightTable};
 use moeworks_ops::Context;
 use moeworks_tensor::Tensor;

@@ -2,7 +2,7 @@
 
 use moeworks_gpu::{Gpu, GpuError};
 use moeworks_infer::system::System;
-use moeworks_model::account::{Kept, shape};
+use moeworks_model::model_cost::{Kept, shape};
 use moeworks_model::{Tokenizer, WeightTable};
 use moeworks_ops::{Context, MachineOptions};
 use moeworks_plan::{RankMemory, Tokens, Workload, rank_memory};
@@ -97,7 +97,7 @@ pub fn context(config: &RunConfig, ranks: Option<&Ranks>, machine: &MachineOptio
 
 #[cfg(test)]
 mod tests {
-    use moeworks_model::account::Parameters;
+    use moeworks_model::model_cost::Parameters;
 
     use super::*;
     use crate::config::GradientType;
@@ -107,7 +107,7 @@ mod tests {
         let mut config = RunConfig::default();
         config.model.vocab_size = 300;
         config.train.precision = Precision::Bf16;
-        let parameters = Parameters::of(&config.model);
+        let parameters = Parameters::new(&config.model);
         let bytes_a_weight = |config: &RunConfig| {
             let bytes = bytes_on_gpu(config, &state_of_rank(config));
             let of_experts = parameters.experts()[0] as f64;

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use moeworks_infer::data::{DataError, Watch};
 use moeworks_infer::store::CONFIG_FILE;
 use moeworks_model::Tokenizer;
-use moeworks_model::account::{Parameters, training_flops_per_token};
+use moeworks_model::model_cost::{Parameters, training_flops_per_token};
 use moeworks_ops::MachineOptions;
 
 use crate::config::{RunConfig, TokenizerChoice};
@@ -273,7 +273,7 @@ fn finding(variant: Variant, runs: &[PathBuf]) -> Result<Finding, TrainError> {
         records.iter().filter_map(point).collect()
     };
     let last_loss = |records: &Vec<Record>| evaluated(records).last().map_or(f64::NAN, |point| point.1);
-    let parameters = Parameters::of(&stored.model);
+    let parameters = Parameters::new(&stored.model);
     let curve = evaluated(&all[0]);
     Ok(Finding {
         parameters: (parameters.total(), parameters.active()),

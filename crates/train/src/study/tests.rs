@@ -48,7 +48,7 @@ fn every_variant_has_the_floating_point_operations_of_the_base() {
 fn the_dense_model_has_the_active_size_of_the_base_and_the_others_at_most_a_few_more() {
     let variants = study(&[]).variants().unwrap();
     let size = |config: &RunConfig| {
-        Parameters::of(&config.model)
+        Parameters::new(&config.model)
             .parts
             .iter()
             .filter(|part| part.name != "routers")

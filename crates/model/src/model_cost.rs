@@ -61,13 +61,13 @@ fn narrow_routers(config: &ModelConfig, parts: &mut [Part]) {
 impl Parameters {
     /// Counts the parameters of a model of `config`, whose `vocab_size` must be set.
     #[must_use]
-    pub fn of(config: &ModelConfig) -> Self {
-        Self::of_table(config, &WeightTable::new(config))
+    pub fn new(config: &ModelConfig) -> Self {
+        Self::from_table(config, &WeightTable::new(config))
     }
 
     /// Counts the parameters of a table of weights, some of which may be frozen.
     #[must_use]
-    pub fn of_table(config: &ModelConfig, table: &WeightTable) -> Self {
+    pub fn from_table(config: &ModelConfig, table: &WeightTable) -> Self {
         let mut parts = WeightGroup::ALL.map(|group| Part {
             group,
             name: group.name(),
@@ -138,7 +138,7 @@ impl Parameters {
 pub fn forward_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
     let elements = config.num_heads * (config.head_dim + config.value_dim());
     let attention = config.num_layers as f64 * seq_len as f64 * elements as f64;
-    2.0 * Parameters::of(config).in_products() as f64 + attention
+    2.0 * Parameters::new(config).in_products() as f64 + attention
 }
 
 /// Returns the floating-point operations of a training step per token: three forward passes. Recomputation is not
@@ -160,7 +160,7 @@ pub fn training_flops_per_answer_token(config: &ModelConfig, source_len: usize, 
     };
     let table = WeightTable::new(config);
     let of_source: u64 = table.specs().iter().filter(is_of_source).map(|spec| active(config, spec)[1]).sum();
-    let of_answer = Parameters::of(config).in_products() - of_source;
+    let of_answer = Parameters::new(config).in_products() - of_source;
     let pairs = config.num_encoder_layers() as f64 * source * source
         + config.num_layers as f64 * answer * (answer / 2.0 + source);
     let elements = (config.num_heads * (config.head_dim + config.value_dim())) as f64;
@@ -216,7 +216,7 @@ fn kept_bytes_per_token(config: &ModelConfig, kept: Kept) -> usize {
 /// weights of `table`, on sequences of `seq_len`.
 #[must_use]
 pub fn shape(config: &ModelConfig, table: &WeightTable, seq_len: usize, kept: Kept) -> ModelShape {
-    let parameters = Parameters::of_table(config, table);
+    let parameters = Parameters::from_table(config, table);
     let [experts, active_experts] = parameters.experts();
     let [trained_experts, dense] = [parameters.trainable_of(WeightGroup::Experts), parameters.total() - experts];
     let share = |trained: u64, all: u64| if all == 0 { 1.0 } else { trained as f64 / all as f64 };
@@ -261,5 +261,5 @@ fn kv_elements(config: &ModelConfig) -> usize {
 }
 
 #[cfg(test)]
-#[path = "account_tests.rs"]
+#[path = "model_cost_tests.rs"]
 mod tests;

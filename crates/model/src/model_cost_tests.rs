@@ -20,7 +20,7 @@ fn olmoe_has_its_published_size() {
         normalize_weights: false,
         ..ModelConfig::default()
     };
-    let parameters = Parameters::of(&config);
+    let parameters = Parameters::new(&config);
     assert_eq!(parameters.total(), 6_919_161_856);
     assert_eq!((parameters.active() as f64 / 1e7).round(), 128.0);
 }
@@ -41,7 +41,7 @@ fn mixtral_has_its_published_size() {
         expert_width: 14_336,
         ..ModelConfig::default()
     };
-    let parameters = Parameters::of(&config);
+    let parameters = Parameters::new(&config);
     assert_eq!(parameters.total(), 46_702_792_704);
     assert_eq!((parameters.active() as f64 / 1e8).round(), 129.0);
 }
@@ -91,7 +91,7 @@ fn deepseek_v3_has_its_published_size() {
         },
         ..ModelConfig::default()
     };
-    let parameters = Parameters::of(&config);
+    let parameters = Parameters::new(&config);
     assert_eq!((parameters.total() as f64 / 1e9).round(), 671.0);
     assert_eq!((parameters.active() as f64 / 1e9).round(), 37.0 + 1.0, "with the embedding's 0.9 B");
     assert_eq!(kv_cache_bytes(&config, 1), 61 * (512 + 64) * 4);
@@ -121,7 +121,7 @@ fn gpt_oss_20b_has_its_published_size_with_all_biases() {
         },
         ..ModelConfig::default()
     };
-    let parameters = Parameters::of(&config);
+    let parameters = Parameters::new(&config);
     assert_eq!((parameters.total() as f64 / 1e7).round(), 2091.0);
     // The card leaves out the embedding, of which a token needs one row.
     let embedding = 201_088 * 2880;
@@ -138,7 +138,7 @@ fn dense_layers_and_shared_experts_are_counted() {
         tie_embeddings: true,
         ..ModelConfig::default()
     };
-    let parameters = Parameters::of(&config);
+    let parameters = Parameters::new(&config);
     let part = |name: &str| parameters.parts.iter().find(|part| part.name == name).map_or(0, |part| part.total);
     assert_eq!(part("dense feed-forward"), 2 * 2 * 1024 * 256);
     assert_eq!(part("shared experts"), 2 * 2 * 64 * 256);
@@ -169,7 +169,7 @@ fn checkpointing_keeps_less_and_bf16_keeps_less() {
 #[test]
 fn a_rank_alone_holds_all_parameters() {
     let config = ModelConfig { vocab_size: 256, moe_every: 2, ..ModelConfig::default() };
-    let parameters = Parameters::of(&config).total() as f64;
+    let parameters = Parameters::new(&config).total() as f64;
     let memory = memory(&config, Precision::Bf16, false, 4);
     assert_eq!([memory.weights, memory.gradients, memory.optimizer], [6.0, 4.0, 8.0].map(|bytes| bytes * parameters));
     assert_eq!(memory.received, 0.0);
@@ -178,7 +178,7 @@ fn a_rank_alone_holds_all_parameters() {
 #[test]
 fn gradients_of_experts_in_bf16_take_half_of_theirs() {
     let config = ModelConfig { vocab_size: 256, ..ModelConfig::default() };
-    let experts = Parameters::of(&config).experts()[0];
+    let experts = Parameters::new(&config).experts()[0];
     assert!(experts > 0);
     let [plain, halved] = [4, 2].map(|bytes| memory(&config, Precision::Bf16, false, bytes).total());
     assert_eq!(plain - halved, 2.0 * experts as f64);
@@ -189,12 +189,12 @@ fn frozen_weights_have_neither_gradients_nor_moments() {
     let config = ModelConfig { vocab_size: 256, ..ModelConfig::default() };
     let mut table = WeightTable::new(&config);
     table.freeze(&["*.mlp.experts.*".to_owned(), "model.embed_tokens.*".to_owned()]).unwrap();
-    let trained = Parameters::of_table(&config, &table).trainable() as f64;
+    let trained = Parameters::from_table(&config, &table).trainable() as f64;
     let workload =
         Workload { tokens: Tokens::OfEachRank(1), precision: Precision::F32, zero: 0, expert_gradient_bytes: 4 };
     let memory = memory_on_one_rank(&config, &table, &workload, false);
     assert_eq!([memory.gradients.round(), memory.optimizer.round()], [4.0 * trained, 8.0 * trained]);
-    assert_eq!(memory.weights, 4.0 * Parameters::of(&config).total() as f64);
+    assert_eq!(memory.weights, 4.0 * Parameters::new(&config).total() as f64);
 }
 
 /// A tree of 8 clusters of 8 experts, two of them open, costs 24 products of the model's width instead of 64.
@@ -202,10 +202,10 @@ fn frozen_weights_have_neither_gradients_nor_moments() {
 fn a_tree_of_clusters_is_counted_by_those_that_a_token_opens() {
     let mut config =
         ModelConfig { vocab_size: 100, width: 32, num_layers: 2, num_experts: 64, ..ModelConfig::default() };
-    let flat = Parameters::of(&config);
+    let flat = Parameters::new(&config);
     config.router.kind = moeworks_moe::RouterKind::Hierarchical;
     (config.router.schemes.hierarchical.tree, config.router.schemes.hierarchical.beam) = ("8".to_owned(), 2);
-    let tree = Parameters::of(&config);
+    let tree = Parameters::new(&config);
     assert_eq!(routing_flops_per_token(&config), (2 * 24 * 32, 2 * 64 * 32));
     assert_eq!(tree.total() - flat.total(), 2 * 8 * 32);
     assert_eq!(flat.active() - tree.active(), 2 * (64 - 24) * 32);
