@@ -5,9 +5,9 @@ use moeworks_model::model_cost::training_flops_per_token;
 use moeworks_train::config::{Precision, RunConfig};
 use serde_json::json;
 
-use crate::account::{self, Training};
 use crate::args::EstimateArgs;
 use crate::environment;
+use crate::cost_tables::{self, Training};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::progress::{duration, thousands};
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
     let measured = tokens_per_second(&config, &environment::machine())?;
     let seconds = tokens as f64 / measured.tokens_per_s;
     if args.json {
-        let mut value = account::json(&config.model, &table, training, train.seq_len);
+        let mut value = cost_tables::json(&config.model, &table, training, train.seq_len);
         value["tokens"] = json!(tokens);
         value["tokens_per_s"] = json!(measured.tokens_per_s);
         value["mfu"] = json!(measured.mfu);
@@ -36,11 +36,11 @@ pub(crate) fn run(args: &EstimateArgs) -> Result<ExitCode, Failure> {
         println!("{value:#}");
         return Ok(ExitCode::SUCCESS);
     }
-    account::print_parameters(&config.model, &table);
+    cost_tables::print_parameters(&config.model, &table);
     println!();
-    account::print_training_memory(&config.model, &table, training);
+    cost_tables::print_training_memory(&config.model, &table, training);
     println!();
-    account::print_inference_memory(&config.model, train.seq_len);
+    cost_tables::print_inference_memory(&config.model, train.seq_len);
     println!();
     let precision = match train.precision {
         Precision::F32 => "f32",

@@ -11,8 +11,8 @@ use moeworks_train::config::GradientType;
 use moeworks_train::metrics::{Record, read_last_record};
 use serde_json::{Value, json};
 
-use crate::account::{self, Training};
 use crate::args::InspectArgs;
+use crate::cost_tables::{self, Training};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::load;
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
     let record = run_dir.and_then(|run| read_last_record(run).ok().flatten());
     let seq_len = config.max_seq_len;
     if args.json {
-        let mut value = account::json(&config, &table, TRAINING, seq_len);
+        let mut value = cost_tables::json(&config, &table, TRAINING, seq_len);
         value["model"] = serde_json::to_value(&config)?;
         value["stored_bytes"] = serde_json::to_value(stored_bytes(&weights))?;
         if let Some(record) = &record {
@@ -61,11 +61,11 @@ pub(crate) fn run(args: &InspectArgs) -> Result<ExitCode, Failure> {
         println!("checkpoint of step {}{val}", thousands(checkpoint.metadata.step));
     }
     println!();
-    account::print_parameters(&config, &table);
+    cost_tables::print_parameters(&config, &table);
     println!();
-    account::print_training_memory(&config, &table, TRAINING);
+    cost_tables::print_training_memory(&config, &table, TRAINING);
     println!();
-    account::print_inference_memory(&config, seq_len);
+    cost_tables::print_inference_memory(&config, seq_len);
     if let Some(record) = record.filter(|record| !record.layers.is_empty()) {
         println!();
         print_load(&config, &record);

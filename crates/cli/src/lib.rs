@@ -15,13 +15,13 @@
 #[macro_use]
 mod output;
 
-mod account;
 mod args;
 mod balance;
 mod bench;
 mod chat;
 mod completions;
 mod convert;
+mod cost_tables;
 mod doctor;
 mod environment;
 mod estimate;
