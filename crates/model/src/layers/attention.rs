@@ -67,7 +67,6 @@ pub(crate) struct AttentionSaved {
     /// `[T, D]`: the block's input.
     x: Tensor,
     norm: Tensor,
-    normed: Tensor,
     inputs: InputsSaved,
     qkv: [Tensor; 3],
     output: AttentionOutput,
@@ -153,7 +152,7 @@ impl AttentionBlock {
         let (qkv, inputs) = self.inputs.forward(pass, w, &normed);
         let output = self.attend_own(pass, &qkv, w.sinks.as_ref());
         let y = self.output(pass, w, &output.o, x);
-        let saved = AttentionSaved { x: x.clone(), norm, normed, inputs, qkv, output };
+        let saved = AttentionSaved { x: x.clone(), norm, inputs, qkv, output };
         (y, pass.mode.keeps_for_backward().then_some(saved))
     }
 
@@ -269,7 +268,7 @@ impl AttentionBlock {
         grads: &mut LayerWeights,
     ) -> (Tensor, AttentionGradTask) {
         let (ctx, w) = (pass.ctx, &weights.attention);
-        let AttentionSaved { x, norm, normed, inputs, qkv, output } = saved;
+        let AttentionSaved { x, norm, inputs, qkv, output } = saved;
         // Products would round it anyway; rounded once, it is half as much to read.
         let d_block = into_type(ctx, scaled(ctx, dy, self.residual_multiplier), w.o.weight.dtype());
         let d_o = linear_backward_input(ctx, &d_block, &w.o.weight, w.o.weight.dtype());
@@ -279,7 +278,7 @@ impl AttentionBlock {
         let AttentionOutput { o, .. } = output;
         drop(d_o);
         let inputs_grads = &mut grads.attention.inputs;
-        let (mut d_normed, inputs) = self.inputs.backward(pass, w, normed, inputs, d_qkv, write, inputs_grads);
+        let (mut d_normed, inputs) = self.inputs.backward(pass, w, inputs, d_qkv, write, inputs_grads);
         if let Some(ranks) = self.ranks(pass) {
             ranks.sum(&mut d_normed);
         }
@@ -362,7 +361,6 @@ impl Inputs {
         &self,
         pass: &Pass<'_>,
         w: &AttentionWeights,
-        normed: Tensor,
         saved: InputsSaved,
         grads_qkv: [Tensor; 3],
         write: Write,
@@ -370,7 +368,7 @@ impl Inputs {
     ) -> (Tensor, InputsGradTask) {
         match (self, &w.inputs, saved, grads) {
             (Self::Heads(heads), AttentionInputs::Heads(w), InputsSaved::Heads(saved), AttentionInputs::Heads(g)) => {
-                let (dx, task) = heads.backward(pass, w, normed, saved, grads_qkv, write, g);
+                let (dx, task) = heads.backward(pass, w, saved, grads_qkv, write, g);
                 (dx, InputsGradTask::Heads(task))
             }
             (
@@ -379,7 +377,7 @@ impl Inputs {
                 InputsSaved::Latent(saved),
                 AttentionInputs::Latent(g),
             ) => {
-                let (dx, task) = latent.backward(pass, w, normed, saved, grads_qkv, write, g);
+                let (dx, task) = latent.backward(pass, w, saved, grads_qkv, write, g);
                 (dx, InputsGradTask::Latent(task))
             }
             _ => panic!("{WRONG_KIND}"),

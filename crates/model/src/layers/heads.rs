@@ -25,6 +25,8 @@ pub(crate) struct Heads {
 
 /// The activations that backward needs.
 pub(crate) struct HeadsSaved {
+    /// `[T, D]`: the normed input.
+    normed: Tensor,
     q: Saved,
     k: Saved,
     /// The clamped values, if there is a limit.
@@ -47,6 +49,18 @@ pub(crate) struct HeadsGradTask {
     dk: Tensor,
     dv: Tensor,
     compute: DType,
+}
+
+/// The weight of a norm, with the tensor that its gradient is written to.
+struct NormGrads<'a> {
+    weight: &'a Tensor,
+    d_weight: &'a mut Tensor,
+}
+
+impl<'a> NormGrads<'a> {
+    fn new(weight: Option<&'a Tensor>, d_weight: Option<&'a mut Tensor>) -> Option<Self> {
+        weight.zip(d_weight).map(|(weight, d_weight)| Self { weight, d_weight })
+    }
 }
 
 /// The kind of a projection.
@@ -110,7 +124,7 @@ impl Heads {
         let (q, q_saved) = self.rotated(pass, q, w.q_norm.as_ref(), Made::Queries);
         let (k, k_saved) = self.rotated(pass, k, w.k_norm.as_ref(), Made::Keys);
         let clipped_v = self.clip(pass.ctx, &mut v);
-        ([q, k, v], HeadsSaved { q: q_saved, k: k_saved, clipped_v })
+        ([q, k, v], HeadsSaved { normed: normed.clone(), q: q_saved, k: k_saved, clipped_v })
     }
 
     /// Applies norm, clamp and rotary embedding to a projection.
@@ -146,16 +160,16 @@ impl Heads {
         &self,
         pass: &Pass<'_>,
         w: &HeadWeights,
-        normed: Tensor,
         saved: HeadsSaved,
         [dq, dk, mut dv]: [Tensor; 3],
         write: Write,
         grads: &mut HeadWeights,
     ) -> (Tensor, HeadsGradTask) {
         let ctx = pass.ctx;
-        let dq =
-            self.rotated_backward(pass, dq, Made::Queries, saved.q, w.q_norm.as_ref(), write, grads.q_norm.as_mut());
-        let dk = self.rotated_backward(pass, dk, Made::Keys, saved.k, w.k_norm.as_ref(), write, grads.k_norm.as_mut());
+        let q_norm = NormGrads::new(w.q_norm.as_ref(), grads.q_norm.as_mut());
+        let dq = self.rotated_backward(pass, dq, Made::Queries, saved.q, q_norm, write);
+        let k_norm = NormGrads::new(w.k_norm.as_ref(), grads.k_norm.as_mut());
+        let dk = self.rotated_backward(pass, dk, Made::Keys, saved.k, k_norm, write);
         if let Some(clipped) = &saved.clipped_v {
             elementwise::clip_backward_assign(ctx, &mut dv, clipped, self.clip);
         }
@@ -164,7 +178,7 @@ impl Heads {
         for (d, w) in [(&dk, &w.k.weight), (&dv, &w.v.weight)] {
             d_normed = linear_backward_input_onto(ctx, d, w, &d_normed);
         }
-        (d_normed, HeadsGradTask { normed, dq, dk, dv, compute: w.q.weight.dtype() })
+        (d_normed, HeadsGradTask { normed: saved.normed, dq, dk, dv, compute: w.q.weight.dtype() })
     }
 
     /// Backward of [`rotated`](Self::rotated): returns the gradient of the projection.
@@ -174,9 +188,8 @@ impl Heads {
         mut d: Tensor,
         made: Made,
         saved: Saved,
-        norm: Option<&Tensor>,
+        norm: Option<NormGrads<'_>>,
         write: Write,
-        d_norm: Option<&mut Tensor>,
     ) -> Tensor {
         if let Some(table) = &pass.rope {
             rope(pass.ctx, &mut d, table, &pass.positions, Rotation::Inverse);
@@ -184,8 +197,8 @@ impl Heads {
         if let Some(clipped) = &saved.clipped {
             elementwise::clip_backward_assign(pass.ctx, &mut d, clipped, self.clip);
         }
-        match (saved.before_norm, norm, d_norm) {
-            (Some((x, inv_rms)), Some(norm), Some(d_norm)) => match made.parts(self, pass) {
+        match (saved.before_norm, norm) {
+            (Some((x, inv_rms)), Some(NormGrads { weight: norm, d_weight: d_norm })) => match made.parts(self, pass) {
                 Some((ranks, part)) => {
                     let input = NormedPart { x: &x, weight: norm, inv_rms: &inv_rms };
                     ranks.norm_part_backward(pass.ctx, &d, input, part, write, d_norm)

@@ -49,13 +49,14 @@ struct Narrow {
 
 /// The activations that backward needs.
 pub(crate) struct LatentSaved {
+    /// `[T, D]`: the normed input.
+    normed: Tensor,
     q: Option<Narrow>,
     kv: Narrow,
 }
 
 /// The gradients of the matrices, still to be computed.
 pub(crate) struct LatentGradTask {
-    normed: Tensor,
     saved: LatentSaved,
     dq: Tensor,
     dq_narrow: Option<Tensor>,
@@ -99,7 +100,7 @@ impl Latent {
         let (q, q_narrow) = self.queries(pass, w, normed);
         let (kv, key) = self.narrowed(pass, w, normed);
         let (k, v) = self.widened(pass.ctx, w, &kv.normed, &key);
-        ([q, k, v], LatentSaved { q: q_narrow, kv })
+        ([q, k, v], LatentSaved { normed: normed.clone(), q: q_narrow, kv })
     }
 
     /// Appends the next tokens `normed [T, D]` of the sequences in `cache`, and returns the heads' outputs, `[T, H
@@ -292,7 +293,6 @@ impl Latent {
         &self,
         pass: &Pass<'_>,
         w: &LatentWeights,
-        normed: Tensor,
         saved: LatentSaved,
         [mut dq, mut dk, dv]: [Tensor; 3],
         write: Write,
@@ -310,11 +310,11 @@ impl Latent {
             d_normed = linear_backward_input(ctx, &dx, &down.weight, DType::F32);
             dq_narrow = Some(dx);
         }
-        let (d_heads, d_kv_down) = self.backward_kv(ctx, w, &saved.kv, &dk, &dv, write, &mut grads.kv_norm);
+        let (d_heads, d_kv_down) = self.backward_kv(ctx, w, &saved.kv, [&dk, &dv], write, &mut grads.kv_norm);
         let from_kv = linear_backward_input(ctx, &d_kv_down, &w.kv_down.weight, DType::F32);
         elementwise::add_assign(ctx, &mut d_normed, &from_kv);
         let compute = w.q.dtype();
-        (d_normed, LatentGradTask { normed, saved, dq, dq_narrow, d_heads, d_kv_down, compute })
+        (d_normed, LatentGradTask { saved, dq, dq_narrow, d_heads, d_kv_down, compute })
     }
 
     /// Returns the gradients of the up-projection `[T, H (N + w)]` and of the down-projection `[T, Lkv + R]`.
@@ -323,8 +323,7 @@ impl Latent {
         ctx: &Context,
         w: &LatentWeights,
         narrow: &Narrow,
-        dk: &Tensor,
-        dv: &Tensor,
+        [dk, dv]: [&Tensor; 2],
         write: Write,
         d_norm: &mut Tensor,
     ) -> (Tensor, Tensor) {
@@ -347,14 +346,14 @@ impl Latent {
 
 impl LatentGradTask {
     pub(crate) fn run(self, ctx: &Context, write: Write, grads: &mut LatentWeights) {
-        let Self { normed, saved, dq, dq_narrow, d_heads, d_kv_down, compute } = self;
-        let q_input = saved.q.as_ref().map_or(&normed, |narrow| &narrow.normed);
+        let Self { saved, dq, dq_narrow, d_heads, d_kv_down, compute } = self;
+        let q_input = saved.q.as_ref().map_or(&saved.normed, |narrow| &narrow.normed);
         matrix_grad(ctx, &dq, q_input, compute, write, &mut grads.q);
         if let (Some(d), Some(QueryDown { projection: down, .. })) = (dq_narrow, &mut grads.q_down) {
-            project_grads(ctx, &d, &normed, compute, write, down);
+            project_grads(ctx, &d, &saved.normed, compute, write, down);
         }
         matrix_grad(ctx, &d_heads, &saved.kv.normed, compute, write, &mut grads.kv);
-        project_grads(ctx, &d_kv_down, &normed, compute, write, &mut grads.kv_down);
+        project_grads(ctx, &d_kv_down, &saved.normed, compute, write, &mut grads.kv_down);
     }
 }
 
