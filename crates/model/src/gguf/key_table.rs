@@ -198,7 +198,7 @@ pub(crate) fn keys_page() -> String {
     let _ = writeln!(page, "## GGUF files\n");
     let _ = writeln!(
         page,
-        "Keys that begin with another word than the architecture's name are about the file or its tokenizer. Behind that name:\n"
+        "Keys with another prefix than the architecture's name are about the file or its tokenizer. After that prefix:\n"
     );
     let _ = writeln!(page, "Used in every architecture: {}.\n", list(USED));
     let _ = writeln!(page, "Without influence: {}.\n", list(HARMLESS));
@@ -209,10 +209,10 @@ pub(crate) fn keys_page() -> String {
     let refusals: Vec<String> = REFUSED.iter().map(one).collect();
     let _ = writeln!(
         page,
-        "Refused where an architecture does not use them, unless they are absent or say what stands here: {}.\n",
+        "Refused unless the architecture uses them, or they are absent or have a value given here: {}.\n",
         refusals.join(", ")
     );
-    let _ = writeln!(page, "| architecture | model_type | used besides |\n| --- | --- | --- |");
+    let _ = writeln!(page, "| architecture | model_type | also used |\n| --- | --- | --- |");
     for known in &ARCHITECTURES {
         let types: BTreeSet<&str> = known.dense.into_iter().chain(known.moe).collect();
         let types: Vec<&str> = types.into_iter().collect();

@@ -16,17 +16,17 @@ pub fn families_page() -> String {
     let _ = writeln!(page, "## In every family\n");
     let _ = writeln!(
         page,
-        "Keys of `config.json` without influence on what a model computes, which may say anything: {}.\n",
+        "Keys of `config.json` without influence on what a model computes, with any value: {}.\n",
         list(HARMLESS)
     );
     let _ = writeln!(
         page,
-        "So may keys that begin with `_` or `unsloth`, and those that end in `_token_id`, `_token_ids`, `_token`, `_token_index`, \
+        "The same holds for keys that begin with `_` or `unsloth`, and those that end in `_token_id`, `_token_ids`, `_token`, `_token_index`, \
          `_version` or `_dropout`.\n"
     );
     let _ = writeln!(
         page,
-        "Keys that are refused where a family does not use them, unless they are absent, null or say what stands here:\n"
+        "Keys that are refused unless the family uses them, or they are absent, null or have a value given here:\n"
     );
     let _ = writeln!(page, "{}\n", refusals(REFUSED.iter()));
     let _ = writeln!(
@@ -61,7 +61,7 @@ fn one(page: &mut String, family: &Family) {
     }
     let _ = writeln!(page, "| tensors | {} |", tensors(family));
     let types = if used.contains(&"quantization_config") {
-        "F32, BF16, F16, our blocks, and the published form in few bits (FP8 or MXFP4)"
+        "F32, BF16, F16, our blocks, and the published form (FP8 or MXFP4)"
     } else {
         "F32, BF16, F16, our blocks"
     };
@@ -99,10 +99,10 @@ fn tensors(family: &Family) -> String {
     let layers: Vec<String> = family.layers.iter().map(|layers| format!("`{layers}N.`")).collect();
     let layers = layers.join(" or ");
     if names.is_empty() {
-        return format!("behind {layers} the usual names");
+        return format!("after {layers} the usual names");
     }
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    format!("behind {layers} the usual names and {}", list(&names))
+    format!("after {layers} the usual names and {}", list(&names))
 }
 
 /// Joins names in backquotes with commas.
