@@ -66,7 +66,7 @@ impl Encoder {
 
     /// Embeds the ids.
     fn embed(ctx: &Context, weights: &DecoderWeights, ids: &[u32]) -> ResidualStream {
-        let table = of(weights).embedding.as_ref().unwrap_or(&weights.embedding);
+        let table = encoder_weights(weights).embedding.as_ref().unwrap_or(&weights.embedding);
         ResidualStream { x: embedding(ctx, ids, table, DType::F32), router_logits: None }
     }
 
@@ -77,7 +77,7 @@ impl Encoder {
     /// Applies the final norm to `x`; returns the output and the norm's statistics.
     fn end(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> (Tensor, Tensor) {
         let dtype = weights.compute_dtype().of_activations();
-        self.norm().forward(ctx, &of(weights).final_norm, x, dtype)
+        self.norm().forward(ctx, &encoder_weights(weights).final_norm, x, dtype)
     }
 
     /// Returns the output `[T, D]` for `sources`, in the type of the weights' products.
@@ -109,7 +109,7 @@ impl Encoder {
         let pass = self.stage.pass(ctx, weights, Mode::Train, sources.sequences(), rules, None);
         let stream = Self::embed(ctx, weights, sources.ids);
         let mut training = TrainingPass::new(&self.stage, pass, stream, options);
-        for (index, layer) in of(weights).layers.iter().enumerate() {
+        for (index, layer) in encoder_weights(weights).layers.iter().enumerate() {
             training.forward(index, layer);
         }
         let last = training.finish_forward().x;
@@ -129,7 +129,7 @@ impl Encoder {
         grads: &mut DecoderWeights,
     ) {
         let Encoded { mut training, last, norm, .. } = encoded;
-        let (ctx, encoder) = (training.pass.ctx, of(weights));
+        let (ctx, encoder) = (training.pass.ctx, encoder_weights(weights));
         let DecoderWeights { encoder: Some(into), embedding: shared, .. } = grads else { panic!("{WRONG_KIND}") };
         let around = NormBackward { x: &last, statistics: &norm, dy: d_result, base: None };
         let dx = self.norm().backward(ctx, &encoder.final_norm, around, write, &mut into.final_norm);
@@ -161,7 +161,7 @@ impl Encoded<'_> {
 }
 
 /// Returns the encoder's weights. Panics if there is no encoder.
-fn of(weights: &DecoderWeights) -> &EncoderWeights {
+fn encoder_weights(weights: &DecoderWeights) -> &EncoderWeights {
     weights.encoder.as_ref().expect(WRONG_KIND)
 }
 

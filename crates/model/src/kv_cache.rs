@@ -63,12 +63,12 @@ impl KvCache {
     /// Returns an empty cache for a model of `config`.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
-        Self::of_sequences(config, 1)
+        Self::with_sequences(config, 1)
     }
 
     /// Returns an empty cache for `num_sequences` sequences, at least one, that grow by equal numbers of tokens.
     #[must_use]
-    pub fn of_sequences(config: &ModelConfig, num_sequences: usize) -> Self {
+    pub fn with_sequences(config: &ModelConfig, num_sequences: usize) -> Self {
         assert!(num_sequences > 0, "a cache of no sequence");
         let layer = |i| LayerCache { kept: Vec::new(), num_sequences, held: 0, dropped: 0, window: config.window(i) };
         Self { layers: (0..config.num_layers).map(layer).collect(), num_sequences, encoder_output: None }

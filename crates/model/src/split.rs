@@ -255,7 +255,7 @@ impl Cut {
     }
 
     /// Writes the f32 values of a part into `whole`.
-    pub fn put(&self, part: &[f32], whole: &mut Tensor) {
+    pub fn write_part(&self, part: &[f32], whole: &mut Tensor) {
         let shape = whole.shape().to_vec();
         let to = whole.f32s_mut();
         self.each(&shape, 1, |into, at| to[into.clone()].copy_from_slice(&part[at..at + into.len()]));

@@ -52,7 +52,7 @@ fn check(config: &ModelConfig, size: usize) {
             match &share.cut {
                 Some(cut) => {
                     assert_eq!(cut.len(tensor.shape()), part.len(), "{name}");
-                    cut.put(part.f32s(), &mut joined);
+                    cut.write_part(part.f32s(), &mut joined);
                 }
                 None => joined = part.clone(),
             }

@@ -226,7 +226,7 @@ pub(crate) struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// Returns the run of `pass`, of whole sequences or not; none without tensor parallelism.
-    pub(crate) fn of(pass: &Pass<'a>, are_whole: bool) -> Option<Self> {
+    pub(crate) fn new(pass: &Pass<'a>, are_whole: bool) -> Option<Self> {
         let ranks = pass.tensor?;
         let split = ranks.split();
         let run = |rank| split.run_of(rank, pass.sequences.count, pass.sequences.len, are_whole);
@@ -234,7 +234,7 @@ impl<'a> Run<'a> {
     }
 
     /// Copies the rows of `x` `[T, D]` that belong to the run.
-    pub(crate) fn of_rows(&self, ctx: &Context, x: &Tensor) -> Tensor {
+    pub(crate) fn rows(&self, ctx: &Context, x: &Tensor) -> Tensor {
         let row_bytes = x.cols() * x.dtype().size();
         let mut rows = ctx.empty(&[self.own.len(), x.cols()], x.dtype());
         rows.bytes_mut().copy_from_slice(&x.bytes()[self.own.start * row_bytes..self.own.end * row_bytes]);
@@ -242,12 +242,12 @@ impl<'a> Run<'a> {
     }
 
     /// Returns the expert ids of the run out of those of the whole pass.
-    pub(crate) fn of_expert_ids(&self, ctx: &Context, ids: &ExpertIds) -> ExpertIds {
+    pub(crate) fn expert_ids(&self, ctx: &Context, ids: &ExpertIds) -> ExpertIds {
         ids.rows(ctx, self.own.clone())
     }
 
     /// Returns the router's other inputs for the run. Logits of the previous layer are those of the run already.
-    pub(crate) fn of_input<'b>(&self, input: &RouterInput<'b>) -> RouterInput<'b> {
+    pub(crate) fn input<'b>(&self, input: &RouterInput<'b>) -> RouterInput<'b> {
         let token_ids = if input.token_ids.is_empty() { &[] } else { &input.token_ids[self.own.clone()] };
         RouterInput { token_ids, first_token: input.first_token + self.own.start, ..*input }
     }

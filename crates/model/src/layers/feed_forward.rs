@@ -116,12 +116,12 @@ impl FeedForwardBlock {
         let (mut y, inner) = match (&weights.feed_forward, &self.moe) {
             (FeedForwardWeights::Moe(w), Some(moe)) => {
                 let is_whole = input.seq_len > 0;
-                let (y, saved) = match Run::of(pass, is_whole) {
+                let (y, saved) = match Run::new(pass, is_whole) {
                     None => moe.forward(ctx, w, &normed, ForwardInput { router: *input, base }),
                     Some(run) => {
-                        let expert_ids = input.expert_ids.map(|ids| run.of_expert_ids(ctx, ids));
-                        let input = RouterInput { expert_ids: expert_ids.as_ref(), ..run.of_input(input) };
-                        let (y, saved) = moe.forward(ctx, w, &run.of_rows(ctx, &normed), &input);
+                        let expert_ids = input.expert_ids.map(|ids| run.expert_ids(ctx, ids));
+                        let input = RouterInput { expert_ids: expert_ids.as_ref(), ..run.input(input) };
+                        let (y, saved) = moe.forward(ctx, w, &run.rows(ctx, &normed), &input);
                         (run.whole(ctx, &y), saved)
                     }
                 };
@@ -198,8 +198,8 @@ impl FeedForwardBlock {
         let d_block = scaled(ctx, output.dy, self.residual_multiplier);
         let (d_normed, task) = match (inner, &weights.feed_forward, &self.moe, output.loss_grad) {
             (InnerSaved::Moe(saved, is_whole), FeedForwardWeights::Moe(w), Some(moe), Some(loss_grad)) => {
-                let run = Run::of(pass, is_whole);
-                let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.of_rows(ctx, &d_block));
+                let run = Run::new(pass, is_whole);
+                let dy = run.as_ref().map_or_else(|| d_block.clone(), |run| run.rows(ctx, &d_block));
                 let FeedForwardWeights::Moe(grads) = &mut grads.feed_forward else { panic!("{WRONG_KIND}") };
                 let is_now = how.matrices_at_once && !is_left_out(&grads.gate_up);
                 let wgrad = is_now.then_some(WgradTarget::new(how.write, grads));

@@ -48,17 +48,17 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
     }
 
     /// Creates the next tensor, which must be of `role`.
-    fn take(&mut self, role: WeightRole) -> Tensor {
+    fn next_tensor(&mut self, role: WeightRole) -> Tensor {
         let spec = self.specs.next().filter(|spec| spec.role == role);
         (self.make)(spec.expect("the table has the tensors of a model, in their order"))
     }
 
     fn option(&mut self, role: WeightRole) -> Option<Tensor> {
-        self.has(role).then(|| self.take(role))
+        self.has(role).then(|| self.next_tensor(role))
     }
 
     fn pair(&mut self, first: WeightRole, second: WeightRole) -> Option<(Tensor, Tensor)> {
-        self.has(first).then(|| (self.take(first), self.take(second)))
+        self.has(first).then(|| (self.next_tensor(first), self.next_tensor(second)))
     }
 
     fn decoder(&mut self) -> DecoderWeights {
@@ -66,7 +66,7 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
         let has_encoder = self.place().is_some_and(|place| of_encoder.contains(&place));
         DecoderWeights {
             encoder: has_encoder.then(|| self.encoder()),
-            embedding: self.take(WeightRole::Embedding),
+            embedding: self.next_tensor(WeightRole::Embedding),
             positions: self.option(WeightRole::Positions),
             relative: self.option(WeightRole::RelativeBias),
             layers: self.layers(WeightPlace::Layer),
@@ -94,15 +94,15 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
     }
 
     fn norm(&mut self, weight: WeightRole, bias: WeightRole) -> NormWeights {
-        NormWeights { weight: self.take(weight), bias: self.option(bias) }
+        NormWeights { weight: self.next_tensor(weight), bias: self.option(bias) }
     }
 
     fn linear(&mut self, weight: WeightRole, bias: WeightRole) -> LinearWeights {
-        LinearWeights { weight: self.take(weight), bias: self.option(bias) }
+        LinearWeights { weight: self.next_tensor(weight), bias: self.option(bias) }
     }
 
     fn plain(&mut self, weight: WeightRole) -> LinearWeights {
-        LinearWeights { weight: self.take(weight), bias: None }
+        LinearWeights { weight: self.next_tensor(weight), bias: None }
     }
 
     fn layer(&mut self) -> LayerWeights {
@@ -129,8 +129,8 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
     fn attention_inputs(&mut self) -> AttentionInputs {
         if self.has(WeightRole::QDown) {
             let projection = self.linear(WeightRole::QDown, WeightRole::QDownBias);
-            let q_down = Some(QueryDown { projection, norm: self.take(WeightRole::QDownNorm) });
-            let q = self.take(WeightRole::QUp);
+            let q_down = Some(QueryDown { projection, norm: self.next_tensor(WeightRole::QDownNorm) });
+            let q = self.next_tensor(WeightRole::QUp);
             return AttentionInputs::Latent(self.latent(q_down, q));
         }
         let q = self.linear(WeightRole::Q, WeightRole::QBias);
@@ -155,8 +155,8 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
             q_down,
             q,
             kv_down: self.linear(WeightRole::KvDown, WeightRole::KvDownBias),
-            kv_norm: self.take(WeightRole::KvDownNorm),
-            kv: self.take(WeightRole::KvUp),
+            kv_norm: self.next_tensor(WeightRole::KvDownNorm),
+            kv: self.next_tensor(WeightRole::KvUp),
             kv_numbers: Numbers::default(),
         }
     }
@@ -173,14 +173,14 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
 
     fn moe(&mut self) -> MoeWeights {
         MoeWeights {
-            router: self.take(WeightRole::Router),
+            router: self.next_tensor(WeightRole::Router),
             router_bias: self.option(WeightRole::RouterBias),
-            gate_up: self.take(WeightRole::ExpertGateUp),
-            down: self.take(WeightRole::ExpertDown),
+            gate_up: self.next_tensor(WeightRole::ExpertGateUp),
+            down: self.next_tensor(WeightRole::ExpertDown),
             biases: self.pair(WeightRole::ExpertGateUpBias, WeightRole::ExpertDownBias),
             shared: self.has(WeightRole::SharedGateUp).then(|| SharedWeights {
-                gate_up: self.take(WeightRole::SharedGateUp),
-                down: self.take(WeightRole::SharedDown),
+                gate_up: self.next_tensor(WeightRole::SharedGateUp),
+                down: self.next_tensor(WeightRole::SharedDown),
                 gate: self.option(WeightRole::SharedGate),
             }),
             extras: self.extras(),
@@ -192,7 +192,7 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
     fn extras(&mut self) -> Vec<NamedTensor> {
         let mut extras = Vec::new();
         while let Some(role @ WeightRole::RouterExtra(name)) = self.specs.peek().map(|spec| spec.role) {
-            extras.push(NamedTensor { name, tensor: self.take(role) });
+            extras.push(NamedTensor { name, tensor: self.next_tensor(role) });
         }
         extras
     }
@@ -205,8 +205,8 @@ impl<F: FnMut(&WeightSpec) -> Tensor, S: FnMut(&WeightShape) -> Tensor> Builder<
 
     fn dense(&mut self) -> DenseWeights {
         DenseWeights {
-            gate_up: self.take(WeightRole::DenseGateUp),
-            down: self.take(WeightRole::DenseDown),
+            gate_up: self.next_tensor(WeightRole::DenseGateUp),
+            down: self.next_tensor(WeightRole::DenseDown),
             biases: self.pair(WeightRole::DenseGateUpBias, WeightRole::DenseDownBias),
         }
     }

@@ -123,7 +123,7 @@ fn a_text_has_the_same_logits_alone_and_in_any_batch() {
                 let weights = in_type(&ctx, &exact, dtype);
                 let alone = logits_in_pieces(&ctx, &decoder, &weights, &ids, &[LEN - 2, 1, 1]);
                 for count in [4, 12, 16, 17] {
-                    let mut cache = KvCache::of_sequences(decoder.config(), count);
+                    let mut cache = KvCache::with_sequences(decoder.config(), count);
                     for (step, expected) in [0..LEN - 2, LEN - 2..LEN - 1, LEN - 1..LEN].into_iter().zip(&alone) {
                         let batch: Vec<u32> =
                             ids.chunks(LEN).take(count).flat_map(|ids| ids[step.clone()].to_vec()).collect();

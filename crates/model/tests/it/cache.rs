@@ -105,7 +105,7 @@ fn a_cache_is_cut_where_the_window_still_reaches() {
 fn check_together(ctx: &Context, config: ModelConfig, count: usize, pieces: &[usize], tolerance: f32) {
     let (decoder, weights) = model(ctx, config);
     let texts: Vec<Vec<u32>> = (0..count as u64).map(|i| random_ids(50, pieces.iter().sum(), i)).collect();
-    let mut together = KvCache::of_sequences(decoder.config(), count);
+    let mut together = KvCache::with_sequences(decoder.config(), count);
     let mut alone: Vec<_> = texts.iter().map(|_| KvCache::new(decoder.config())).collect();
     let mut start = 0;
     for &piece in pieces {
@@ -153,7 +153,7 @@ fn sequences_that_go_on_together_have_the_logits_of_each_alone() {
 fn sequences_that_go_on_together_are_equally_long() {
     let ctx = Context::cpu(1);
     let (decoder, weights) = model(&ctx, small_config());
-    let mut cache = KvCache::of_sequences(decoder.config(), 3);
+    let mut cache = KvCache::with_sequences(decoder.config(), 3);
     let error = decoder.forward_cached(&ctx, &weights, &mut cache, &[1, 2, 3, 4], None).unwrap_err();
     assert_eq!(error.to_string(), "prompt has 4 ids, but 3 sequences of 2 tokens need 6");
     assert_eq!(decoder.forward_cached(&ctx, &weights, &mut cache, &[], None).unwrap_err(), BatchError::Empty);

@@ -203,7 +203,7 @@ fn pieces_cut_by_bytes_are_to_be_joined() {
     let error = GgufFile::open(&path).err().unwrap().to_string();
     assert!(error.contains("cat m.gguf-split-* > m.gguf"), "{error}");
     fs::write(dir.path().join("m.gguf.part2of2"), &bytes[20_000..]).unwrap();
-    let what = moeworks_model::instead_of_model(&dir.path().join("m.gguf.part2of2"));
+    let what = moeworks_model::model_path_advice(&dir.path().join("m.gguf.part2of2"));
     assert!(what.contains("cat m.gguf.part* > m.gguf"), "{what}");
 }
 

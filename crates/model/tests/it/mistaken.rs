@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use moeworks_model::gguf::GgufFile;
 use moeworks_model::hf::{ModelFolder, load_model};
-use moeworks_model::{Tokenizer, instead_of_model};
+use moeworks_model::{Tokenizer, model_path_advice};
 use moeworks_ops::Context;
 use tempfile::TempDir;
 
@@ -54,7 +54,7 @@ impl Folder {
 
     #[track_caller]
     fn is_no_model(&self, parts: &[&str]) {
-        assert_line(&instead_of_model(self.0.path()), parts);
+        assert_line(&model_path_advice(self.0.path()), parts);
     }
 
     #[track_caller]
@@ -168,7 +168,7 @@ fn files_that_are_no_models_are_named_with_what_to_do() {
         .with("old.bin", b"tjgg\x03\0\0\0")
         .with("text.gguf", b"hello")
         .with("m.gguf.part", b"GGUF");
-    let is = |name: &str, parts: &[&str]| assert_line(&instead_of_model(&folder.path(name)), parts);
+    let is = |name: &str, parts: &[&str]| assert_line(&model_path_advice(&folder.path(name)), parts);
     is("lfs.gguf", &["git lfs pull"]);
     is("zip.gguf", &["zip"]);
     is("old.bin", &["GGML", "before GGUF"]);
@@ -185,13 +185,13 @@ fn files_that_are_no_models_are_named_with_what_to_do() {
 
 #[test]
 fn names_of_the_hub_are_told_from_paths() {
-    let is = |path: &str, parts: &[&str]| assert_line(&instead_of_model(Path::new(path)), parts);
+    let is = |path: &str, parts: &[&str]| assert_line(&model_path_advice(Path::new(path)), parts);
     let hub = ["Nothing is downloaded", "hf download mistralai/Mixtral-8x7B-v0.1"];
     is("mistralai/Mixtral-8x7B-v0.1", &hub);
     is("https://huggingface.co/mistralai/Mixtral-8x7B-v0.1", &hub);
     is("hf://mistralai/Mixtral-8x7B-v0.1", &hub);
     for path in ["./models/mine", "/models/mine", "mine", "tests/mine"] {
-        let what = instead_of_model(Path::new(path));
+        let what = model_path_advice(Path::new(path));
         assert!(what.contains("no such file or folder") && !what.contains("hf download"), "{path}: {what}");
     }
     is("https://example.com/model.gguf", &["nothing is downloaded"]);

@@ -135,13 +135,13 @@ impl Ranks {
             whole.f32s_mut().copy_from_slice(own.f32s());
             return Ok(());
         };
-        cut.put(own.f32s(), whole);
+        cut.write_part(own.f32s(), whole);
         for (rank, split) in self.tensor_splits().iter().enumerate().skip(1) {
             let share = split.share(spec);
             if let Some(cut) = share.cut.filter(|_| share.ranks.start == rank) {
                 let mut part = vec![0.0; cut.len(whole.shape())];
                 ranks.group().receive(&mut part, rank, TAG)?;
-                cut.put(&part, whole);
+                cut.write_part(&part, whole);
             }
         }
         Ok(())
