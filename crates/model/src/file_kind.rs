@@ -50,7 +50,7 @@ pub(crate) const UNFINISHED: [&str; 8] =
     [".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2", ".tmp", ".!ut"];
 
 /// Describes the file with these bytes and gives advice, to follow "this is"; none for an unknown format.
-pub(crate) fn what(bytes: &[u8]) -> Option<String> {
+pub(crate) fn describe(bytes: &[u8]) -> Option<String> {
     if bytes.is_empty() {
         return Some("empty: download it again".to_owned());
     }
@@ -73,13 +73,13 @@ pub(crate) fn what(bytes: &[u8]) -> Option<String> {
     text(head)
 }
 
-/// Describes the file at `path` like [`what`], reading only its beginning.
-pub(crate) fn what_is_at(path: &Path) -> Option<String> {
+/// Describes the file at `path` like [`describe`], reading only its beginning.
+pub(crate) fn describe_file(path: &Path) -> Option<String> {
     use std::io::Read;
     let mut head = Vec::new();
     let file = std::fs::File::open(path).ok().filter(|_| path.is_file())?;
     file.take(HEAD as u64).read_to_end(&mut head).ok()?;
-    what(&head)
+    describe(&head)
 }
 
 /// Returns true if the bytes begin like a safetensors file.
@@ -124,7 +124,7 @@ pub(crate) fn utf8(bytes: Vec<u8>) -> Result<String, String> {
     }
     match String::from_utf8(bytes) {
         Ok(text) => Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text)),
-        Err(error) => Err(match what(error.as_bytes()) {
+        Err(error) => Err(match describe(error.as_bytes()) {
             Some(what) => format!("this is {what}"),
             None => format!("not UTF-8: byte {} is invalid", error.utf8_error().valid_up_to()),
         }),
@@ -134,7 +134,7 @@ pub(crate) fn utf8(bytes: Vec<u8>) -> Result<String, String> {
 /// Parses a file's JSON. An error describes the file if its format is known, or else says where the JSON is invalid.
 pub(crate) fn json<T: serde::de::DeserializeOwned>(bytes: Vec<u8>) -> Result<T, String> {
     let text = utf8(bytes)?;
-    serde_json::from_str(&text).map_err(|error| match what(text.as_bytes()) {
+    serde_json::from_str(&text).map_err(|error| match describe(text.as_bytes()) {
         Some(what) => format!("this is {what}"),
         None if text.contains("NaN") || text.contains("Infinity") => {
             format!("{error} (JSON has neither NaN nor Infinity: write a number, or null)")
@@ -144,5 +144,5 @@ pub(crate) fn json<T: serde::de::DeserializeOwned>(bytes: Vec<u8>) -> Result<T, 
 }
 
 #[cfg(test)]
-#[path = "foreign_tests.rs"]
+#[path = "file_kind_tests.rs"]
 mod tests;

@@ -2,7 +2,7 @@ use super::*;
 
 #[track_caller]
 fn assert_is(bytes: &[u8], part: &str) {
-    let found = what(bytes).unwrap_or_default();
+    let found = describe(bytes).unwrap_or_default();
     assert!(found.contains(part) && !found.contains('\n'), "{found:?}, expected {part:?}");
 }
 
@@ -36,7 +36,7 @@ fn files_that_are_something_else_are_told_by_their_first_bytes() {
 #[test]
 fn what_is_nothing_known_stays_unnamed() {
     for bytes in [&b"hello"[..], b"{\"model_type\": \"llama\", \"error\": 1}", b"{\"a\": 1}", b"\x01\x02\x03"] {
-        assert_eq!(what(bytes), None);
+        assert_eq!(describe(bytes), None);
     }
 }
 

@@ -72,7 +72,7 @@ pub(crate) const OF_GGUF: &[KeyName] = &[
 ];
 
 /// Replaces our names of settings in a message by the keys of a file.
-pub(crate) fn in_words(message: &dyn ToString, words: &[KeyName]) -> String {
+pub(crate) fn with_file_keys(message: &dyn ToString, words: &[KeyName]) -> String {
     let text = message.to_string();
     let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '.';
     let mut out = String::with_capacity(text.len());
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn names_are_replaced_and_nothing_else() {
-        let say = |text: &str| in_words(&text, OF_CONFIG_JSON);
+        let say = |text: &str| with_file_keys(&text, OF_CONFIG_JSON);
         assert_eq!(
             say("num_kv_heads = 3: must divide num_heads, 4"),
             "num_key_value_heads = 3: must divide num_attention_heads, 4"

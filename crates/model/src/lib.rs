@@ -6,13 +6,13 @@ mod config;
 mod decoder;
 mod encoder;
 mod expert_parallel;
+mod file_kind;
 pub mod files;
 mod finite;
-mod foreign;
 mod gather;
 pub mod gguf;
 pub mod hf;
-mod instead;
+mod key_names;
 mod kv_cache;
 mod layers;
 mod losses;
@@ -20,6 +20,7 @@ mod mode;
 mod paged_kv_cache;
 mod pass;
 mod pass_order;
+mod path_advice;
 mod rope_tables;
 pub mod safetensors;
 mod scan;
@@ -30,7 +31,6 @@ mod tensor_ranks;
 mod tokenizer;
 mod upcycle;
 mod weights;
-mod words;
 
 pub use config::{
     ActivationKind, EncoderConfig, LatentAttention, ModelConfig, NormKind, PositionKind, QkNorm, RopeScaling, Rotary,
@@ -40,7 +40,6 @@ pub use decoder::{Decoder, InitHook};
 pub use encoder::SourceBatch;
 pub use gather::Gather;
 pub use hf::LoadError;
-pub use instead::{instead_of_model, only_gguf};
 pub use kv_cache::KvCache;
 pub use layers::{EncoderOutput, ResidualStream, WeightGradTask, WeightGradTasks, WeightGrads};
 pub use losses::{LossValues, RouterLoss, router_losses};
@@ -51,6 +50,7 @@ pub use pass::{
     TokenBatch, WantedLogits,
 };
 pub use pass_order::{PassAction, PassOrder};
+pub use path_advice::{model_path_advice, only_gguf};
 pub use scan::{NotFinite, WeightCheck};
 pub use sharding::{HeldPart, Sharding};
 pub use split::{Cut, TensorShare, TensorSplit};

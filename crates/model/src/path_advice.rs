@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::foreign::{UNFINISHED, what_is_at};
+use crate::file_kind::{UNFINISHED, describe_file};
 
 /// The largest number of names of a folder that are looked at.
 const MAX_NAMES: usize = 10_000;
@@ -14,7 +14,7 @@ const SAVE_AGAIN: &str = "load the model with transformers and `save_pretrained`
 /// Describes what is wrong with a path that is no model folder, and what would be right, as the end of a line that
 /// begins with the path.
 #[must_use]
-pub fn instead_of_model(path: &Path) -> String {
+pub fn model_path_advice(path: &Path) -> String {
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => folder(path),
         Ok(metadata) if metadata.is_file() => file(path),
@@ -56,12 +56,12 @@ fn file(path: &Path) -> String {
     if name == "config.json" || name.ends_with(".safetensors.index.json") {
         return "not a folder; give the folder that it is in".to_owned();
     }
-    let what = what_is_at(path);
+    let what = describe_file(path);
     if crate::gguf::is_gguf(path) {
         return "a GGUF file, which this command does not read: convert it to a model folder with `moeworks convert`"
             .to_owned();
     }
-    if let Some(hint) = cut_by_bytes(&name) {
+    if let Some(hint) = split_file_advice(&name) {
         return format!("not a folder; {hint}");
     }
     match what.as_deref() {
@@ -78,7 +78,7 @@ fn file(path: &Path) -> String {
 
 /// Returns advice for a piece of a file that was split into chunks of bytes, recognized by its name; none for other
 /// names.
-pub(crate) fn cut_by_bytes(name: &str) -> Option<String> {
+pub(crate) fn split_file_advice(name: &str) -> Option<String> {
     let is_cut = |rest: &str, marker: &str| {
         let part = rest.split_once(marker).map_or("", |(_, part)| part);
         !part.is_empty() && part.len() <= 8 && part.chars().all(|c| c.is_ascii_alphanumeric())
@@ -142,7 +142,7 @@ fn inner_models(dir: &Path, names: &[String]) -> Vec<PathBuf> {
 
 /// Describes what a model folder has instead of safetensors weights, and what to do, as the end of a line; empty if
 /// nothing helps.
-pub(crate) fn instead_of_weights(dir: &Path) -> String {
+pub(crate) fn weights_advice(dir: &Path) -> String {
     let names = names(dir);
     let find = |wanted: &dyn Fn(&str) -> bool| names.iter().find(|name| wanted(name));
     let is_pickle = |name: &str| {
@@ -175,7 +175,7 @@ pub(crate) fn instead_of_weights(dir: &Path) -> String {
 }
 
 fn pickled(dir: &Path, name: &str) -> String {
-    match what_is_at(&dir.join(name)).as_deref() {
+    match describe_file(&dir.join(name)).as_deref() {
         Some("a safetensors file") => format!("; {name} is a safetensors file: rename it to model.safetensors"),
         Some(what) if !what.contains("pickle") && !what.contains("zip") => format!("; {name} is {what}"),
         _ => format!("; {name} is a pickle, which can run code and is not read: {SAVE_AGAIN}"),
@@ -184,7 +184,7 @@ fn pickled(dir: &Path, name: &str) -> String {
 
 /// Describes what a model folder has instead of a `tokenizer.json`, and what to do, as the end of a line; empty if
 /// nothing helps.
-pub(crate) fn instead_of_tokenizer(dir: &Path) -> String {
+pub(crate) fn tokenizer_advice(dir: &Path) -> String {
     let names = names(dir);
     let make = "make it with transformers: `AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`";
     let is_other = |name: &&String| {

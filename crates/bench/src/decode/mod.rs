@@ -200,7 +200,7 @@ struct Texts<'a> {
 impl<'a> Texts<'a> {
     fn new(ctx: &'a Context, model: Model<'a>, count: usize) -> Result<Self, BenchError> {
         let config = model.decoder.config();
-        let mut cache = KvCache::of_sequences(config, count);
+        let mut cache = KvCache::with_sequences(config, count);
         let logits =
             model.decoder.forward_cached(ctx, model.weights, &mut cache, &ids(config, count * PROMPT), None)?;
         // The likeliest token is chosen, as in the programs used for comparison.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use moeworks_model::instead_of_model;
+use moeworks_model::model_path_advice;
 
 use super::{CHECKPOINTS_DIR, CONFIG_FILE, Checkpoint, MANIFEST_FILE, METRICS_JSONL, Store, StoreError};
 
@@ -34,7 +34,7 @@ pub struct Resolved {
 pub fn resolve_run(path: &Path, pick: Pick) -> Result<Resolved, StoreError> {
     let not_found = |problem: String| StoreError::NotFound { path: path.to_owned(), problem };
     if !path.is_dir() {
-        return Err(not_found(instead_of_model(path)));
+        return Err(not_found(model_path_advice(path)));
     }
     if path.join(MANIFEST_FILE).exists() {
         let checkpoint = Checkpoint::read(path)?;
@@ -54,7 +54,7 @@ pub fn resolve_run(path: &Path, pick: Pick) -> Result<Resolved, StoreError> {
     if path.join("config.json").is_file() {
         return Ok(Resolved { run_dir: None, checkpoint: None, model_dir: path.to_owned() });
     }
-    Err(not_found(instead_of_model(path)))
+    Err(not_found(model_path_advice(path)))
 }
 
 /// Returns the run folder around a checkpoint folder: the parent of `checkpoints/`.

@@ -7,9 +7,9 @@ use moeworks_moe::ConfigError;
 
 use super::blocks::GgmlType;
 use super::config::supported;
-use crate::instead::cut_by_bytes;
+use crate::key_names::{OF_GGUF, with_file_keys};
+use crate::path_advice::split_file_advice;
 use crate::tokenizer::TokenizerError;
-use crate::words::{OF_GGUF, in_words};
 
 /// A GGUF file that cannot be used. Every variant names the file.
 #[derive(Debug, thiserror::Error)]
@@ -83,7 +83,7 @@ pub enum GgufError {
         reason: String,
     },
     /// A setting is out of range.
-    #[error("{}: {}", path.display(), in_words(source, OF_GGUF))]
+    #[error("{}: {}", path.display(), with_file_keys(source, OF_GGUF))]
     Setting {
         /// The file.
         path: PathBuf,
@@ -133,6 +133,6 @@ pub enum GgufError {
 /// Returns advice for a file that ends too early.
 fn rest_of_cut(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let advice = cut_by_bytes(&name).unwrap_or_else(|| "download it again".to_owned());
+    let advice = split_file_advice(&name).unwrap_or_else(|| "download it again".to_owned());
     format!("; {advice}")
 }

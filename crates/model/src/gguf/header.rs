@@ -14,7 +14,7 @@ use super::GgufTensor;
 use super::blocks::GgmlType;
 use super::error::GgufError;
 use super::value::{Numbers, Value};
-use crate::foreign;
+use crate::file_kind;
 
 const MAGIC: &[u8; 4] = b"GGUF";
 /// The alignment of data unless the file gives one.
@@ -40,7 +40,7 @@ pub(super) fn read(path: &Path, bytes: &[u8]) -> Result<Header, GgufError> {
     match bytes.first_chunk::<4>() {
         Some(MAGIC) => reader.at = 4,
         _ => {
-            let what = foreign::what(bytes).map_or_else(String::new, |what| format!("; this is {what}"));
+            let what = file_kind::describe(bytes).map_or_else(String::new, |what| format!("; this is {what}"));
             return Err(not_gguf(format!("it does not begin with GGUF{what}")));
         }
     }
@@ -160,7 +160,7 @@ impl<'a> Reader<'a> {
         GgufError::Truncated { path: self.path.to_owned(), what: what.to_owned() }
     }
 
-    fn take(&mut self, len: usize, what: &str) -> Result<&'a [u8], GgufError> {
+    fn read_bytes(&mut self, len: usize, what: &str) -> Result<&'a [u8], GgufError> {
         let end = self.at.checked_add(len).filter(|&end| end <= self.bytes.len());
         let end = end.ok_or_else(|| self.truncated(what))?;
         let taken = &self.bytes[self.at..end];
@@ -169,7 +169,7 @@ impl<'a> Reader<'a> {
     }
 
     fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], GgufError> {
-        let bytes = self.take(N, what)?;
+        let bytes = self.read_bytes(N, what)?;
         bytes.try_into().map_err(|_| self.truncated(what))
     }
 
@@ -185,7 +185,7 @@ impl<'a> Reader<'a> {
         let len = self.u64(what)?;
         let len = usize::try_from(len).ok().filter(|&len| len <= max.min(self.bytes.len()));
         let len = len.ok_or_else(|| self.truncated(what))?;
-        let bytes = self.take(len, what)?;
+        let bytes = self.read_bytes(len, what)?;
         let text = std::str::from_utf8(bytes).map_err(|_| self.bad(format!("{what} is not UTF-8")))?;
         Ok(text.to_owned())
     }
@@ -198,7 +198,7 @@ impl<'a> Reader<'a> {
             _ => {
                 let size = Numbers::size_of(ty);
                 let size = size.ok_or_else(|| self.bad(format!("{key}: unknown value type {ty}")))?;
-                let bytes = self.take(size, key)?;
+                let bytes = self.read_bytes(size, key)?;
                 Numbers::new(ty, bytes).get(0).ok_or_else(|| self.bad(format!("{key}: a boolean must be 0 or 1")))
             }
         }
@@ -216,7 +216,7 @@ impl<'a> Reader<'a> {
         match Numbers::size_of(ty) {
             Some(size) => {
                 let bytes = len.checked_mul(size).ok_or_else(|| self.truncated(key))?;
-                Ok(Value::Numbers(Numbers::new(ty, self.take(bytes, key)?)))
+                Ok(Value::Numbers(Numbers::new(ty, self.read_bytes(bytes, key)?)))
             }
             None if ty == 8 => {
                 (0..len).map(|_| self.string(key, usize::MAX)).collect::<Result<_, _>>().map(Value::Texts)

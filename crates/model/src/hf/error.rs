@@ -8,9 +8,9 @@ use moeworks_moe::ConfigError;
 use moeworks_tensor::BLOCK_LEN;
 
 use super::family::supported;
+use crate::key_names::{OF_CONFIG_JSON, with_file_keys};
 use crate::safetensors::SafetensorsError;
 use crate::tokenizer::TokenizerError;
-use crate::words::{OF_CONFIG_JSON, in_words};
 
 /// A folder that cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -32,7 +32,7 @@ pub enum LoadError {
         reason: String,
     },
     /// A setting is out of range.
-    #[error("{}: {}", path.display(), in_words(source, OF_CONFIG_JSON))]
+    #[error("{}: {}", path.display(), with_file_keys(source, OF_CONFIG_JSON))]
     Setting {
         /// The file.
         path: PathBuf,

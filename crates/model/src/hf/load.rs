@@ -21,7 +21,7 @@ use super::mxfp4;
 use super::names::{TensorSlice, forms};
 use super::slices::{ReadElement, SliceReader};
 use crate::config::ModelConfig;
-use crate::foreign;
+use crate::file_kind;
 use crate::gguf::block_types;
 use crate::safetensors::ModelFiles;
 use crate::weights::{DecoderWeights, WeightTable};
@@ -108,7 +108,7 @@ pub(crate) fn warn_of_keys(path: &Path, unknown_keys: &[String]) {
         return;
     }
     let line = format!(
-        "{}: keys that are not used: {} (if one of them changes what the model computes, results are wrong)",
+        "{}: unknown keys: {} (results are wrong if one of them changes what the model computes)",
         path.display(),
         unknown_keys.join(", ")
     );
@@ -125,8 +125,8 @@ pub fn read_json(path: &Path) -> Result<Value, LoadError> {
     if !metadata.is_file() || metadata.len() > MAX_CONFIG_BYTES {
         return Err(bad(format!("not a file of at most {MAX_CONFIG_BYTES} bytes")));
     }
-    let json = foreign::json(fs::read(path).map_err(io)?).map_err(bad)?;
-    foreign::server_error(&json).map_or(Ok(json), |what| Err(bad(format!("this is {what}"))))
+    let json = file_kind::json(fs::read(path).map_err(io)?).map_err(bad)?;
+    file_kind::server_error(&json).map_or(Ok(json), |what| Err(bad(format!("this is {what}"))))
 }
 
 struct Loader<'a> {

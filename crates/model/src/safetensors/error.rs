@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::FileDType;
-use crate::instead::instead_of_weights;
+use crate::path_advice::weights_advice;
 
 /// A safetensors file that cannot be used. Every variant names the file, and the tensor where there is one.
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +142,7 @@ pub enum SafetensorsError {
         what: String,
     },
     /// A folder without safetensors weights.
-    #[error("{}: no model.safetensors and no model.safetensors.index.json{}", path.display(), instead_of_weights(path))]
+    #[error("{}: no model.safetensors and no model.safetensors.index.json{}", path.display(), weights_advice(path))]
     NoWeights {
         /// The folder.
         path: PathBuf,

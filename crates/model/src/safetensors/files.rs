@@ -7,7 +7,7 @@ use std::path::{Component, Path, PathBuf};
 use serde::Deserialize;
 
 use super::{SafetensorsError, SafetensorsFile, TensorInfo};
-use crate::foreign;
+use crate::file_kind;
 
 /// The largest index that is read, in bytes.
 const MAX_INDEX_BYTES: u64 = 100_000_000;
@@ -52,7 +52,7 @@ impl ModelFiles {
         if bytes > MAX_INDEX_BYTES {
             return Err(bad(format!("{bytes} bytes, but an index has at most {MAX_INDEX_BYTES}")));
         }
-        let Index { weight_map } = foreign::json(fs::read(index).map_err(io)?).map_err(bad)?;
+        let Index { weight_map } = file_kind::json(fs::read(index).map_err(io)?).map_err(bad)?;
         if weight_map.is_empty() {
             return Err(bad("weight_map names no tensor: download it again".to_owned()));
         }

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 
 use super::{FileDType, SafetensorsError, TensorInfo};
-use crate::foreign;
+use crate::file_kind;
 
 /// The largest header that is read, in bytes: the limit of the reference implementation.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -22,7 +22,7 @@ type Contents = (BTreeMap<String, TensorInfo>, BTreeMap<String, String>);
 /// such.
 pub(super) fn read(path: &Path, file: &[u8]) -> Result<Contents, SafetensorsError> {
     read_header(path, file).map_err(|error| {
-        match foreign::what(file).filter(|_| !file.is_empty() && !foreign::is_safetensors(file)) {
+        match file_kind::describe(file).filter(|_| !file.is_empty() && !file_kind::is_safetensors(file)) {
             Some(what) => SafetensorsError::Foreign { path: path.to_owned(), what },
             None => error,
         }

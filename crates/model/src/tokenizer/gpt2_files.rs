@@ -10,7 +10,7 @@ use super::{END_OF_TEXT, MAX_ID, TokenizerError, read_text};
 
 /// Builds the `tokenizer.json` of a vocabulary and its merges. These files do not give the division into words, so
 /// only GPT-2's class, the default, is accepted.
-pub(super) fn json_of_older(
+pub(super) fn gpt2_json(
     [vocab_path, merges_path]: &[PathBuf; 2],
     config: Option<&str>,
 ) -> Result<String, TokenizerError> {

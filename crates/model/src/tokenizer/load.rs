@@ -6,10 +6,10 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::byte_level::{byte_alphabet, byte_level_json, is_byte_tokenizer};
-use super::ends::{TEXT_ENDS, known_ends};
 use super::engine::{Engine, added_tokens};
-use super::older::json_of_older;
+use super::gpt2_files::gpt2_json;
 use super::special::{additions, named_token};
+use super::stop_tokens::{TEXT_ENDS, known_ends};
 use super::{MAX_ID, Tokenizer, TokenizerError, pretty, read_text};
 
 impl Tokenizer {
@@ -30,7 +30,7 @@ impl Tokenizer {
         let older = ["vocab.json", "merges.txt"].map(|name| path.with_file_name(name));
         let origin = path.display().to_string();
         if !path.exists() && older.iter().all(|path| path.exists()) {
-            let json = json_of_older(&older, config.as_deref())?;
+            let json = gpt2_json(&older, config.as_deref())?;
             return Self::from_parts(json, config, &origin, true);
         }
         Self::from_text(read_text(path)?, config, &origin)

@@ -8,14 +8,14 @@
 
 mod byte_level;
 mod division;
-mod ends;
 mod engine;
+mod gpt2_files;
 mod load;
-mod older;
 mod oniguruma;
 mod pattern;
 mod special;
 mod token_table;
+mod stop_tokens;
 mod train;
 
 use std::path::{Path, PathBuf};
@@ -25,12 +25,12 @@ use engine::{Engine, Spelling};
 use serde_json::Value;
 use special::Additions;
 
-use crate::foreign;
-use crate::instead::instead_of_tokenizer;
+use crate::file_kind;
+use crate::path_advice::tokenizer_advice;
 
-pub(crate) use ends::is_known_end;
 pub(crate) use special::{NamedToken, template};
 pub use token_table::{TokenBytes, TokenTable};
+pub(crate) use stop_tokens::is_known_end;
 
 /// The special token that begins and ends texts in tokenizers trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -293,12 +293,12 @@ fn read_text(path: &Path) -> Result<String, TokenizerError> {
     }
     let invalid = |reason| TokenizerError::Invalid { origin: path.display().to_string(), reason };
     let no_text = |reason| io(io::Error::new(io::ErrorKind::InvalidData, reason));
-    let text = foreign::utf8(fs::read(path).map_err(io)?).map_err(|reason: String| no_text(reason))?;
+    let text = file_kind::utf8(fs::read(path).map_err(io)?).map_err(|reason: String| no_text(reason))?;
     if text.is_empty() {
         return Err(invalid("EOF: this file is empty: download it again".to_owned()));
     }
     // A real tokenizer is not one of the kinds of files that are recognized by their first bytes.
-    let what = (text.len() < 4096).then(|| foreign::what(text.as_bytes())).flatten();
+    let what = (text.len() < 4096).then(|| file_kind::describe(text.as_bytes())).flatten();
     what.map_or(Ok(text), |what| Err(invalid(format!("this is {what}"))))
 }
 
@@ -306,7 +306,7 @@ fn read_text(path: &Path) -> Result<String, TokenizerError> {
 fn with_advice(error: io::Error, path: &Path) -> io::Error {
     let is_missing = error.kind() == io::ErrorKind::NotFound && path.ends_with("tokenizer.json");
     match path.parent().filter(|_| is_missing) {
-        Some(dir) => io::Error::new(error.kind(), format!("missing{}", instead_of_tokenizer(dir))),
+        Some(dir) => io::Error::new(error.kind(), format!("missing{}", tokenizer_advice(dir))),
         None => error,
     }
 }
