@@ -46,7 +46,8 @@ fn mixtral_has_its_published_size() {
     assert_eq!((parameters.active() as f64 / 1e8).round(), 129.0);
 }
 
-/// Qwen3-235B-A22B trains at 148.3 GFLOP a token at sequence 4,096 (Megatron-Core MoE report, 2603.07685, by its formula).
+/// Qwen3-235B-A22B trains at 148.3 GFLOP per token at sequence length 4,096 (Megatron-Core MoE report, 2603.07685, by
+/// its formula).
 #[test]
 fn qwen3_235b_costs_its_published_flops() {
     let config = ModelConfig {

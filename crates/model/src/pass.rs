@@ -23,8 +23,8 @@ pub struct TokenBatch<'a> {
     /// a sequence; positions begin at 0 in each. No segment crosses the end of a sequence. Empty: each sequence is
     /// one segment.
     pub segments: &'a [usize],
-    /// The experts that the tokens go to in place of the routers' choice: one entry for each MoE layer of the decoder, first to last, whatever
-    /// stage the batch is for. Made by [`Decoder::expert_ids`](crate::Decoder::expert_ids), or by a hook from
+    /// The experts to use instead of the routers' choice: one entry per MoE layer of the decoder, in order, whatever
+    /// stage the batch is for. [`Decoder::expert_ids`](crate::Decoder::expert_ids) makes them, or a hook from
     /// [`MoeSaved::expert_ids`](moeworks_moe::MoeSaved::expert_ids). Empty: the routers choose.
     pub expert_ids: &'a [ExpertIds],
 }
@@ -82,7 +82,7 @@ pub struct SequencePart<'a> {
     pub adapter: Option<u32>,
     /// The tokens whose logits are wanted.
     pub logits: WantedLogits,
-    /// The experts that the tokens go to, as in [`TokenBatch::expert_ids`].
+    /// The experts to use instead of the routers' choice; see [`TokenBatch::expert_ids`].
     pub expert_ids: &'a [ExpertIds],
 }
 

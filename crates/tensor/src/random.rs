@@ -1,4 +1,5 @@
-//! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+//! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+//! 2011).
 //!
 //! A value depends only on (seed, purpose, step, position). Results thus do not depend on the order in which threads
 //! or ranks draw, and a resumed run draws what the uninterrupted one would have.

@@ -38,7 +38,7 @@ pub enum Init {
     Zeros,
     /// Ones.
     Ones,
-    /// The same number everywhere.
+    /// One number for all elements.
     Constant(f32),
     /// Normally distributed numbers, truncated at three standard deviations, from a stream of their own.
     Normal {

@@ -228,7 +228,7 @@ fn a_configuration_that_would_be_computed_wrongly_is_refused() {
     assert!(matches!(dir.fault(), LoadError::Io { .. }));
 }
 
-/// The same rotary embedding for every kind of layer, given for each of them.
+/// One rotary embedding, given for each kind of layer.
 #[test]
 fn rotary_parameters_that_are_the_same_for_every_kind_of_layer_are_used() {
     let of = |parameters: Value| Copy::of("qwen3_moe").set("rope_parameters", parameters).load().unwrap();

@@ -29,8 +29,8 @@ fn bos_template() -> Value {
     })
 }
 
-/// Release 5 goes by the post-processor, in most classes. Release 4 went by the flags in some; where these ask for a token that the
-/// post-processor does not have, as in DeepSeek's files, they are followed.
+/// Release 5 of `transformers` uses the post-processor, in most classes. Release 4 used the flags in some; where
+/// these ask for a token that the post-processor does not add, as in DeepSeek's files, they are followed.
 #[test]
 fn a_folder_adds_what_transformers_adds() {
     let fixture: Value = serde_json::from_str(include_str!("../fixtures/special_tokens.json")).unwrap();
