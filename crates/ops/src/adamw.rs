@@ -50,7 +50,7 @@ pub fn adamw(ctx: &Context, step: &AdamWStep, tensors: AdamWTensors<'_>) {
     assert_eq!(lens, (len, len, len), "adamw: tensors for a parameter {:?}", tensors.param.shape());
     let has_room = tensors.compute.as_ref().is_none_or(|compute| compute.len() == len);
     assert!(has_room, "adamw: the copy of a parameter {:?}", tensors.param.shape());
-    let factors = Factors::of(step);
+    let factors = Factors::new(step);
     if let Some(on) = On::of(ctx) {
         return cuda::elementwise::adamw(on, &factors, tensors);
     }
@@ -90,7 +90,7 @@ pub(crate) struct Factors {
 }
 
 impl Factors {
-    fn of(step: &AdamWStep) -> Self {
+    fn new(step: &AdamWStep) -> Self {
         let power = i32::try_from(step.step).unwrap_or(i32::MAX);
         let (correction1, correction2) = (1.0 - step.beta1.powi(power), 1.0 - step.beta2.powi(power));
         Self {

@@ -32,7 +32,7 @@ pub struct LayerNormGrads<'a> {
 /// type of `y`. Returns `y` in the shape of `x`, and each row's mean and `1 / std`, `[rows, 2]` f32.
 #[must_use]
 pub fn layer_norm(ctx: &Context, x: &Tensor, weights: LayerNormWeights<'_>, eps: f32, out: DType) -> (Tensor, Tensor) {
-    let rows = Rows::of(x, weights.weight);
+    let rows = Rows::new(x, weights.weight);
     assert_eq!(weights.bias.len(), rows.width, "layer_norm: bias {:?}", weights.bias.shape());
     if let Some(on) = On::taking(ctx, &[x.dtype(), out]) {
         return cuda::layer_norm::forward(on, x, weights, eps, out);
@@ -102,7 +102,7 @@ pub fn layer_norm_backward(
     write: Write,
     grads: LayerNormGrads<'_>,
 ) -> Tensor {
-    let rows = Rows::of(x, weight);
+    let rows = Rows::new(x, weight);
     let LayerNormGrads { weight: dweight, bias: dbias } = grads;
     assert_eq!((dy.len(), statistics.len()), (x.len(), 2 * rows.count), "layer_norm backward: dy {:?}", dy.shape());
     assert_eq!((dweight.len(), dbias.len()), (rows.width, rows.width), "layer_norm backward: dweight, dbias");
@@ -181,7 +181,7 @@ struct Rows {
 }
 
 impl Rows {
-    fn of(x: &Tensor, weight: &Tensor) -> Self {
+    fn new(x: &Tensor, weight: &Tensor) -> Self {
         let width = weight.len();
         assert!(width > 0 && x.len().is_multiple_of(width), "layer_norm: x {:?}, weight [{width}]", x.shape());
         Self { width, count: x.len() / width, per_task: (PIECE / width).max(1) }

@@ -79,7 +79,7 @@ pub fn linear_each<const N: usize>(ctx: &Context, x: &Tensor, ws: [&Tensor; N], 
 fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tensor]) {
     let (rows, depth, dtype) = (x.rows(), x.cols(), ws[0].dtype());
     with_float!(ys[0].dtype(), T => {
-        let each = Each(ys.iter_mut().map(replaced::<T>).collect());
+        let store = BatchedStore(ys.iter_mut().map(replaced::<T>).collect());
         if dtype.is_quantized() {
             let groups: Vec<_> = ws.iter().map(|&w| quantized::Group {
                 indices: None,
@@ -88,13 +88,13 @@ fn products_of_a_type(ctx: &Context, x: &Tensor, ws: &[&Tensor], ys: &mut [Tenso
                 weights: quantized::matrix(w, 0, w.rows(), false),
                 columns: w.rows(),
             }).collect();
-            quantized::run(ctx, &quantized::Product { a: x, weights: ws[0], groups: &groups, is_paired: false }, &each);
+            quantized::run(ctx, &quantized::Product { a: x, weights: ws[0], groups: &groups, is_paired: false }, &store);
         } else {
             let a = Source::rows(x, 0);
             let groups: Vec<_> =
                 ws.iter().map(|&w| Group { a, b: Source::rows(w, 0), rows, columns: w.rows(), depth }).collect();
             let product = Product { form: Form::Nt, compute: Compute::from_dtype(dtype), groups: &groups, is_paired: false };
-            run(ctx, &product, &each);
+            run(ctx, &product, &store);
         }
     });
 }
@@ -106,9 +106,9 @@ fn replaced<T: Float>(y: &mut Tensor) -> Store<'_, T> {
 }
 
 /// An epilogue with a matrix for each group.
-struct Each<'a, T>(Vec<Store<'a, T>>);
+struct BatchedStore<'a, T>(Vec<Store<'a, T>>);
 
-impl<T: Float> Epilogue for Each<'_, T> {
+impl<T: Float> Epilogue for BatchedStore<'_, T> {
     #[inline(always)]
     fn prefetch(&self, at: Place) {
         self.0[at.group].prefetch(Place { group: 0, ..at });

@@ -5,9 +5,9 @@ use bytemuck::cast_slice_mut;
 use moeworks_tensor::{DType, bf16};
 
 #[cfg(target_arch = "x86_64")]
-use super::octet_rows;
+use super::avx2_rows;
 #[cfg(target_arch = "x86_64")]
-use super::put::{ByWords, Widened};
+use super::store_bf16::{ByWords, Widened};
 use super::weights::{Layout, RowBytes, Weights};
 use super::{blocks_of, row_kernel, with_values};
 use crate::gemm::Compute;
@@ -32,7 +32,7 @@ fn row_to_bf16(isa: Isa, row: RowBytes<'_>, layout: Layout, to: &mut [bf16]) {
     unsafe {
         match isa {
             // FP8 is simple enough for compiled loops.
-            Isa::Avx2 if layout.dtype != DType::F8 => return octet_rows::write_row(row, layout, to),
+            Isa::Avx2 if layout.dtype != DType::F8 => return avx2_rows::write_row(row, layout, to),
             Isa::Avx512 => return vectors::row::<ByWords>(row, layout, to),
             Isa::Avx512Bf16 | Isa::Amx | Isa::AmxF32 => {
                 return vectors::row_by_instruction(row, layout, to);
@@ -42,7 +42,7 @@ fn row_to_bf16(isa: Isa, row: RowBytes<'_>, layout: Layout, to: &mut [bf16]) {
     }
     #[cfg(target_arch = "aarch64")]
     if isa == Isa::Neon && layout.dtype != DType::F8 {
-        return super::sixteen_rows::write_row(row, layout, to);
+        return super::neon_rows::write_row(row, layout, to);
     }
     with_values!(layout, B => row_kernel::<B, bf16>(isa, blocks_of::<B>(row.numbers), row.scales, to));
 }
@@ -134,10 +134,10 @@ mod vectors {
     use moeworks_tensor::DType;
 
     use super::bf16;
+    use crate::quantized::avx512_blocks::{Avx512Blocks, PARTS};
     use crate::quantized::float8::{self, with_floats};
-    use crate::quantized::lanes::{Lanes, PARTS};
     use crate::quantized::layouts::PART;
-    use crate::quantized::put::{ByInstruction, Put};
+    use crate::quantized::store_bf16::{ByInstruction, StoreNumbers};
     use crate::quantized::stream::{Unit, unit_of_scales};
     use crate::quantized::weights::{Layout, RowBytes};
     use crate::quantized::{blocks_of, with_ints};
@@ -157,7 +157,7 @@ mod vectors {
     /// # Safety
     /// The machine must have AVX-512 F, BW, DQ and VL, AVX2, FMA, F16C and BMI2, which must be enough for `P`.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-    pub(super) unsafe fn row<P: Put>(row: RowBytes<'_>, layout: Layout, to: &mut [P::Number]) {
+    pub(super) unsafe fn row<P: StoreNumbers>(row: RowBytes<'_>, layout: Layout, to: &mut [P::Number]) {
         // SAFETY: the caller's promise.
         unsafe { write_row::<P>(row, layout, to) }
     }
@@ -167,7 +167,7 @@ mod vectors {
     /// # Safety
     /// As for [`row`], with the instructions of `P`.
     #[inline(always)]
-    unsafe fn write_row<P: Put>(row: RowBytes<'_>, layout: Layout, to: &mut [P::Number]) {
+    unsafe fn write_row<P: StoreNumbers>(row: RowBytes<'_>, layout: Layout, to: &mut [P::Number]) {
         let RowBytes { numbers, scales } = row;
         // SAFETY: the caller's promise.
         unsafe {
@@ -182,11 +182,11 @@ mod vectors {
     /// # Safety
     /// As for [`write_row`].
     #[inline(always)]
-    unsafe fn write<B: Lanes, P: Put>(blocks: &[B], scales: &[u8], to: &mut [P::Number]) {
-        assert!(scales.len() >= blocks.len() * B::APART, "scales of a row");
+    unsafe fn write<B: Avx512Blocks, P: StoreNumbers>(blocks: &[B], scales: &[u8], to: &mut [P::Number]) {
+        assert!(scales.len() >= blocks.len() * B::SPLIT_BYTES, "scales of a row");
         let units = blocks.chunks(B::BLOCKS);
         for (index, (unit, to)) in units.zip(to.chunks_mut(B::BLOCKS * B::LEN)).enumerate() {
-            let scales = &scales[index * B::BLOCKS * B::APART..];
+            let scales = &scales[index * B::BLOCKS * B::SPLIT_BYTES..];
             if unit.len() == B::BLOCKS {
                 // SAFETY: the caller's promise.
                 unsafe { write_unit::<B, P>(Unit { blocks: unit.as_ptr(), scales: scales.as_ptr() }, to) };
@@ -207,7 +207,7 @@ mod vectors {
     /// # Safety
     /// As for [`write_row`]; the unit and its scales must be readable.
     #[inline(always)]
-    unsafe fn write_unit<B: Lanes, P: Put>(unit: Unit<B>, to: &mut [P::Number]) {
+    unsafe fn write_unit<B: Avx512Blocks, P: StoreNumbers>(unit: Unit<B>, to: &mut [P::Number]) {
         let Unit { blocks: unit, scales } = unit;
         // SAFETY: the caller's promise.
         let scales = unsafe { B::scales(unit, scales) };
@@ -229,7 +229,7 @@ mod vectors {
     /// # Safety
     /// As for [`write_row`].
     #[inline(always)]
-    unsafe fn quarters<B: Lanes>(numbers: __m512i) -> [__m128i; PARTS] {
+    unsafe fn quarters<B: Avx512Blocks>(numbers: __m512i) -> [__m128i; PARTS] {
         // SAFETY: the caller's promise.
         unsafe {
             let numbers = _mm512_sub_epi8(numbers, _mm512_set1_epi8(B::OFFSET));
@@ -245,7 +245,7 @@ mod vectors {
     /// # Safety
     /// As for [`write_row`].
     #[inline(always)]
-    unsafe fn write_part<B: Lanes, P: Put>(
+    unsafe fn write_part<B: Avx512Blocks, P: StoreNumbers>(
         numbers: [__m128i; 2],
         scales: [__m512; 2],
         lanes: [i32; 2],
@@ -259,12 +259,12 @@ mod vectors {
                 [_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(first)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(second))];
             for (floats, lane) in floats.iter_mut().zip(lanes) {
                 *floats = _mm512_mul_ps(*floats, _mm512_permutexvar_ps(_mm512_set1_epi32(lane), scales[0]));
-                if B::HAS_LEAST {
-                    let lane = _mm512_set1_epi32(lane + B::FIRST_LEAST);
+                if B::HAS_MIN {
+                    let lane = _mm512_set1_epi32(lane + B::FIRST_MIN);
                     *floats = _mm512_sub_ps(*floats, _mm512_permutexvar_ps(lane, scales[1]));
                 }
             }
-            if B::IS_PAIRED { P::put_in_turn(floats, to) } else { P::put(floats, to) }
+            if B::IS_PAIRED { P::store_interleaved(floats, to) } else { P::store(floats, to) }
         }
     }
 }

@@ -18,12 +18,12 @@ use crate::simd::{Float, LANES, kernel};
 /// A block of FP8 floats.
 pub(super) trait Floats: Pod + Send + Sync {
     /// Bytes of the scale if it is in a tensor of its own, otherwise 0.
-    const APART: usize;
+    const SPLIT_BYTES: usize;
 
     fn values(&self) -> &[u8; F8_BLOCK_LEN];
 
-    /// Returns the scale; `apart` holds its bytes if it is in a tensor of its own.
-    fn scale(&self, apart: &[u8]) -> f32;
+    /// Returns the scale; `split_scale` holds its bytes if it is in a tensor of its own.
+    fn scale(&self, split_scale: &[u8]) -> f32;
 }
 
 /// The floats of an [`F8Block`] whose scale is in a tensor of its own.
@@ -32,7 +32,7 @@ pub(super) trait Floats: Pod + Send + Sync {
 pub(super) struct F8Values([[u8; 32]; F8_BLOCK_LEN / 32]);
 
 impl Floats for F8Values {
-    const APART: usize = 4;
+    const SPLIT_BYTES: usize = 4;
 
     #[inline(always)]
     fn values(&self) -> &[u8; F8_BLOCK_LEN] {
@@ -40,13 +40,13 @@ impl Floats for F8Values {
     }
 
     #[inline(always)]
-    fn scale(&self, apart: &[u8]) -> f32 {
-        f32::from_le_bytes([apart[0], apart[1], apart[2], apart[3]])
+    fn scale(&self, split_scale: &[u8]) -> f32 {
+        f32::from_le_bytes([split_scale[0], split_scale[1], split_scale[2], split_scale[3]])
     }
 }
 
 impl Floats for F8Block {
-    const APART: usize = 0;
+    const SPLIT_BYTES: usize = 0;
 
     #[inline(always)]
     fn values(&self) -> &[u8; F8_BLOCK_LEN] {
@@ -63,11 +63,11 @@ macro_rules! values {
     ($($block:ty),*) => {$(
         impl Values for $block {
             const LEN: usize = F8_BLOCK_LEN;
-            const APART: usize = <Self as Floats>::APART;
+            const SPLIT_BYTES: usize = <Self as Floats>::SPLIT_BYTES;
 
             #[inline(always)]
-            fn decode(&self, apart: &[u8], to: &mut [f32]) {
-                let scale = self.scale(apart);
+            fn decode(&self, split_scale: &[u8], to: &mut [f32]) {
+                let scale = self.scale(split_scale);
                 to.iter_mut().zip(self.values()).for_each(|(to, &byte)| *to = scale * value(byte));
             }
         }
@@ -124,7 +124,7 @@ kernel! {
             let scales = weights.scales.row(column);
             let mut sums = [[0.0_f32; LANES]; MAX_FEW];
             for (index, block) in blocks_of::<B>(weights.numbers.row(column)).iter().enumerate() {
-                let scale = block.scale(&scales[index * B::APART..]);
+                let scale = block.scale(&scales[index * B::SPLIT_BYTES..]);
                 let mut values = [0.0_f32; F8_BLOCK_LEN];
                 values.iter_mut().zip(block.values()).for_each(|(to, &byte)| *to = value(byte));
                 for (sum, a) in sums.iter_mut().zip(a) {
@@ -162,7 +162,7 @@ mod vectors {
     use super::{Floats, Panel, Quad, Tile, VALUES, blocks_of};
     use crate::prefetch::prefetch_far;
     use crate::quantized::kernel::{with_rows, write_column};
-    use crate::quantized::put::Put;
+    use crate::quantized::store_bf16::StoreNumbers;
     use crate::simd::{Avx512, Level};
 
     /// Returns the low or the high bytes of the first 128 FP8 values as bf16. The other values are their negatives.
@@ -216,7 +216,7 @@ mod vectors {
     ///
     /// # Safety
     /// The machine must have the instructions that [`is_fast`](super::is_fast) checks. Rows of activations must be in
-    /// the format [`Beside::WovenFloats`](crate::quantized::rows::Beside::WovenFloats), with as many quads as a row
+    /// the format [`ActivationFormat::InterleavedFloats`](crate::quantized::rows::ActivationFormat::InterleavedFloats), with as many quads as a row
     /// of weights has blocks.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
     pub(in crate::quantized) unsafe fn run(panel: Panel<'_>, tiles: &mut [Tile]) {
@@ -270,7 +270,7 @@ mod vectors {
                 for line in (0..size_of::<B>()).step_by(64) {
                     prefetch_far(self.ahead.wrapping_add(index * size_of::<B>() + line));
                 }
-                let scale = _mm512_set1_ps(block.scale(&self.scales[index * B::APART..]));
+                let scale = _mm512_set1_ps(block.scale(&self.scales[index * B::SPLIT_BYTES..]));
                 let at = block.values().as_ptr();
                 // SAFETY: a block has 128 floats.
                 let (first, second) = unsafe { (_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(64).cast())) };
@@ -302,16 +302,20 @@ mod vectors {
     /// # Safety
     /// The machine must have AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C, and the instructions of `P`.
     #[inline(always)]
-    pub(in crate::quantized) unsafe fn write<B: Floats, P: Put>(blocks: &[B], scales: &[u8], to: &mut [P::Number]) {
+    pub(in crate::quantized) unsafe fn write<B: Floats, P: StoreNumbers>(
+        blocks: &[B],
+        scales: &[u8],
+        to: &mut [P::Number],
+    ) {
         for (index, (block, to)) in blocks.iter().zip(to.chunks_mut(F8_BLOCK_LEN)).enumerate() {
             // The same bits as f16 are 256 times smaller; the product of both factors is exact.
-            let scale = 256.0 * block.scale(&scales[index * B::APART..]);
+            let scale = 256.0 * block.scale(&scales[index * B::SPLIT_BYTES..]);
             for (values, to) in block.values().as_chunks::<32>().0.iter().zip(to.as_chunks_mut::<32>().0) {
                 // SAFETY: the caller's promise; 32 bytes are read.
                 unsafe {
                     let scale = _mm512_set1_ps(scale);
                     let [first, second] = as_halves(_mm512_cvtepu8_epi16(_mm256_loadu_si256(values.as_ptr().cast())));
-                    P::put([_mm512_mul_ps(first, scale), _mm512_mul_ps(second, scale)], to);
+                    P::store([_mm512_mul_ps(first, scale), _mm512_mul_ps(second, scale)], to);
                 }
             }
         }

@@ -4,7 +4,7 @@ use moeworks_tensor::DType;
 
 use super::float8;
 use super::layouts::{Block, PART, Scale};
-use super::rows::{Beside, QUAD, Quad};
+use super::rows::{ActivationFormat, QUAD, Quad};
 use super::weights::{Layout, Weights};
 use super::{blocks_of, with_ints};
 use crate::Isa;
@@ -97,19 +97,19 @@ pub(super) enum Kernel {
     Plain(Isa),
     /// The byte products of AVX2 (`vpmaddubsw`).
     #[cfg(target_arch = "x86_64")]
-    Maddubs,
+    DotAvx2,
     /// The byte dot product of AVX-512 VNNI.
     #[cfg(target_arch = "x86_64")]
-    Vnni,
+    DotVnni,
     /// The byte dot product of Armv8.2.
     #[cfg(target_arch = "aarch64")]
-    Sdot,
+    DotNeon,
     /// f32 multiply-adds of FP8 weights that F16C converts.
     #[cfg(target_arch = "x86_64")]
-    Halves,
+    Fp8Avx2,
     /// The dot product of bf16 pairs, of FP8 weights that AVX-512 VBMI converts by table lookup.
     #[cfg(target_arch = "x86_64")]
-    Floats,
+    Fp8Vbmi,
 }
 
 impl Kernel {
@@ -118,34 +118,34 @@ impl Kernel {
         let mut kernels = vec![Self::Plain(isa)];
         #[cfg(target_arch = "x86_64")]
         if dtype == DType::F8 {
-            kernels.extend((isa >= Isa::Avx2).then_some(Self::Halves));
-            kernels.extend(float8::is_fast(isa).then_some(Self::Floats));
+            kernels.extend((isa >= Isa::Avx2).then_some(Self::Fp8Avx2));
+            kernels.extend(float8::is_fast(isa).then_some(Self::Fp8Vbmi));
         } else {
-            kernels.extend((isa >= Isa::Avx2).then_some(Self::Maddubs));
-            kernels.extend(has_vnni(isa).then_some(Self::Vnni));
+            kernels.extend((isa >= Isa::Avx2).then_some(Self::DotAvx2));
+            kernels.extend(has_vnni(isa).then_some(Self::DotVnni));
         }
         #[cfg(target_arch = "aarch64")]
         if dtype != DType::F8 && isa == Isa::Neon && std::arch::is_aarch64_feature_detected!("dotprod") {
-            kernels.push(Self::Sdot);
+            kernels.push(Self::DotNeon);
         }
         kernels
     }
 
     /// Returns the format in which this kernel takes activations for weights of a layout.
-    pub(super) fn beside(self, layout: Layout) -> Beside {
+    pub(super) fn activation_format(self, layout: Layout) -> ActivationFormat {
         match self {
-            Self::Plain(_) if layout.dtype == DType::F8 => Beside::Floats,
-            Self::Plain(_) => Beside::Offset(0),
+            Self::Plain(_) if layout.dtype == DType::F8 => ActivationFormat::Floats,
+            Self::Plain(_) => ActivationFormat::Offset(0),
             #[cfg(target_arch = "aarch64")]
-            Self::Sdot => Beside::Offset(0),
+            Self::DotNeon => ActivationFormat::Offset(0),
             #[cfg(target_arch = "x86_64")]
-            Self::Maddubs => with_ints!(layout, B => super::maddubs::beside::<B>()),
+            Self::DotAvx2 => with_ints!(layout, B => super::dot_avx2::activation_format::<B>()),
             #[cfg(target_arch = "x86_64")]
-            Self::Vnni => with_ints!(layout, B => super::vnni::beside::<B>()),
+            Self::DotVnni => with_ints!(layout, B => super::dot_vnni::activation_format::<B>()),
             #[cfg(target_arch = "x86_64")]
-            Self::Halves => Beside::Floats,
+            Self::Fp8Avx2 => ActivationFormat::Floats,
             #[cfg(target_arch = "x86_64")]
-            Self::Floats => Beside::WovenFloats,
+            Self::Fp8Vbmi => ActivationFormat::InterleavedFloats,
         }
     }
 }
@@ -169,19 +169,19 @@ pub(super) fn run(kernel: Kernel, panel: Panel<'_>, tiles: &mut [Tile]) {
         // SAFETY: `Kernel::available` names these kernels only where the machine has their instructions; rows are as
         // long as asserted.
         #[cfg(target_arch = "x86_64")]
-        Kernel::Maddubs => with_ints!(panel.weights.layout, B => unsafe { super::maddubs::run::<B>(panel, tiles) }),
+        Kernel::DotAvx2 => with_ints!(panel.weights.layout, B => unsafe { super::dot_avx2::run::<B>(panel, tiles) }),
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Kernel::Vnni => with_ints!(panel.weights.layout, B => unsafe { super::vnni::run::<B>(panel, tiles) }),
+        Kernel::DotVnni => with_ints!(panel.weights.layout, B => unsafe { super::dot_vnni::run::<B>(panel, tiles) }),
         // SAFETY: as above.
         #[cfg(target_arch = "aarch64")]
-        Kernel::Sdot => with_ints!(panel.weights.layout, B => unsafe { super::sdot::run::<B>(panel, tiles) }),
+        Kernel::DotNeon => with_ints!(panel.weights.layout, B => unsafe { super::dot_neon::run::<B>(panel, tiles) }),
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Kernel::Halves => unsafe { super::halves::run(panel, tiles) },
+        Kernel::Fp8Avx2 => unsafe { super::fp8_avx2::run(panel, tiles) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Kernel::Floats => unsafe { float8::run(panel, tiles) },
+        Kernel::Fp8Vbmi => unsafe { float8::run(panel, tiles) },
     }
 }
 
@@ -194,7 +194,7 @@ kernel! {
             for (index, block) in blocks_of::<B>(weights.numbers.row(column)).iter().enumerate() {
                 for part in 0..B::LEN / PART {
                     let at = index * (B::LEN / PART) + part;
-                    add_part::<S, B>(block, part, &scales[index * B::APART..], a, at, &mut sums);
+                    add_part::<S, B>(block, part, &scales[index * B::SPLIT_BYTES..], a, at, &mut sums);
                 }
             }
             write_column(&sums[..a.len()], column, tile_step, tiles);
@@ -219,14 +219,14 @@ const HALF: usize = PART / 2;
 fn add_part<S: crate::simd::Level, B: Block>(
     block: &B,
     part: usize,
-    apart: &[u8],
+    split_scale: &[u8],
     a: &[&[Quad]],
     at: usize,
     sums: &mut [f32; MAX_FEW],
 ) {
     let ints = block.ints(part);
     for shared in 0..PART / B::SHARED {
-        let Scale { scale, least } = block.scale(PART / B::SHARED * part + shared, apart);
+        let Scale { scale, min } = block.scale(PART / B::SHARED * part + shared, split_scale);
         let range = shared * B::SHARED..(shared + 1) * B::SHARED;
         for (sum, a) in sums.iter_mut().zip(a) {
             let quad = &a[at / 4];
@@ -236,10 +236,10 @@ fn add_part<S: crate::simd::Level, B: Block>(
                 total += i32::from(ints[i]) * x;
                 plain += x;
             }
-            let x_scale = quad.beside[0][at % 4 * 4];
+            let x_scale = quad.corrections[0][at % 4 * 4];
             *sum = S::mul_add(total as f32, scale * x_scale, *sum);
-            if B::HAS_LEAST {
-                *sum = S::mul_add(plain as f32, -least * x_scale, *sum);
+            if B::HAS_MIN {
+                *sum = S::mul_add(plain as f32, -min * x_scale, *sum);
             }
         }
     }

@@ -21,59 +21,59 @@ pub(super) trait Values: Pod + Send + Sync {
     const LEN: usize;
 
     /// Bytes of the scale if it is split, otherwise 0.
-    const APART: usize;
+    const SPLIT_BYTES: usize;
 
-    /// Converts the block to its elements; `apart` holds the scale if it is split.
-    fn decode(&self, apart: &[u8], to: &mut [f32]);
+    /// Converts the block to its elements; `split_scale` holds the scale if it is split.
+    fn decode(&self, split_scale: &[u8], to: &mut [f32]);
 }
 
-/// A block of integers: element i is `scale * ints[i] - least`, with a scale and a minimum for some consecutive
+/// A block of integers: element i is `scale * ints[i] - min`, with a scale and a minimum for some consecutive
 /// elements.
 pub(super) trait Block: Pod + Send + Sync {
     /// Number of elements.
     const LEN: usize = PART;
 
     /// Bytes of the scale if it is split, otherwise 0.
-    const APART: usize = 0;
+    const SPLIT_BYTES: usize = 0;
 
     /// Number of consecutive elements that share a scale: 32 or 16.
     const SHARED: usize = PART;
 
     /// True if there are minima other than 0.
-    const HAS_LEAST: bool = false;
+    const HAS_MIN: bool = false;
 
     /// Returns the integers of the 32 elements from `32 * part` on.
     fn ints(&self, part: usize) -> [i8; PART];
 
-    /// Returns scale and minimum of the elements from [`SHARED`](Self::SHARED) times `index` on; `apart` holds the
+    /// Returns scale and minimum of the elements from [`SHARED`](Self::SHARED) times `index` on; `split_scale` holds the
     /// scale's bytes if it is split.
-    fn scale(&self, index: usize, apart: &[u8]) -> Scale;
+    fn scale(&self, index: usize, split_scale: &[u8]) -> Scale;
 }
 /// The scale of some consecutive elements, and the minimum that is taken from them.
 #[derive(Clone, Copy)]
 pub(super) struct Scale {
     pub(super) scale: f32,
-    pub(super) least: f32,
+    pub(super) min: f32,
 }
 
 impl Scale {
     #[inline(always)]
-    fn new(scale: f32, least: f32) -> Self {
-        Self { scale, least }
+    fn new(scale: f32, min: f32) -> Self {
+        Self { scale, min }
     }
 }
 impl<B: Block> Values for B {
     const LEN: usize = B::LEN;
-    const APART: usize = B::APART;
+    const SPLIT_BYTES: usize = B::SPLIT_BYTES;
 
     #[inline(always)]
-    fn decode(&self, apart: &[u8], to: &mut [f32]) {
+    fn decode(&self, split_scale: &[u8], to: &mut [f32]) {
         for (part, to) in to.as_chunks_mut::<PART>().0.iter_mut().enumerate() {
             let ints = self.ints(part);
             for at in 0..PART / B::SHARED {
-                let Scale { scale, least } = self.scale(PART / B::SHARED * part + at, apart);
+                let Scale { scale, min } = self.scale(PART / B::SHARED * part + at, split_scale);
                 for i in at * B::SHARED..(at + 1) * B::SHARED {
-                    to[i] = scale * f32::from(ints[i]) - least;
+                    to[i] = scale * f32::from(ints[i]) - min;
                 }
             }
         }
@@ -143,7 +143,7 @@ impl Block for Q4Block {
 }
 
 impl Block for Q4_1Block {
-    const HAS_LEAST: bool = true;
+    const HAS_MIN: bool = true;
 
     #[inline(always)]
     fn ints(&self, _: usize) -> [i8; PART] {
@@ -169,7 +169,7 @@ impl Block for Q5_0Block {
 }
 
 impl Block for Q5_1Block {
-    const HAS_LEAST: bool = true;
+    const HAS_MIN: bool = true;
 
     #[inline(always)]
     fn ints(&self, _: usize) -> [i8; PART] {
@@ -191,7 +191,7 @@ fn two_bits(bytes: &[u8], part: usize, i: usize) -> u8 {
 impl Block for Q2KBlock {
     const LEN: usize = LONG_BLOCK_LEN;
     const SHARED: usize = 16;
-    const HAS_LEAST: bool = true;
+    const HAS_MIN: bool = true;
 
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
@@ -228,15 +228,15 @@ impl Block for Q3KBlock {
 /// Returns scale and minimum of the 32 elements `index` of a `Q4_K` or `Q5_K`. The f16 factors of both come first,
 /// then twelve bytes with eight of each in six bits.
 #[inline(always)]
-fn scale_and_least(block: &[u8], index: usize) -> Scale {
+fn scale_and_min(block: &[u8], index: usize) -> Scale {
     let bytes = &block[4..16];
-    let (scale, least) = if index < 4 {
+    let (scale, min) = if index < 4 {
         (bytes[index] & 63, bytes[index + 4] & 63)
     } else {
         let both = bytes[index + 4];
         (both & 15 | bytes[index - 4] >> 2 & 48, both >> 4 | bytes[index] >> 2 & 48)
     };
-    Scale::new(half_at(block, 0) * f32::from(scale), half_at(block, 2) * f32::from(least))
+    Scale::new(half_at(block, 0) * f32::from(scale), half_at(block, 2) * f32::from(min))
 }
 
 /// Returns element i of a part: of 64 elements the first 32 are the low four bits of 32 bytes, the others the high
@@ -248,7 +248,7 @@ fn long_nibble(bytes: &[u8], part: usize, i: usize) -> u8 {
 
 impl Block for Q4KBlock {
     const LEN: usize = LONG_BLOCK_LEN;
-    const HAS_LEAST: bool = true;
+    const HAS_MIN: bool = true;
 
     #[inline(always)]
     fn ints(&self, part: usize) -> [i8; PART] {
@@ -257,13 +257,13 @@ impl Block for Q4KBlock {
 
     #[inline(always)]
     fn scale(&self, index: usize, _: &[u8]) -> Scale {
-        scale_and_least(self.bytes(), index)
+        scale_and_min(self.bytes(), index)
     }
 }
 
 impl Block for Q5KBlock {
     const LEN: usize = LONG_BLOCK_LEN;
-    const HAS_LEAST: bool = true;
+    const HAS_MIN: bool = true;
 
     /// Takes bit `part` of 32 bytes as the fifth one.
     #[inline(always)]
@@ -273,7 +273,7 @@ impl Block for Q5KBlock {
 
     #[inline(always)]
     fn scale(&self, index: usize, _: &[u8]) -> Scale {
-        scale_and_least(self.bytes(), index)
+        scale_and_min(self.bytes(), index)
     }
 }
 
@@ -344,7 +344,7 @@ impl Block for Mxfp4Block {
 pub(super) struct Fp4Pairs([u8; PART / 2]);
 
 impl Block for Fp4Pairs {
-    const APART: usize = 1;
+    const SPLIT_BYTES: usize = 1;
 
     #[inline(always)]
     fn ints(&self, _: usize) -> [i8; PART] {
@@ -352,7 +352,7 @@ impl Block for Fp4Pairs {
     }
 
     #[inline(always)]
-    fn scale(&self, _: usize, apart: &[u8]) -> Scale {
-        Scale::new(half_power(apart[0]), 0.0)
+    fn scale(&self, _: usize, split_scale: &[u8]) -> Scale {
+        Scale::new(half_power(split_scale[0]), 0.0)
     }
 }

@@ -23,35 +23,35 @@
 //! A value that is not finite in a row of activations makes the row's results NaN, or infinite with FP8 weights and
 //! on a GPU; in a weight, its column's.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2_blocks;
+#[cfg(target_arch = "x86_64")]
+mod avx2_rows;
+#[cfg(target_arch = "x86_64")]
+mod avx512_blocks;
 mod block;
 mod dequantize;
+#[cfg(target_arch = "x86_64")]
+mod dot_avx2;
+#[cfg(target_arch = "aarch64")]
+mod dot_neon;
+#[cfg(target_arch = "x86_64")]
+mod dot_vnni;
 mod float8;
 #[cfg(target_arch = "x86_64")]
-mod halves;
+mod fp8_avx2;
 mod kernel;
-#[cfg(target_arch = "x86_64")]
-mod lanes;
 mod layouts;
-#[cfg(target_arch = "x86_64")]
-mod maddubs;
-#[cfg(target_arch = "x86_64")]
-mod octet_rows;
-#[cfg(target_arch = "x86_64")]
-mod octets;
+#[cfg(target_arch = "aarch64")]
+mod neon_blocks;
+#[cfg(target_arch = "aarch64")]
+mod neon_rows;
 mod product;
-#[cfg(target_arch = "x86_64")]
-mod put;
 mod rows;
-#[cfg(target_arch = "aarch64")]
-mod sdot;
-#[cfg(target_arch = "aarch64")]
-mod sixteen_rows;
-#[cfg(target_arch = "aarch64")]
-mod sixteens;
+#[cfg(target_arch = "x86_64")]
+mod store_bf16;
 #[cfg(target_arch = "x86_64")]
 mod stream;
-#[cfg(target_arch = "x86_64")]
-mod vnni;
 mod weights;
 
 use moeworks_tensor::{BLOCK_LEN, DType, LONG_BLOCK_LEN, Q4Block, Q8Block, Tensor};
@@ -80,10 +80,10 @@ pub(crate) use with_ints;
 
 /// Evaluates an expression with a type name bound to the blocks of a layout, one of the listed.
 macro_rules! with_block {
-    ($layout:expr, $B:ident => $body:expr, ($($dtype:ident $is_apart:literal $block:ident),*)) => {{
-        let $crate::quantized::weights::Layout { dtype, is_apart } = $layout;
-        match (dtype, is_apart) {
-            $((moeworks_tensor::DType::$dtype, $is_apart) => {
+    ($layout:expr, $B:ident => $body:expr, ($($dtype:ident $has_split_scales:literal $block:ident),*)) => {{
+        let $crate::quantized::weights::Layout { dtype, has_split_scales } = $layout;
+        match (dtype, has_split_scales) {
+            $((moeworks_tensor::DType::$dtype, $has_split_scales) => {
                 type $B = $crate::quantized::layouts::$block;
                 $body
             })*
@@ -156,7 +156,7 @@ pub fn dequantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
         let mut to = y.slice_mut::<T>();
         for x in x.parts() {
             let (here, rest) = to.split_at_mut(x.len());
-            dequantize_rows::<T>(ctx, Weights::of(x), x.cols(), here);
+            dequantize_rows::<T>(ctx, Weights::from_tensor(x), x.cols(), here);
             to = rest;
         }
     });
@@ -190,7 +190,7 @@ crate::simd::kernel! {
         let mut values = [0.0; LONG_BLOCK_LEN];
         let values = &mut values[..B::LEN];
         for (index, (block, to)) in blocks.iter().zip(to.chunks_exact_mut(B::LEN)).enumerate() {
-            block.decode(&scales[index * B::APART..], values);
+            block.decode(&scales[index * B::SPLIT_BYTES..], values);
             to.iter_mut().zip(&*values).for_each(|(to, &x)| *to = T::store(x));
         }
     }

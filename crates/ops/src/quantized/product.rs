@@ -142,7 +142,7 @@ pub(super) fn run_few(ctx: &Context, product: &Product<'_>, best: Kernel, epilog
     if tasks.is_empty() {
         return;
     }
-    let rows = QuantizedRows::of(ctx, product.a, best.beside(layout));
+    let rows = QuantizedRows::quantize(ctx, product.a, best.activation_format(layout));
     let num_threads = ctx.threads().count().min(tasks.len());
     let units = product.num_tiles() * MAX_FEW.div_ceil(MAX_ROWS) * (size_of::<Tile>() / 4);
     let mut scratch = ctx.empty(&[num_threads, units], DType::U32);

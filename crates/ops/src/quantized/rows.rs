@@ -13,8 +13,8 @@ use crate::simd::{Float, LANES, kernel, with_float};
 pub(super) struct Quad {
     /// The first 16 numbers of each block, and then the other 16 of each.
     pub(super) halves: [[i8; 2 * BLOCK_LEN]; 2],
-    /// Scales, and values for minima or offsets, as the [`Beside`] says.
-    pub(super) beside: [[f32; 16]; 2],
+    /// Scales, and values for minima or offsets, as the [`ActivationFormat`] says.
+    pub(super) corrections: [[f32; 16]; 2],
 }
 
 impl Quad {
@@ -31,7 +31,7 @@ impl Quad {
 
 /// The format of activations for a kernel: the corrections that go with the numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Beside {
+pub(super) enum ActivationFormat {
     /// For weights in short blocks: in each quad the blocks' scales, each four times; and as integer bits minus the
     /// offset times the sums of four consecutive numbers of the first half and four of the second, for weights stored
     /// larger by the offset.
@@ -40,7 +40,7 @@ pub(super) enum Beside {
     Pairs(u8),
     /// Like `Offset`, but the corrections of each block are the scale times the sum of its first half, the same for the
     /// second half, and two zeros.
-    Least,
+    Min,
     /// For weights in blocks of 256: in every other quad the scales of the 8 parts, then minus the scale times the
     /// sum of each part; the rest are zeros.
     Parts,
@@ -50,7 +50,7 @@ pub(super) enum Beside {
     /// For FP8: 128 bf16 in place of numbers and corrections.
     Floats,
     /// Like `Floats`, but of each 64 first the first eight of each 16, then the others.
-    WovenFloats,
+    InterleavedFloats,
 }
 
 /// Elements of a [`Quad`].
@@ -65,7 +65,7 @@ pub(super) struct QuantizedRows {
 
 impl QuantizedRows {
     /// Quantizes the rows of `x [R, K]`, f32 or bf16.
-    pub(super) fn of(ctx: &Context, x: &Tensor, beside: Beside) -> Self {
+    pub(super) fn quantize(ctx: &Context, x: &Tensor, format: ActivationFormat) -> Self {
         let (rows, cols) = (x.rows(), x.cols());
         let quads_per_row = cols.div_ceil(QUAD);
         let mut memory = ctx.empty(&[rows * quads_per_row, size_of::<Quad>() / 4], DType::U32);
@@ -76,7 +76,7 @@ impl QuantizedRows {
             ctx.threads().run_pieces(quads, (rows_per_task * quads_per_row).max(1), |task, quads| {
                 let x = x[task * rows_per_task * cols..].chunks_exact(cols.max(1));
                 for (x, quads) in x.zip(quads.chunks_exact_mut(quads_per_row.max(1))) {
-                    quantize_row::<T>(ctx.isa(), x, beside, quads);
+                    quantize_row::<T>(ctx.isa(), x, format, quads);
                 }
             });
         });
@@ -90,33 +90,33 @@ impl QuantizedRows {
 }
 
 kernel! {
-    fn quantize_row<S: Level, T: Float>(x: &[T], beside: Beside, to: &mut [Quad]) {
+    fn quantize_row<S: Level, T: Float>(x: &[T], format: ActivationFormat, to: &mut [Quad]) {
         to.fill(Quad::zeroed());
-        if let Beside::Floats | Beside::WovenFloats = beside {
-            return write_floats(x, beside == Beside::WovenFloats, to);
+        if let ActivationFormat::Floats | ActivationFormat::InterleavedFloats = format {
+            return write_floats(x, format == ActivationFormat::InterleavedFloats, to);
         }
         for (index, x) in x.as_chunks().0.iter().enumerate() {
             let (scale, mut numbers) = quantize_block(x);
-            if let Beside::Pairs(_) = beside {
+            if let ActivationFormat::Pairs(_) = format {
                 numbers = parted(&numbers);
             }
             let (first, second) = numbers.split_at(HALF);
             let (quad, part) = (index / 4, index % 4);
             to[quad].halves[0][part * HALF..][..HALF].copy_from_slice(first);
             to[quad].halves[1][part * HALF..][..HALF].copy_from_slice(second);
-            beside.put(to, index, scale, bytemuck::cast(sums_of_fours(&numbers)));
+            format.write(to, index, scale, bytemuck::cast(sums_of_fours(&numbers)));
         }
     }
 }
 
 /// Rounds a row to bf16.
 #[inline(always)]
-fn write_floats<T: Float>(x: &[T], are_woven: bool, to: &mut [Quad]) {
+fn write_floats<T: Float>(x: &[T], are_interleaved: bool, to: &mut [Quad]) {
     for (x, to) in x.chunks(QUAD).zip(to) {
         let to = to.floats_mut();
         for (i, x) in x.iter().enumerate() {
             let place = i / 64 * 64 + i / 8 % 2 * 32 + i % 64 / 16 * 8 + i % 8;
-            to[if are_woven { place } else { i }] = bf16::from_f32(x.load());
+            to[if are_interleaved { place } else { i }] = bf16::from_f32(x.load());
         }
     }
 }
@@ -141,18 +141,18 @@ fn sums_of_fours(numbers: &[i8; BLOCK_LEN]) -> [i32; BLOCK_LEN / 4] {
 /// Half of a block.
 const HALF: usize = BLOCK_LEN / 2;
 
-impl Beside {
+impl ActivationFormat {
     /// Stores the scale and the corrections of block `index`; `fours` are sums of four consecutive numbers of its
     /// halves.
     #[inline(always)]
-    fn put(self, to: &mut [Quad], index: usize, scale: f32, fours: [[i32; 4]; 2]) {
+    fn write(self, to: &mut [Quad], index: usize, scale: f32, fours: [[i32; 4]; 2]) {
         let sums = fours.map(|fours| scale * fours.iter().sum::<i32>() as f32);
         // The first quad holds those of all eight blocks.
         let ([scales, others], part) = match self {
-            Self::Offset(_) | Self::Pairs(_) | Self::Least => (&mut to[index / 4].beside, 4 * (index % 4)),
-            Self::Parts => (&mut to[index / 8 * 2].beside, index % 8),
-            Self::Floats | Self::WovenFloats => return,
-            Self::Halves(_) => (&mut to[index / 8 * 2].beside, 2 * (index % 8)),
+            Self::Offset(_) | Self::Pairs(_) | Self::Min => (&mut to[index / 4].corrections, 4 * (index % 4)),
+            Self::Parts => (&mut to[index / 8 * 2].corrections, index % 8),
+            Self::Floats | Self::InterleavedFloats => return,
+            Self::Halves(_) => (&mut to[index / 8 * 2].corrections, 2 * (index % 8)),
         };
         match self {
             Self::Offset(offset) | Self::Pairs(offset) => {
@@ -161,7 +161,7 @@ impl Beside {
                     *to = f32::from_bits((-i32::from(offset) * (fours[0][i] + fours[1][i])).cast_unsigned());
                 }
             }
-            Self::Least => {
+            Self::Min => {
                 scales[part..][..4].fill(scale);
                 others[part..][..2].copy_from_slice(&sums);
             }
@@ -173,7 +173,7 @@ impl Beside {
                 scales[part..][..2].fill(scale);
                 others[part..][..2].copy_from_slice(&sums.map(|sum| f32::from(factor) * sum));
             }
-            Self::Floats | Self::WovenFloats => {}
+            Self::Floats | Self::InterleavedFloats => {}
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use super::kernel::Panel;
 use super::layouts::{Block, PART};
-use super::rows::Beside;
+use super::rows::ActivationFormat;
 use crate::prefetch::prefetch_far;
 
 /// The most blocks of a unit, which a kernel takes at a time.
@@ -11,14 +11,14 @@ pub(super) const MAX_BLOCKS: usize = 4;
 
 /// Returns the format of activations for a type of weights whose integers are raised by `offset` and, if paired, come
 /// with even places first.
-pub(super) const fn beside<B: Block>(offset: u8, is_paired: bool) -> Beside {
+pub(super) const fn activation_format<B: Block>(offset: u8, is_paired: bool) -> ActivationFormat {
     match (B::LEN > PART, B::SHARED == PART) {
-        (false, _) if B::HAS_LEAST => Beside::Least,
-        (false, _) if is_paired => Beside::Pairs(offset),
-        (false, _) => Beside::Offset(offset),
-        (true, true) => Beside::Parts,
+        (false, _) if B::HAS_MIN => ActivationFormat::Min,
+        (false, _) if is_paired => ActivationFormat::Pairs(offset),
+        (false, _) => ActivationFormat::Offset(offset),
+        (true, true) => ActivationFormat::Parts,
         // An offset acts as a minimum of so many scales.
-        (true, false) => Beside::Halves(if B::HAS_LEAST { 1 } else { offset }),
+        (true, false) => ActivationFormat::Halves(if B::HAS_MIN { 1 } else { offset }),
     }
 }
 
@@ -46,14 +46,14 @@ impl<'a, B: Block> Row<'a, B> {
     /// Describes row `column` of a panel and the row `rows_ahead` rows later, whose split scales are prefetched at
     /// once.
     #[inline(always)]
-    pub(super) fn of(panel: &Panel<'a>, column: usize, rows_ahead: usize) -> Self {
+    pub(super) fn new(panel: &Panel<'a>, column: usize, rows_ahead: usize) -> Self {
         let ahead = panel.ahead(column, rows_ahead);
-        if B::APART > 0 {
+        if B::SPLIT_BYTES > 0 {
             prefetch_bytes(ahead.scales.address(0), ahead.scales.row_bytes().max(1));
         }
         let scales = panel.weights.scales.row(column);
         let blocks: &[B] = super::blocks_of(panel.weights.numbers.row(column));
-        assert!(scales.len() >= blocks.len() * B::APART, "scales of a row");
+        assert!(scales.len() >= blocks.len() * B::SPLIT_BYTES, "scales of a row");
         let (ahead, tile_step) = (ahead.numbers.address(0).cast(), panel.tile_step);
         Self { blocks, scales, ahead, first: 0, column, tile_step }
     }
@@ -91,7 +91,7 @@ macro_rules! streamed {
             assert_eq!(panel.weights.numbers.row_bytes(), bytes, "bytes of a row of weights");
             let (pass, rows_ahead) = (panel.pass(), panel.rows_ahead());
             for column in 0..panel.columns {
-                let mut row = Row::<B>::of(&panel, column, rows_ahead);
+                let mut row = Row::<B>::new(&panel, column, rows_ahead);
                 for a in panel.a.chunks(pass) {
                     // SAFETY: the caller's promise.
                     with_rows!(a, rows => unsafe { sums(&row, rows, tiles) });
@@ -116,7 +116,7 @@ macro_rules! streamed {
                 prefetch_bytes(row.ahead.wrapping_add(at * B::BLOCKS).cast(), B::BLOCKS * size_of::<B>());
                 // SAFETY: the unit and its scales are whole, and activations have as many quads as the row.
                 unsafe {
-                    let scales = row.scales.as_ptr().add(at * B::BLOCKS * B::APART);
+                    let scales = row.scales.as_ptr().add(at * B::BLOCKS * B::SPLIT_BYTES);
                     add_unit(Unit { blocks: unit.as_ptr(), scales }, a, at, &mut sums);
                 }
                 at += 1;
@@ -125,7 +125,7 @@ macro_rules! streamed {
                 // Missing blocks count as blocks of zeros.
                 let mut unit = [B::zeroed(); MAX_BLOCKS];
                 unit[..rest.len()].copy_from_slice(rest);
-                let scales = unit_of_scales(&row.scales[at * B::BLOCKS * B::APART..]);
+                let scales = unit_of_scales(&row.scales[at * B::BLOCKS * B::SPLIT_BYTES..]);
                 // SAFETY: as above.
                 unsafe { add_unit(Unit { blocks: unit.as_ptr(), scales: scales.as_ptr() }, a, at, &mut sums) };
             }

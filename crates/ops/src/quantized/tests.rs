@@ -491,7 +491,7 @@ fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
                 let nearest: Vec<bf16> = exact.f32s().iter().map(|&x| bf16::from_f32(x)).collect();
                 for blocks in parted(&ctx, &blocks).into_iter().chain([blocks]) {
                     let mut found = vec![bf16::from_f32(7.0); exact.len()];
-                    super::dequantize::to_bf16(&ctx, Weights::of(&blocks), rows, depth, &mut found);
+                    super::dequantize::to_bf16(&ctx, Weights::from_tensor(&blocks), rows, depth, &mut found);
                     assert!(found == nearest, "{dtype:?}, {num_blocks} blocks, {:?}", ctx.isa());
                     let found = dequantize(&ctx, &blocks, DType::BF16);
                     assert!(found.slice::<bf16>() == nearest, "{dtype:?}, {num_blocks} blocks, {}", ctx.describe());
@@ -506,7 +506,7 @@ fn blocks_become_the_bf16_numbers_nearest_to_what_they_stand_for() {
 #[cfg(target_arch = "x86_64")]
 fn as_units(ctx: &Context, blocks: &Tensor, start: usize) -> Vec<f32> {
     let (rows, depth) = (blocks.rows(), blocks.cols());
-    let source = Blocks::new(ctx.isa(), [Weights::of(blocks); 2], rows, depth);
+    let source = Blocks::new(ctx.isa(), [Weights::from_tensor(blocks); 2], rows, depth);
     let mut found = vec![0; rows * (depth - start)];
     for (row, to) in found.chunks_exact_mut(depth - start).enumerate() {
         source.to_units(row, start, Compute::F32, to);
@@ -543,7 +543,7 @@ fn a_scale_that_is_nan_makes_its_whole_block_nan_when_it_is_turned_into_bf16() {
             blocks.bytes_mut()[3 * dtype.size()..][..2].copy_from_slice(&0x7fff_u16.to_le_bytes());
             let is_right = |(i, is_nan): (usize, bool)| is_nan == (i / BLOCK_LEN == 3);
             let mut found = vec![bf16::from_f32(7.0); 256];
-            super::dequantize::to_bf16(&ctx, Weights::of(&blocks), 1, 256, &mut found);
+            super::dequantize::to_bf16(&ctx, Weights::from_tensor(&blocks), 1, 256, &mut found);
             assert!(found.iter().map(|x| x.is_nan()).enumerate().all(is_right), "{dtype:?} on {:?}", ctx.isa());
             #[cfg(target_arch = "x86_64")]
             if ctx.isa() >= Isa::Avx512 {

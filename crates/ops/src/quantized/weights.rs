@@ -18,7 +18,7 @@ pub(crate) struct Weights<'a> {
 pub(super) struct Layout {
     pub(super) dtype: DType,
     /// True if scales are in a tensor of their own.
-    pub(super) is_apart: bool,
+    pub(super) has_split_scales: bool,
 }
 
 /// The bytes of a row of weights: its blocks, and its scales if they are in a tensor of their own.
@@ -30,10 +30,10 @@ pub(super) struct RowBytes<'a> {
 
 impl<'a> Weights<'a> {
     /// Describes all rows of a tensor in one piece.
-    pub(super) fn of(tensor: &'a Tensor) -> Self {
+    pub(super) fn from_tensor(tensor: &'a Tensor) -> Self {
         let dtype = tensor.dtype();
         match tensor.lines() {
-            Some([numbers, scales]) => Self { numbers, scales, layout: Layout { dtype, is_apart: true } },
+            Some([numbers, scales]) => Self { numbers, scales, layout: Layout { dtype, has_split_scales: true } },
             None => Self::packed(tensor.bytes(), dtype, tensor.cols()),
         }
     }
@@ -41,7 +41,7 @@ impl<'a> Weights<'a> {
     /// Describes consecutive rows of `cols` weights.
     pub(super) fn packed(bytes: &'a [u8], dtype: DType, cols: usize) -> Self {
         let numbers = Lines::packed(bytes, cols / dtype.block_len() * dtype.size());
-        Self { numbers, scales: Lines::packed(&[], 0), layout: Layout { dtype, is_apart: false } }
+        Self { numbers, scales: Lines::packed(&[], 0), layout: Layout { dtype, has_split_scales: false } }
     }
 
     /// Skips the rows before `row`.
@@ -62,9 +62,9 @@ impl<'a> Weights<'a> {
 pub(crate) fn matrix(stack: &Tensor, index: usize, columns: usize, is_paired: bool) -> [Weights<'_>; 2] {
     let rows = columns * if is_paired { 2 } else { 1 };
     let all = match matrix_pieces(stack, index, rows) {
-        Some([first, second]) if is_paired => return [Weights::of(first), Weights::of(second)],
-        Some([whole]) => Weights::of(whole),
-        _ => Weights::of(stack).starting_at(index * rows),
+        Some([first, second]) if is_paired => return [Weights::from_tensor(first), Weights::from_tensor(second)],
+        Some([whole]) => Weights::from_tensor(whole),
+        _ => Weights::from_tensor(stack).starting_at(index * rows),
     };
     [all, all.starting_at(rows - columns)]
 }

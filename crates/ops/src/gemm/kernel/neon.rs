@@ -6,7 +6,7 @@
 
 use core::arch::aarch64::{float32x2_t, vfmaq_lane_f32, vfmaq_laneq_f32, vld1_f32, vld1q_f32};
 
-use super::{F32, Math, ROWS_OF_8, Sums, TileArgs, add_unit, begin, end, tile};
+use super::{F32, Math, Prefetch, ROWS_OF_8, Sums, TileArgs, add_unit, begin, end, tile};
 use crate::prefetch::prefetch_far;
 use crate::simd::Neon;
 

@@ -8,20 +8,20 @@ use core::arch::x86_64::{
     _mm256_setzero_ps, _mm256_sign_epi8,
 };
 
+use super::avx2_blocks::Avx2Blocks;
 use super::kernel::{Panel, with_rows};
 use super::layouts::PART;
-use super::octets::Octets;
-use super::rows::{Beside, Quad};
+use super::rows::{ActivationFormat, Quad};
 use super::stream::{self, MAX_BLOCKS, Row, Unit, prefetch_bytes, streamed, unit_of_scales};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::simd::{Avx2, Level};
 
 /// Returns the format of activations for a type of weights.
-pub(super) const fn beside<B: Octets>() -> Beside {
-    stream::beside::<B>(B::OFFSET, B::IS_PAIRED)
+pub(super) const fn activation_format<B: Avx2Blocks>() -> ActivationFormat {
+    stream::activation_format::<B>(B::OFFSET, B::IS_PAIRED)
 }
 
-streamed!("avx2,fma,f16c,bmi2", Octets);
+streamed!("avx2,fma,f16c,bmi2", Avx2Blocks);
 
 /// Sums of products, and sums of the corrections: separate, so that additions do not wait for each other.
 #[derive(Clone, Copy)]
@@ -46,7 +46,7 @@ const PART_LANES: [[i32; LANES]; 4] =
 /// As for [`run`]; the unit and its scales must be readable, and the rows must have its quads.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-unsafe fn add_unit<B: Octets, const R: usize>(unit: Unit<B>, a: [&[Quad]; R], at: usize, sums: &mut [Sums; R]) {
+unsafe fn add_unit<B: Avx2Blocks, const R: usize>(unit: Unit<B>, a: [&[Quad]; R], at: usize, sums: &mut [Sums; R]) {
     let Unit { blocks: unit, scales } = unit;
     // SAFETY: the caller's promise.
     unsafe {
@@ -80,7 +80,7 @@ impl Sums {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-    fn total<B: Octets>(self) -> f32 {
+    fn total<B: Avx2Blocks>(self) -> f32 {
         let Self([products, others]) = self;
         Avx2::total(_mm256_add_ps(products, others))
     }
@@ -91,19 +91,19 @@ impl Sums {
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-    unsafe fn add_short<B: Octets>(&mut self, numbers: [__m256i; 2], scales: [__m256; 4], a: &Quad, half: usize) {
+    unsafe fn add_short<B: Avx2Blocks>(&mut self, numbers: [__m256i; 2], scales: [__m256; 4], a: &Quad, half: usize) {
         let Self([products, others]) = self;
         // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each.
         unsafe {
-            let beside = _mm256_load_ps(a.beside[1].as_ptr().add(LANES * half));
+            let corrections = _mm256_load_ps(a.corrections[1].as_ptr().add(LANES * half));
             let mut totals = dots::<B>(numbers, a, half);
             if B::OFFSET > 0 {
-                totals = _mm256_add_epi32(totals, _mm256_castps_si256(beside));
+                totals = _mm256_add_epi32(totals, _mm256_castps_si256(corrections));
             }
-            let factors = _mm256_mul_ps(scales[0], _mm256_load_ps(a.beside[0].as_ptr().add(LANES * half)));
+            let factors = _mm256_mul_ps(scales[0], _mm256_load_ps(a.corrections[0].as_ptr().add(LANES * half)));
             *products = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals), factors, *products);
-            if B::HAS_LEAST {
-                *others = _mm256_fnmadd_ps(scales[1], beside, *others);
+            if B::HAS_MIN {
+                *others = _mm256_fnmadd_ps(scales[1], corrections, *others);
             }
         }
     }
@@ -115,18 +115,19 @@ impl Sums {
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-    unsafe fn begin_long<B: Octets>(&mut self, scales: [__m256; 4], a: &Quad) -> [__m256; 2] {
+    unsafe fn begin_long<B: Avx2Blocks>(&mut self, scales: [__m256; 4], a: &Quad) -> [__m256; 2] {
         let Self([_, others]) = self;
         // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each.
         unsafe {
-            let beside = |which: usize, half: usize| _mm256_load_ps(a.beside[which].as_ptr().add(LANES * half));
+            let corrections =
+                |which: usize, half: usize| _mm256_load_ps(a.corrections[which].as_ptr().add(LANES * half));
             if B::SHARED == PART {
-                *others = _mm256_fmadd_ps(scales[1], beside(0, 1), *others);
-                return [_mm256_mul_ps(scales[0], beside(0, 0)); 2];
+                *others = _mm256_fmadd_ps(scales[1], corrections(0, 1), *others);
+                return [_mm256_mul_ps(scales[0], corrections(0, 0)); 2];
             }
-            *others = _mm256_fnmadd_ps(scales[2], beside(1, 0), *others);
-            *others = _mm256_fnmadd_ps(scales[3], beside(1, 1), *others);
-            [_mm256_mul_ps(scales[0], beside(0, 0)), _mm256_mul_ps(scales[1], beside(0, 1))]
+            *others = _mm256_fnmadd_ps(scales[2], corrections(1, 0), *others);
+            *others = _mm256_fnmadd_ps(scales[3], corrections(1, 1), *others);
+            [_mm256_mul_ps(scales[0], corrections(0, 0)), _mm256_mul_ps(scales[1], corrections(0, 1))]
         }
     }
 
@@ -136,7 +137,7 @@ impl Sums {
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-    unsafe fn add_place<B: Octets>(&mut self, numbers: [__m256i; 2], place: usize, factors: [__m256; 2], a: &Quad) {
+    unsafe fn add_place<B: Avx2Blocks>(&mut self, numbers: [__m256i; 2], place: usize, factors: [__m256; 2], a: &Quad) {
         let Self([products, others]) = self;
         let (quad, half) = (place / 2, place % 2);
         // SAFETY: lanes are eight words.
@@ -175,7 +176,7 @@ unsafe fn bytes_of(a: &Quad, which: usize, half: usize) -> __m256i {
 /// signed weight at most 128, an unsigned one below 64.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-fn pairs_of<B: Octets>(weights: __m256i, x: __m256i) -> __m256i {
+fn pairs_of<B: Avx2Blocks>(weights: __m256i, x: __m256i) -> __m256i {
     if B::IS_SIGNED {
         return _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
     }
@@ -188,7 +189,7 @@ fn pairs_of<B: Octets>(weights: __m256i, x: __m256i) -> __m256i {
 /// As for [`run`].
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c,bmi2")]
-unsafe fn dots<B: Octets>(numbers: [__m256i; 2], a: &Quad, half: usize) -> __m256i {
+unsafe fn dots<B: Avx2Blocks>(numbers: [__m256i; 2], a: &Quad, half: usize) -> __m256i {
     // SAFETY: the caller's promise.
     let x = unsafe { [bytes_of(a, 0, half), bytes_of(a, 1, half)] };
     let ones = _mm256_set1_epi16(1);

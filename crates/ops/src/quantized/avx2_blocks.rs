@@ -28,7 +28,7 @@ use super::layouts::{Block, FP4_LEVELS, Fp4Pairs, IQ4_LEVELS, PART};
 /// # Safety of all functions
 ///
 /// Units must be readable, and the machine must have AVX2 and F16C.
-pub(super) trait Octets: Block {
+pub(super) trait Avx2Blocks: Block {
     /// Added to the integers to make them unsigned and below 64; 0 if they are so already or are signed.
     const OFFSET: u8 = 0;
     /// True if the numbers are signed bytes.
@@ -43,11 +43,11 @@ pub(super) trait Octets: Block {
 
     /// Returns scales and minima of a unit. For short blocks: scales, each four times, and minima, each four times.
     /// For a long one with eight of each: scales, and minima. For one with sixteen: the scales of its halves, and the
-    /// minima of its halves. `apart` points at the unit's scales if they are in a tensor of their own.
+    /// minima of its halves. `split_scale` points at the unit's scales if they are in a tensor of their own.
     ///
     /// # Safety
-    /// As the trait says, also for `apart`.
-    unsafe fn scales(unit: *const Self, apart: *const u8) -> [__m256; 4];
+    /// As the trait says, also for `split_scale`.
+    unsafe fn scales(unit: *const Self, split_scale: *const u8) -> [__m256; 4];
 
     /// Returns the numbers of place `place` of a unit.
     ///
@@ -57,7 +57,7 @@ pub(super) trait Octets: Block {
 }
 
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn load_16<B>(block: *const B, at: usize) -> __m128i {
     // SAFETY: the caller's promise.
@@ -67,7 +67,7 @@ unsafe fn load_16<B>(block: *const B, at: usize) -> __m128i {
 /// Returns the 16 bytes from `at` on in both halves of a vector.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn twice_16<B>(block: *const B, at: usize) -> __m256i {
     // SAFETY: the caller's promise.
@@ -80,7 +80,7 @@ unsafe fn twice_16<B>(block: *const B, at: usize) -> __m256i {
 /// Returns the f16 at byte `AT` of each of two blocks, each four times.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn half_of_each<B: Block, const AT: usize>(unit: *const B) -> __m256 {
     // SAFETY: the caller's promise.
@@ -93,7 +93,7 @@ unsafe fn half_of_each<B: Block, const AT: usize>(unit: *const B) -> __m256 {
 /// Returns the scale at the beginning of each of two blocks.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn scale_alone<B: Block>(unit: *const B) -> [__m256; 4] {
     // SAFETY: the caller's promise.
@@ -107,7 +107,7 @@ unsafe fn scale_alone<B: Block>(unit: *const B) -> [__m256; 4] {
 /// type adds.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn scale_and_sum<B: Block>(unit: *const B) -> [__m256; 4] {
     // SAFETY: the caller's promise.
@@ -120,7 +120,7 @@ unsafe fn scale_and_sum<B: Block>(unit: *const B) -> [__m256; 4] {
 /// Returns the low four bits of each byte, and the high ones.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn halves_of_bytes(bytes: __m256i) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
@@ -133,7 +133,7 @@ unsafe fn halves_of_bytes(bytes: __m256i) -> [__m256i; 2] {
 /// Returns the four-bit numbers in the 16 bytes from byte `AT` on of each of two blocks.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn nibbles<B: Block, const AT: usize>(unit: *const B) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
@@ -144,7 +144,7 @@ unsafe fn nibbles<B: Block, const AT: usize>(unit: *const B) -> [__m256i; 2] {
 /// on.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn five_bits<B: Block, const AT: usize, const FIFTH: usize>(unit: *const B) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
@@ -168,7 +168,7 @@ unsafe fn five_bits<B: Block, const AT: usize, const FIFTH: usize>(unit: *const 
 /// Looks up the levels of four-bit numbers.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn levels([first, second]: [__m256i; 2], levels: &[i8; 16]) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
@@ -182,7 +182,7 @@ unsafe fn levels([first, second]: [__m256i; 2], levels: &[i8; 16]) -> [__m256i; 
 /// step`) becomes bit `to`, and masks each byte with `mask`. The second vector holds the next 16 bytes.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn moved<B>(block: *const B, at: usize, first: i64, step: i64, to: i64, mask: i8) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
@@ -202,18 +202,18 @@ unsafe fn moved<B>(block: *const B, at: usize, first: i64, step: i64, to: i64, m
 }
 
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn or(low: [__m256i; 2], high: [__m256i; 2]) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
     unsafe { [_mm256_or_si256(low[0], high[0]), _mm256_or_si256(low[1], high[1])] }
 }
 
-/// Implements [`Octets`] for types whose scales and numbers are one expression each.
-macro_rules! octets {
+/// Implements [`Avx2Blocks`] for types whose scales and numbers are one expression each.
+macro_rules! avx2_blocks {
     ($($block:ty, $offset:literal, $is_signed:literal, |$unit:ident| $scales:expr, |$of:pat_param, $place:pat_param| $numbers:expr;)*) => {
         $(
-            impl Octets for $block {
+            impl Avx2Blocks for $block {
                 const OFFSET: u8 = $offset;
                 const IS_SIGNED: bool = $is_signed;
 
@@ -233,7 +233,7 @@ macro_rules! octets {
     };
 }
 
-octets! {
+avx2_blocks! {
     Q8Block, 0, true, |unit| scale_alone(unit), |unit, _| bytes_of_blocks(unit);
     Q4Block, 8, false, |unit| scale_alone(unit), |unit, _| nibbles::<Self, 2>(unit);
     Q4_1Block, 0, false, |unit| scale_and_sum(unit), |unit, _| nibbles::<Self, 4>(unit);
@@ -258,14 +258,14 @@ octets! {
         |unit, _| levels(nibbles::<Self, 1>(unit), &FP4_LEVELS);
 }
 
-impl Octets for Fp4Pairs {
+impl Avx2Blocks for Fp4Pairs {
     const IS_SIGNED: bool = true;
     const IS_PAIRED: bool = true;
 
     #[inline(always)]
-    unsafe fn scales(_: *const Self, apart: *const u8) -> [__m256; 4] {
+    unsafe fn scales(_: *const Self, split_scale: *const u8) -> [__m256; 4] {
         // SAFETY: the caller's promise: a unit has two exponents.
-        unsafe { powers([0, 1].map(|index| i32::from(*apart.add(index)))) }
+        unsafe { powers([0, 1].map(|index| i32::from(*split_scale.add(index)))) }
     }
 
     #[inline(always)]
@@ -276,7 +276,7 @@ impl Octets for Fp4Pairs {
 }
 
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn bytes_of_blocks(unit: *const Q8Block) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
@@ -291,7 +291,7 @@ unsafe fn bytes_of_blocks(unit: *const Q8Block) -> [__m256i; 2] {
 /// for the others.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn q6_nibbles(block: *const Q6KBlock, place: usize) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
@@ -308,7 +308,7 @@ unsafe fn q6_nibbles(block: *const Q6KBlock, place: usize) -> [__m256i; 2] {
 /// Returns half of two to the power of each exponent less 127, each four times.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn powers(exponents: [i32; 2]) -> [__m256; 4] {
     // SAFETY: the caller's promise.
@@ -326,7 +326,7 @@ unsafe fn powers(exponents: [i32; 2]) -> [__m256; 4] {
 /// Returns the f16 at byte `at` in all lanes.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn half<B>(block: *const B, at: usize) -> __m256 {
     // SAFETY: the caller's promise.
@@ -339,7 +339,7 @@ unsafe fn half<B>(block: *const B, at: usize) -> __m256 {
 /// Converts the first eight unsigned bytes and the other eight to f32.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn floats(bytes: __m128i) -> [__m256; 2] {
     // SAFETY: the caller's promise.
@@ -350,26 +350,26 @@ unsafe fn floats(bytes: __m128i) -> [__m256; 2] {
 }
 
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn q2_scales(block: *const Q2KBlock) -> [__m256; 4] {
     // SAFETY: the caller's promise.
     unsafe {
-        let (scale, least) = (half(block, 80), half(block, 82));
+        let (scale, min) = (half(block, 80), half(block, 82));
         let (both, mask) = (load_16(block, 0), _mm_set1_epi8(15));
         let low = floats(_mm_and_si128(both, mask));
         let high = floats(_mm_and_si128(_mm_srli_epi32::<4>(both), mask));
         [
             _mm256_mul_ps(low[0], scale),
             _mm256_mul_ps(low[1], scale),
-            _mm256_mul_ps(high[0], least),
-            _mm256_mul_ps(high[1], least),
+            _mm256_mul_ps(high[0], min),
+            _mm256_mul_ps(high[1], min),
         ]
     }
 }
 
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn q3_scales(block: *const Q3KBlock) -> [__m256; 4] {
     // SAFETY: the caller's promise.
@@ -394,14 +394,14 @@ unsafe fn q3_scales(block: *const Q3KBlock) -> [__m256; 4] {
 /// Returns eight scales and eight minima of six bits, from the twelve bytes after their factors.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn six_bit_scales<B>(block: *const B) -> [__m256; 4] {
     // SAFETY: the caller's promise: a block has more than 20 bytes.
     unsafe {
-        let [scales, least] = floats(six_bits(load_16(block, 4)));
+        let [scales, min] = floats(six_bits(load_16(block, 4)));
         let zero = _mm256_setzero_ps();
-        [_mm256_mul_ps(scales, half(block, 0)), _mm256_mul_ps(least, half(block, 2)), zero, zero]
+        [_mm256_mul_ps(scales, half(block, 0)), _mm256_mul_ps(min, half(block, 2)), zero, zero]
     }
 }
 
@@ -410,7 +410,7 @@ unsafe fn six_bit_scales<B>(block: *const B) -> [__m256; 4] {
 /// upper two are the highest bits of the first ones.
 ///
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 pub(super) unsafe fn six_bits(bytes: __m128i) -> __m128i {
     // SAFETY: the caller's promise.
@@ -425,7 +425,7 @@ pub(super) unsafe fn six_bits(bytes: __m128i) -> __m128i {
 }
 
 /// # Safety
-/// As [`Octets`] says.
+/// As [`Avx2Blocks`] says.
 #[inline(always)]
 unsafe fn q6_scales(block: *const Q6KBlock) -> [__m256; 4] {
     // SAFETY: the caller's promise.

@@ -20,7 +20,7 @@ const HALF: usize = PART / 2;
 ///
 /// The machine must have AVX2, FMA, F16C, BMI2 and AVX-512 F, BW, DQ and VL. Functions are inlined into callers
 /// compiled with these.
-pub(super) trait Put {
+pub(super) trait StoreNumbers {
     /// The type of a number in memory.
     type Number;
 
@@ -28,13 +28,13 @@ pub(super) trait Put {
     ///
     /// # Safety
     /// As the trait says, and what the implementation adds.
-    unsafe fn put(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
+    unsafe fn store(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
 
     /// Stores the lanes of both vectors interleaved.
     ///
     /// # Safety
     /// As the trait says, and what the implementation adds.
-    unsafe fn put_in_turn(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
+    unsafe fn store_interleaved(lanes: [__m512; 2], to: &mut [Self::Number; PART]);
 }
 
 /// For each number of an interleaved store the index of its lane in both vectors.
@@ -62,17 +62,17 @@ const UPPER_IN_TURN: [u16; PART] = {
 /// Stores bf16 with the instructions of AVX-512 BF16, which the machine must have. Subnormal numbers become zero.
 pub(super) struct ByInstruction;
 
-impl Put for ByInstruction {
+impl StoreNumbers for ByInstruction {
     type Number = bf16;
 
     #[inline(always)]
-    unsafe fn put(lanes: [__m512; 2], to: &mut [bf16; PART]) {
+    unsafe fn store(lanes: [__m512; 2], to: &mut [bf16; PART]) {
         // SAFETY: the caller's promise; 32 bf16 have the bits of a vector.
         unsafe { Avx512Bf16::store(to.as_mut_ptr().cast(), Avx512Bf16::round(lanes)) };
     }
 
     #[inline(always)]
-    unsafe fn put_in_turn([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
+    unsafe fn store_interleaved([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
         // SAFETY: as above.
         unsafe { Avx512Bf16::store(to.as_mut_ptr().cast(), Avx512Bf16::pair(first, second)) };
     }
@@ -81,18 +81,18 @@ impl Put for ByInstruction {
 /// Stores bf16 with integer operations.
 pub(super) struct ByWords;
 
-impl Put for ByWords {
+impl StoreNumbers for ByWords {
     type Number = bf16;
 
     #[inline(always)]
-    unsafe fn put(lanes: [__m512; 2], to: &mut [bf16; PART]) {
+    unsafe fn store(lanes: [__m512; 2], to: &mut [bf16; PART]) {
         // SAFETY: the caller's promise; 32 bf16 have the bits of a vector.
         unsafe { Avx512::store(to.as_mut_ptr().cast(), Avx512::round(lanes)) };
     }
 
     #[inline(always)]
-    unsafe fn put_in_turn([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
-        // SAFETY: the caller's promise; there are 512 bits at the words and room for as many.
+    unsafe fn store_interleaved([first, second]: [__m512; 2], to: &mut [bf16; PART]) {
+        // SAFETY: the caller's promise; the words are 512 bits, and `to` has as many.
         unsafe {
             let words = _mm512_loadu_si512(const { &UPPER_IN_TURN }.as_ptr().cast());
             let rounded = _mm512_permutex2var_epi16(nearest_of_16(first), words, nearest_of_16(second));
@@ -104,20 +104,20 @@ impl Put for ByWords {
 /// Stores f32 rounded to bf16.
 pub(super) struct Widened;
 
-impl Put for Widened {
+impl StoreNumbers for Widened {
     type Number = u32;
 
     #[inline(always)]
-    unsafe fn put(lanes: [__m512; 2], to: &mut [u32; PART]) {
+    unsafe fn store(lanes: [__m512; 2], to: &mut [u32; PART]) {
         for (lanes, to) in lanes.into_iter().zip(to.chunks_exact_mut(HALF)) {
-            // SAFETY: the caller's promise; there is room for 16 numbers.
+            // SAFETY: the caller's promise; `to` has 16 numbers.
             unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), upper_words(lanes)) };
         }
     }
 
     #[inline(always)]
-    unsafe fn put_in_turn([first, second]: [__m512; 2], to: &mut [u32; PART]) {
-        // SAFETY: the caller's promise; there is room for 32 numbers, and there are as many places.
+    unsafe fn store_interleaved([first, second]: [__m512; 2], to: &mut [u32; PART]) {
+        // SAFETY: the caller's promise; `to` has 32 numbers, and so do the indices.
         unsafe {
             let (first, second) = (upper_words(first), upper_words(second));
             for (places, to) in const { &IN_TURN }.chunks_exact(HALF).zip(to.chunks_exact_mut(HALF)) {
@@ -129,7 +129,7 @@ impl Put for Widened {
 }
 
 /// # Safety
-/// As [`Put`] says.
+/// As [`StoreNumbers`] says.
 #[inline(always)]
 unsafe fn upper_words(lanes: __m512) -> __m512i {
     // SAFETY: the caller's promise.

@@ -8,8 +8,8 @@ use core::arch::x86_64::{
 
 use moeworks_tensor::bf16;
 
+use super::avx2_blocks::Avx2Blocks;
 use super::layouts::PART;
-use super::octets::Octets;
 use super::stream::{MAX_BLOCKS, Unit, unit_of_scales};
 use super::weights::{Layout, RowBytes};
 use super::{blocks_of, with_ints};
@@ -18,7 +18,7 @@ use crate::simd::rounding::round_8;
 /// Half of a part.
 const HALF: usize = PART / 2;
 
-/// Lanes of a vector.
+/// Avx512Blocks of a vector.
 const LANES: usize = 8;
 
 /// Converts a row of whole blocks of integers, as many elements as `to` holds.
@@ -37,11 +37,11 @@ pub(super) unsafe fn write_row(row: RowBytes<'_>, layout: Layout, to: &mut [bf16
 /// # Safety
 /// As for [`write_row`].
 #[inline(always)]
-unsafe fn write<B: Octets>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
-    assert!(scales.len() >= blocks.len() * B::APART, "scales of a row");
+unsafe fn write<B: Avx2Blocks>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
+    assert!(scales.len() >= blocks.len() * B::SPLIT_BYTES, "scales of a row");
     let units = blocks.chunks(B::BLOCKS);
     for (index, (unit, to)) in units.zip(to.chunks_mut(B::BLOCKS * B::LEN)).enumerate() {
-        let scales = &scales[index * B::BLOCKS * B::APART..];
+        let scales = &scales[index * B::BLOCKS * B::SPLIT_BYTES..];
         if unit.len() == B::BLOCKS {
             // SAFETY: the caller's promise.
             unsafe { write_unit::<B>(Unit { blocks: unit.as_ptr(), scales: scales.as_ptr() }, to) };
@@ -62,7 +62,7 @@ unsafe fn write<B: Octets>(blocks: &[B], scales: &[u8], to: &mut [bf16]) {
 /// # Safety
 /// As for [`write_row`]; the unit and its scales must be readable.
 #[inline(always)]
-unsafe fn write_unit<B: Octets>(unit: Unit<B>, to: &mut [bf16]) {
+unsafe fn write_unit<B: Avx2Blocks>(unit: Unit<B>, to: &mut [bf16]) {
     let Unit { blocks: unit, scales } = unit;
     // Single scales are read from memory in fewer steps than from registers.
     let mut all = [0.0_f32; 4 * LANES];
@@ -77,18 +77,18 @@ unsafe fn write_unit<B: Octets>(unit: Unit<B>, to: &mut [bf16]) {
         let numbers = unsafe { halves::<B>(unit, place) };
         for (part, to) in to.as_chunks_mut::<PART>().0.iter_mut().enumerate() {
             for (half, to) in to.as_chunks_mut::<HALF>().0.iter_mut().enumerate() {
-                let (scale, least) = lanes_of::<B>(place, part, half);
-                let least = if B::HAS_LEAST { Some(all[least]) } else { None };
+                let (scale, min) = lanes_of::<B>(place, part, half);
+                let min = if B::HAS_MIN { Some(all[min]) } else { None };
                 // SAFETY: as above.
-                unsafe { write_half(numbers[part][half], all[scale], least, to) };
+                unsafe { write_half(numbers[part][half], all[scale], min, to) };
             }
         }
     }
 }
 
-/// Returns the indices of scale and minimum of half a part among those that [`Octets::scales`] returns.
+/// Returns the indices of scale and minimum of half a part among those that [`Avx2Blocks::scales`] returns.
 #[inline(always)]
-fn lanes_of<B: Octets>(place: usize, part: usize, half: usize) -> (usize, usize) {
+fn lanes_of<B: Avx2Blocks>(place: usize, part: usize, half: usize) -> (usize, usize) {
     let index = 2 * place + part;
     match (B::IS_LONG, B::SHARED == PART) {
         (false, _) => (LANES / 2 * part, LANES + LANES / 2 * part),
@@ -102,7 +102,7 @@ fn lanes_of<B: Octets>(place: usize, part: usize, half: usize) -> (usize, usize)
 /// # Safety
 /// As for [`write_unit`].
 #[inline(always)]
-unsafe fn halves<B: Octets>(unit: *const B, place: usize) -> [[__m128i; 2]; 2] {
+unsafe fn halves<B: Avx2Blocks>(unit: *const B, place: usize) -> [[__m128i; 2]; 2] {
     // SAFETY: the caller's promise.
     unsafe {
         let [mut first, mut second] = B::numbers(unit, place);
@@ -121,16 +121,16 @@ unsafe fn halves<B: Octets>(unit: *const B, place: usize) -> [[__m128i; 2]; 2] {
 /// # Safety
 /// As for [`write_row`].
 #[inline(always)]
-unsafe fn write_half(numbers: __m128i, scale: f32, least: Option<f32>, to: &mut [bf16; HALF]) {
+unsafe fn write_half(numbers: __m128i, scale: f32, min: Option<f32>, to: &mut [bf16; HALF]) {
     // No closures: they are compiled without the CPU features, so they would stay calls.
     // SAFETY: the caller's promise; `to` has 256 bits.
     unsafe {
         let scale = _mm256_set1_ps(scale);
         let mut first = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(numbers)), scale);
         let mut second = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128::<8>(numbers))), scale);
-        if let Some(least) = least {
-            let least = _mm256_set1_ps(least);
-            (first, second) = (_mm256_sub_ps(first, least), _mm256_sub_ps(second, least));
+        if let Some(min) = min {
+            let min = _mm256_set1_ps(min);
+            (first, second) = (_mm256_sub_ps(first, min), _mm256_sub_ps(second, min));
         }
         _mm256_storeu_ps(to.as_mut_ptr().cast(), round_8(first, second));
     }

@@ -6,20 +6,20 @@ use core::arch::x86_64::{
     _mm512_permutexvar_ps, _mm512_setzero_ps, _mm512_setzero_si512,
 };
 
+use super::avx512_blocks::Avx512Blocks;
 use super::kernel::{Panel, with_rows};
-use super::lanes::Lanes;
 use super::layouts::PART;
-use super::rows::{Beside, Quad};
+use super::rows::{ActivationFormat, Quad};
 use super::stream::{self, MAX_BLOCKS, Row, Unit, prefetch_bytes, streamed, unit_of_scales};
 use crate::gemm::kernel::{MAX_ROWS, TILE_STRIDE, Tile};
 use crate::simd::{Avx512, Level};
 
 /// Returns the format of activations for a type of weights.
-pub(super) const fn beside<B: Lanes>() -> Beside {
-    stream::beside::<B>(B::OFFSET.cast_unsigned(), B::IS_PAIRED)
+pub(super) const fn activation_format<B: Avx512Blocks>() -> ActivationFormat {
+    stream::activation_format::<B>(B::OFFSET.cast_unsigned(), B::IS_PAIRED)
 }
 
-streamed!("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2", Lanes);
+streamed!("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2", Avx512Blocks);
 
 /// Two vectors of sums, so that additions do not wait for each other.
 #[derive(Clone, Copy)]
@@ -31,7 +31,7 @@ struct Sums([__m512; 2]);
 /// As for [`run`]; the unit and its scales must be readable, and the rows must have its quads.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-unsafe fn add_unit<B: Lanes, const R: usize>(unit: Unit<B>, a: [&[Quad]; R], at: usize, sums: &mut [Sums; R]) {
+unsafe fn add_unit<B: Avx512Blocks, const R: usize>(unit: Unit<B>, a: [&[Quad]; R], at: usize, sums: &mut [Sums; R]) {
     let (at, Unit { blocks: unit, scales }) = (at * B::QUADS, unit);
     // SAFETY: the caller's promise.
     unsafe {
@@ -59,7 +59,7 @@ impl Sums {
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
-    fn total<B: Lanes>(self) -> f32 {
+    fn total<B: Avx512Blocks>(self) -> f32 {
         let Self([products, others]) = self;
         // If scales and minima share a vector, only the upper lanes of the corrections are sums.
         let lanes = if B::IS_LONG && B::SHARED == PART { 0xff00 } else { 0xffff };
@@ -72,17 +72,17 @@ impl Sums {
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-    unsafe fn add_short<B: Lanes>(&mut self, numbers: [__m512i; 2], scales: [__m512; 2], a: &Quad) {
+    unsafe fn add_short<B: Avx512Blocks>(&mut self, numbers: [__m512i; 2], scales: [__m512; 2], a: &Quad) {
         let Self([products, others]) = self;
         // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each.
         unsafe {
-            let beside = _mm512_load_ps(a.beside[1].as_ptr());
-            let start = if B::HAS_LEAST { _mm512_setzero_si512() } else { _mm512_castps_si512(beside) };
+            let corrections = _mm512_load_ps(a.corrections[1].as_ptr());
+            let start = if B::HAS_MIN { _mm512_setzero_si512() } else { _mm512_castps_si512(corrections) };
             let totals = _mm512_cvtepi32_ps(dots(dots(start, numbers[0], &a.halves[0]), numbers[1], &a.halves[1]));
-            let factors = _mm512_mul_ps(scales[0], _mm512_load_ps(a.beside[0].as_ptr()));
+            let factors = _mm512_mul_ps(scales[0], _mm512_load_ps(a.corrections[0].as_ptr()));
             *products = _mm512_fmadd_ps(totals, factors, *products);
-            if B::HAS_LEAST {
-                *others = _mm512_fnmadd_ps(scales[1], beside, *others);
+            if B::HAS_MIN {
+                *others = _mm512_fnmadd_ps(scales[1], corrections, *others);
             }
         }
     }
@@ -93,18 +93,23 @@ impl Sums {
     /// As for [`run`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")]
-    unsafe fn add_long<B: Lanes>(&mut self, numbers: [[__m512i; 2]; 2], [scales, least]: [__m512; 2], a: [&Quad; 2]) {
+    unsafe fn add_long<B: Avx512Blocks>(
+        &mut self,
+        numbers: [[__m512i; 2]; 2],
+        [scales, min]: [__m512; 2],
+        a: [&Quad; 2],
+    ) {
         let Self([products, others]) = self;
         // SAFETY: the arrays of a quad are aligned to a cache line and of 64 bytes each, as lanes are.
         unsafe {
-            let factors = _mm512_mul_ps(scales, _mm512_load_ps(a[0].beside[0].as_ptr()));
+            let factors = _mm512_mul_ps(scales, _mm512_load_ps(a[0].corrections[0].as_ptr()));
             let zero = _mm512_setzero_si512();
             if B::SHARED == PART {
                 // The upper lanes already are products of minima and sums.
                 *others = _mm512_add_ps(*others, factors);
             } else {
-                let least = if B::HAS_LEAST { least } else { scales };
-                *others = _mm512_fnmadd_ps(least, _mm512_load_ps(a[0].beside[1].as_ptr()), *others);
+                let min = if B::HAS_MIN { min } else { scales };
+                *others = _mm512_fnmadd_ps(min, _mm512_load_ps(a[0].corrections[1].as_ptr()), *others);
             }
             for quad in 0..2 {
                 let lanes = [0, 1].map(|half| B::SCALE_LANES[quad][half].as_ptr().cast());

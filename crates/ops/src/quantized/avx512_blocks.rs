@@ -17,8 +17,8 @@ use moeworks_tensor::{
     Q8Block,
 };
 
+use super::avx2_blocks::six_bits;
 use super::layouts::{Block, FP4_LEVELS, Fp4Pairs, IQ4_LEVELS, PART};
-use super::octets::six_bits;
 
 /// The parts of a quad.
 pub(super) const PARTS: usize = 4;
@@ -32,7 +32,7 @@ pub(super) const PARTS: usize = 4;
 /// # Safety of all functions
 ///
 /// Units must be readable, and the machine must have AVX-512 F, BW, DQ and VL, AVX2 and F16C.
-pub(super) trait Lanes: Block {
+pub(super) trait Avx512Blocks: Block {
     /// Added to the integers to make them unsigned.
     const OFFSET: i8;
 
@@ -52,15 +52,15 @@ pub(super) trait Lanes: Block {
     const SCALE_LANES: [[[i32; 16]; 2]; 2] = scale_lanes(Self::IS_LONG, Self::SHARED);
 
     /// The lane of the first minimum.
-    const FIRST_LEAST: i32 = if Self::IS_LONG && Self::SHARED == PART { 8 } else { 0 };
+    const FIRST_MIN: i32 = if Self::IS_LONG && Self::SHARED == PART { 8 } else { 0 };
 
     /// Returns scales and minima of a unit. For short blocks each comes four times; for a long one they are in the
-    /// order of its elements, and if there are eight of each, one vector holds both and is returned twice. `apart`
+    /// order of its elements, and if there are eight of each, one vector holds both and is returned twice. `split_scale`
     /// points at the unit's scales if they are in a tensor of their own.
     ///
     /// # Safety
-    /// As the trait says, also for `apart`.
-    unsafe fn scales(unit: *const Self, apart: *const u8) -> [__m512; 2];
+    /// As the trait says, also for `split_scale`.
+    unsafe fn scales(unit: *const Self, split_scale: *const u8) -> [__m512; 2];
 
     /// Returns the numbers of quad `quad` of a unit.
     ///
@@ -107,7 +107,7 @@ const fn words_of_each(block_bytes: usize, at: usize, words_each: usize, is_run:
 }
 
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn chosen<B: Block>(unit: *const B, words: &Words) -> __m512i {
     // SAFETY: the caller's promise; both loads end within four blocks.
@@ -121,7 +121,7 @@ unsafe fn chosen<B: Block>(unit: *const B, words: &Words) -> __m512i {
 /// Returns the f16 at byte `AT` of each of four blocks, each four times.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn half_of_each<B: Block, const AT: usize>(unit: *const B) -> __m512 {
     let words = const { &words_of_each(size_of::<B>(), AT, 4, false) };
@@ -133,7 +133,7 @@ unsafe fn half_of_each<B: Block, const AT: usize>(unit: *const B) -> __m512 {
 /// the type adds.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn scale_and_sum<B: Block>(unit: *const B) -> [__m512; 2] {
     // SAFETY: the caller's promise.
@@ -141,7 +141,7 @@ unsafe fn scale_and_sum<B: Block>(unit: *const B) -> [__m512; 2] {
 }
 
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn scale_alone<B: Block>(unit: *const B) -> [__m512; 2] {
     // SAFETY: the caller's promise.
@@ -151,7 +151,7 @@ unsafe fn scale_alone<B: Block>(unit: *const B) -> [__m512; 2] {
 /// Returns the low four bits of each byte, and the high ones.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn halves_of_bytes(bytes: __m512i) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
@@ -164,7 +164,7 @@ unsafe fn halves_of_bytes(bytes: __m512i) -> [__m512i; 2] {
 /// Returns the four-bit numbers in the 16 bytes from byte `AT` on of each of four blocks.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn nibbles<B: Block, const AT: usize>(unit: *const B) -> [__m512i; 2] {
     let words = const { &words_of_each(size_of::<B>(), AT, PART / 4, true) };
@@ -176,7 +176,7 @@ unsafe fn nibbles<B: Block, const AT: usize>(unit: *const B) -> [__m512i; 2] {
 /// `FIFTH` on.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn five_bits<B: Block, const AT: usize, const FIFTH: usize>(unit: *const B) -> [__m512i; 2] {
     const fn of_both(block_bytes: usize, at: usize) -> Words {
@@ -204,7 +204,7 @@ unsafe fn five_bits<B: Block, const AT: usize, const FIFTH: usize>(unit: *const 
 /// Looks up the levels of four-bit numbers, which are raised by the type's offset to be unsigned.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn levels([first, second]: [__m512i; 2], levels: &[i8; 16]) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
@@ -228,7 +228,7 @@ const fn raised(levels: &[i8; 16], by: i8) -> [i8; 16] {
 /// negative), and masks each byte with `mask`. The second vector holds the next 16 bytes.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn moved<B>(block: *const B, at: usize, first: i64, step: i64, mask: i8) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
@@ -249,7 +249,7 @@ unsafe fn moved<B>(block: *const B, at: usize, first: i64, step: i64, mask: i8) 
 /// Splits 64 bytes from `at` on into parts: the low four bits of 32 bytes are one part, the high ones the next.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn nibbles_of_parts<B>(block: *const B, at: usize) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
@@ -266,7 +266,7 @@ unsafe fn nibbles_of_parts<B>(block: *const B, at: usize) -> [__m512i; 2] {
 /// Reorders two vectors of consecutive parts to a quad.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn from_parts([low, high]: [__m512i; 2]) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
@@ -274,18 +274,18 @@ unsafe fn from_parts([low, high]: [__m512i; 2]) -> [__m512i; 2] {
 }
 
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn or(low: [__m512i; 2], high: [__m512i; 2]) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
     unsafe { [_mm512_or_si512(low[0], high[0]), _mm512_or_si512(low[1], high[1])] }
 }
 
-/// Implements [`Lanes`] for types whose scales and numbers are one expression each.
-macro_rules! lanes {
+/// Implements [`Avx512Blocks`] for types whose scales and numbers are one expression each.
+macro_rules! avx512_blocks {
     ($($block:ty, $offset:expr, |$unit:ident| $scales:expr, |$of:pat_param, $quad:pat_param| $numbers:expr;)*) => {
         $(
-            impl Lanes for $block {
+            impl Avx512Blocks for $block {
                 const OFFSET: i8 = $offset;
 
                 #[inline(always)]
@@ -304,7 +304,7 @@ macro_rules! lanes {
     };
 }
 
-lanes! {
+avx512_blocks! {
     Q8Block, i8::MIN, |unit| scale_alone(unit), |unit, _| bytes_of_blocks(unit);
     Q4Block, 8, |unit| scale_alone(unit), |unit, _| nibbles::<Self, 2>(unit);
     Q4_1Block, 0, |unit| scale_and_sum(unit), |unit, _| nibbles::<Self, 4>(unit);
@@ -331,7 +331,7 @@ lanes! {
 }
 
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn bytes_of_blocks(unit: *const Q8Block) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
@@ -350,7 +350,7 @@ unsafe fn bytes_of_blocks(unit: *const Q8Block) -> [__m512i; 2] {
 /// Returns the four-bit numbers of blocks that begin with one byte of exponent.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn odd_nibbles(unit: *const Mxfp4Block) -> [__m512i; 2] {
     // SAFETY: the caller's promise.
@@ -363,14 +363,14 @@ unsafe fn odd_nibbles(unit: *const Mxfp4Block) -> [__m512i; 2] {
     }
 }
 
-impl Lanes for Fp4Pairs {
+impl Avx512Blocks for Fp4Pairs {
     const OFFSET: i8 = Mxfp4Block::OFFSET;
     const IS_PAIRED: bool = true;
 
     #[inline(always)]
-    unsafe fn scales(_: *const Self, apart: *const u8) -> [__m512; 2] {
+    unsafe fn scales(_: *const Self, split_scale: *const u8) -> [__m512; 2] {
         // SAFETY: the caller's promise: a unit has four exponents.
-        unsafe { powers(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(apart.cast::<i32>().read_unaligned()))) }
+        unsafe { powers(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(split_scale.cast::<i32>().read_unaligned()))) }
     }
 
     #[inline(always)]
@@ -385,7 +385,7 @@ impl Lanes for Fp4Pairs {
 /// Returns the exponents of four blocks that begin with them.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn exponents(unit: *const Mxfp4Block) -> __m128i {
     // SAFETY: the caller's promise.
@@ -398,7 +398,7 @@ unsafe fn exponents(unit: *const Mxfp4Block) -> __m128i {
 /// Returns half of two to the power of each exponent less 127, each four times.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn powers(exponents: __m128i) -> [__m512; 2] {
     // SAFETY: the caller's promise.
@@ -416,7 +416,7 @@ unsafe fn powers(exponents: __m128i) -> [__m512; 2] {
 /// Returns the f16 at byte `at` and the one after it, each in all lanes.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn two_halves<B>(block: *const B, at: usize) -> [__m512; 2] {
     // SAFETY: the caller's promise.
@@ -426,7 +426,7 @@ unsafe fn two_halves<B>(block: *const B, at: usize) -> [__m512; 2] {
 /// Returns the f16 at byte `at` in all lanes.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn half<B>(block: *const B, at: usize) -> __m512 {
     // SAFETY: the caller's promise.
@@ -439,7 +439,7 @@ unsafe fn half<B>(block: *const B, at: usize) -> __m512 {
 /// Converts sixteen unsigned bytes to f32.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn floats(bytes: __m128i) -> __m512 {
     // SAFETY: the caller's promise.
@@ -447,21 +447,21 @@ unsafe fn floats(bytes: __m128i) -> __m512 {
 }
 
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn q2_scales(block: *const Q2KBlock) -> [__m512; 2] {
     // SAFETY: the caller's promise.
     unsafe {
-        let [scale, least] = two_halves(block, 80);
+        let [scale, min] = two_halves(block, 80);
         let both = _mm512_cvtepu8_epi32(_mm_loadu_si128(block.cast()));
         let low = _mm512_and_si512(both, _mm512_set1_epi32(15));
         let high = _mm512_srli_epi32::<4>(both);
-        [_mm512_mul_ps(_mm512_cvtepi32_ps(low), scale), _mm512_mul_ps(_mm512_cvtepi32_ps(high), least)]
+        [_mm512_mul_ps(_mm512_cvtepi32_ps(low), scale), _mm512_mul_ps(_mm512_cvtepi32_ps(high), min)]
     }
 }
 
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn q3_scales(block: *const Q3KBlock) -> [__m512; 2] {
     // SAFETY: the caller's promise.
@@ -482,7 +482,7 @@ unsafe fn q3_scales(block: *const Q3KBlock) -> [__m512; 2] {
 /// Returns eight scales and eight minima of six bits, from the twelve bytes after their factors.
 ///
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn six_bit_scales<B>(block: *const B) -> [__m512; 2] {
     // SAFETY: the caller's promise: a block has more than 20 bytes.
@@ -496,7 +496,7 @@ unsafe fn six_bit_scales<B>(block: *const B) -> [__m512; 2] {
 }
 
 /// # Safety
-/// As [`Lanes`] says.
+/// As [`Avx512Blocks`] says.
 #[inline(always)]
 unsafe fn q6_scales(block: *const Q6KBlock) -> [__m512; 2] {
     // SAFETY: the caller's promise.

@@ -18,9 +18,9 @@ const LEN: usize = PART / 2;
 type Halves = [uint8x16_t; 2];
 
 /// A block whose integers come as vectors.
-pub(super) trait Sixteens: Block {
+pub(super) trait NeonBlocks: Block {
     /// Returns [`ints`](Block::ints) as two vectors: the first sixteen, and the others.
-    fn sixteens(&self, part: usize) -> [int8x16_t; 2];
+    fn numbers(&self, part: usize) -> [int8x16_t; 2];
 }
 
 // All functions below need NEON, which every aarch64 machine has.
@@ -116,97 +116,97 @@ fn pairs_of_bits<const UP: i32>(bytes: &[u8], at: usize, part: usize) -> Halves 
     bits::<UP>(load_part(bytes, at + 32 * (part / 4)), 2 * (part % 4), 3)
 }
 
-impl Sixteens for Q8Block {
+impl NeonBlocks for Q8Block {
     #[inline(always)]
-    fn sixteens(&self, _: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, _: usize) -> [int8x16_t; 2] {
         less(load_part(bytemuck::cast_slice(&self.values), 0), 0)
     }
 }
 
-impl Sixteens for Q4Block {
+impl NeonBlocks for Q4Block {
     #[inline(always)]
-    fn sixteens(&self, _: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, _: usize) -> [int8x16_t; 2] {
         less(nibbles(load(&self.values, 0)), 8)
     }
 }
 
-impl Sixteens for Q4_1Block {
+impl NeonBlocks for Q4_1Block {
     #[inline(always)]
-    fn sixteens(&self, _: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, _: usize) -> [int8x16_t; 2] {
         less(nibbles(load(self.bytes(), 4)), 0)
     }
 }
 
-impl Sixteens for Q5_0Block {
+impl NeonBlocks for Q5_0Block {
     #[inline(always)]
-    fn sixteens(&self, _: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, _: usize) -> [int8x16_t; 2] {
         less(or(nibbles(load(self.bytes(), 6)), fifth_bits(self.bytes(), 2)), 16)
     }
 }
 
-impl Sixteens for Q5_1Block {
+impl NeonBlocks for Q5_1Block {
     #[inline(always)]
-    fn sixteens(&self, _: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, _: usize) -> [int8x16_t; 2] {
         less(or(nibbles(load(self.bytes(), 8)), fifth_bits(self.bytes(), 4)), 0)
     }
 }
 
-impl Sixteens for Q2KBlock {
+impl NeonBlocks for Q2KBlock {
     #[inline(always)]
-    fn sixteens(&self, part: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, part: usize) -> [int8x16_t; 2] {
         less(pairs_of_bits::<0>(self.bytes(), 16, part), 0)
     }
 }
 
-impl Sixteens for Q3KBlock {
+impl NeonBlocks for Q3KBlock {
     #[inline(always)]
-    fn sixteens(&self, part: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, part: usize) -> [int8x16_t; 2] {
         let third = bits::<2>(load_part(self.bytes(), 0), part, 1);
         less(or(pairs_of_bits::<0>(self.bytes(), 32, part), third), 4)
     }
 }
 
-impl Sixteens for Q4KBlock {
+impl NeonBlocks for Q4KBlock {
     #[inline(always)]
-    fn sixteens(&self, part: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, part: usize) -> [int8x16_t; 2] {
         less(long_nibbles(self.bytes(), 16, part), 0)
     }
 }
 
-impl Sixteens for Q5KBlock {
+impl NeonBlocks for Q5KBlock {
     #[inline(always)]
-    fn sixteens(&self, part: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, part: usize) -> [int8x16_t; 2] {
         let fifth = bits::<4>(load_part(self.bytes(), 16), part, 1);
         less(or(long_nibbles(self.bytes(), 48, part), fifth), 0)
     }
 }
 
-impl Sixteens for Q6KBlock {
+impl NeonBlocks for Q6KBlock {
     #[inline(always)]
-    fn sixteens(&self, part: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, part: usize) -> [int8x16_t; 2] {
         let (half, quarter) = (part / 4, part % 4);
         let low = bits::<0>(load_part(self.bytes(), 64 * half + 32 * (quarter % 2)), 4 * (quarter / 2), 15);
         less(or(low, pairs_of_bits::<4>(self.bytes(), 128, part)), 32)
     }
 }
 
-impl Sixteens for Iq4NlBlock {
+impl NeonBlocks for Iq4NlBlock {
     #[inline(always)]
-    fn sixteens(&self, _: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, _: usize) -> [int8x16_t; 2] {
         levels(&IQ4_LEVELS, nibbles(load(self.bytes(), 2)))
     }
 }
 
-impl Sixteens for Mxfp4Block {
+impl NeonBlocks for Mxfp4Block {
     #[inline(always)]
-    fn sixteens(&self, _: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, _: usize) -> [int8x16_t; 2] {
         levels(&FP4_LEVELS, nibbles(load(self.bytes(), 1)))
     }
 }
 
-impl Sixteens for Fp4Pairs {
+impl NeonBlocks for Fp4Pairs {
     #[inline(always)]
-    fn sixteens(&self, _: usize) -> [int8x16_t; 2] {
+    fn numbers(&self, _: usize) -> [int8x16_t; 2] {
         let [first, second] = levels(&FP4_LEVELS, nibbles(load(bytemuck::bytes_of(self), 0)));
         // SAFETY: see above.
         unsafe { [vzip1q_s8(first, second), vzip2q_s8(first, second)] }

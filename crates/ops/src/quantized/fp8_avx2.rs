@@ -16,7 +16,7 @@ use crate::gemm::kernel::Tile;
 use crate::prefetch::prefetch_far;
 use crate::simd::{Avx2, Level};
 
-/// Lanes of a vector of f32, and floats read at a time.
+/// Avx512Blocks of a vector of f32, and floats read at a time.
 const LANES: usize = 8;
 const FLOATS: usize = 32;
 
@@ -75,7 +75,7 @@ impl<B: Floats> Row<'_, B> {
             for line in (0..size_of::<B>()).step_by(64) {
                 prefetch_far(self.ahead.wrapping_add(index * size_of::<B>() + line));
             }
-            let scale = _mm256_set1_ps(256.0 * block.scale(&self.scales[index * B::APART..]));
+            let scale = _mm256_set1_ps(256.0 * block.scale(&self.scales[index * B::SPLIT_BYTES..]));
             let mut parts = [[_mm256_setzero_ps(); 2]; R];
             let mut nan = _mm256_setzero_si256();
             for (at, floats) in block.values().as_chunks::<FLOATS>().0.iter().enumerate() {

@@ -9,8 +9,8 @@ use core::arch::aarch64::{
 use super::blocks_of;
 use super::kernel::{MAX_FEW, Panel, with_rows, write_column};
 use super::layouts::{PART, Scale};
+use super::neon_blocks::NeonBlocks;
 use super::rows::Quad;
-use super::sixteens::Sixteens;
 use crate::gemm::kernel::Tile;
 
 /// Numbers in a vector, and in half of a [`PART`].
@@ -21,7 +21,7 @@ const HALF: usize = PART / 2;
 /// # Safety
 /// The machine must have the instruction, and rows must be as long as for [`run`](super::kernel::run).
 #[target_feature(enable = "dotprod")]
-pub(super) unsafe fn run<B: Sixteens>(panel: Panel<'_>, tiles: &mut [Tile]) {
+pub(super) unsafe fn run<B: NeonBlocks>(panel: Panel<'_>, tiles: &mut [Tile]) {
     let Panel { weights, columns, a, tile_step, .. } = panel;
     for column in 0..columns {
         let blocks = blocks_of::<B>(weights.numbers.row(column));
@@ -37,15 +37,15 @@ pub(super) unsafe fn run<B: Sixteens>(panel: Panel<'_>, tiles: &mut [Tile]) {
 /// Returns the products of a row of weights with `R` rows of activations.
 #[inline]
 #[target_feature(enable = "dotprod")]
-fn products<B: Sixteens, const R: usize>(blocks: &[B], apart: &[u8], a: [&[Quad]; R]) -> [f32; R] {
+fn products<B: NeonBlocks, const R: usize>(blocks: &[B], split_scale: &[u8], a: [&[Quad]; R]) -> [f32; R] {
     let mut sums = [vdupq_n_f32(0.0); R];
     for (index, block) in blocks.iter().enumerate() {
-        let apart = &apart[index * B::APART..];
+        let split_scale = &split_scale[index * B::SPLIT_BYTES..];
         for part in 0..B::LEN / PART {
             let at = index * (B::LEN / PART) + part;
-            let numbers = block.sixteens(part);
+            let numbers = block.numbers(part);
             // Two, because halves may have scales of their own.
-            let scales = [0, 1].map(|half| block.scale((PART * part + HALF * half) / B::SHARED, apart));
+            let scales = [0, 1].map(|half| block.scale((PART * part + HALF * half) / B::SHARED, split_scale));
             for (sum, a) in sums.iter_mut().zip(a) {
                 *sum = add_part::<B>(*sum, numbers, scales, &a[at / 4], at % 4);
             }
@@ -57,7 +57,7 @@ fn products<B: Sixteens, const R: usize>(blocks: &[B], apart: &[u8], a: [&[Quad]
 /// Adds the products of 32 weights with block `at` of a quad of activations.
 #[inline]
 #[target_feature(enable = "dotprod")]
-fn add_part<B: Sixteens>(
+fn add_part<B: NeonBlocks>(
     mut sum: float32x4_t,
     numbers: [int8x16_t; 2],
     scales: [Scale; 2],
@@ -66,18 +66,18 @@ fn add_part<B: Sixteens>(
 ) -> float32x4_t {
     let (none, ones) = (vdupq_n_s32(0), vdupq_n_s8(1));
     let x = quad.halves.each_ref().map(|half| load(&half.as_chunks::<HALF>().0[at]));
-    let x_scale = quad.beside[0][at * 4];
+    let x_scale = quad.corrections[0][at * 4];
     if B::SHARED == PART {
-        let Scale { scale, least } = scales[0];
+        let Scale { scale, min } = scales[0];
         let dots = |with: [int8x16_t; 2]| vcvtq_f32_s32(dot(dot(none, with[0], x[0]), with[1], x[1]));
         sum = vfmaq_n_f32(sum, dots(numbers), scale * x_scale);
-        return if B::HAS_LEAST { vfmsq_n_f32(sum, dots([ones; 2]), least * x_scale) } else { sum };
+        return if B::HAS_MIN { vfmsq_n_f32(sum, dots([ones; 2]), min * x_scale) } else { sum };
     }
     for half in 0..2 {
-        let Scale { scale, least } = scales[half];
+        let Scale { scale, min } = scales[half];
         sum = vfmaq_n_f32(sum, vcvtq_f32_s32(dot(none, numbers[half], x[half])), scale * x_scale);
-        if B::HAS_LEAST {
-            sum = vfmsq_n_f32(sum, vcvtq_f32_s32(dot(none, ones, x[half])), least * x_scale);
+        if B::HAS_MIN {
+            sum = vfmsq_n_f32(sum, vcvtq_f32_s32(dot(none, ones, x[half])), min * x_scale);
         }
     }
     sum
