@@ -66,7 +66,7 @@ fn check(blocks: Blocks, from: &Tensor, from_at: Columns, to: &Tensor, to_at: Co
     let (from_cols, cols) = (from.cols(), to.cols());
     let fits = |at: Columns, cols: usize| count == 0 || at.start + (count - 1) * at.step + width <= cols;
     let are_there = from.rows() == to.rows() && fits(from_at, from_cols) && fits(to_at, cols);
-    assert!(are_there, "columns {from_at:?} to {to_at:?} of {cols}");
+    assert!(are_there, "columns out of range: {from_at:?} of {from_cols}, {to_at:?} of {cols}");
 }
 
 /// Calls `f` with the row, the number of the block and the block of `to`, for every block of every row.

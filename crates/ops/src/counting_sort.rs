@@ -92,7 +92,7 @@ pub fn sort_all_choices(ctx: &Context, ids: &Tensor, weights: &Tensor, num_exper
 /// Sorts choices; without a limit every id must be an expert's.
 fn sort(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize, limit: Option<u32>) -> SortedChoices {
     assert_eq!(weights.shape(), ids.shape(), "sort_choices: weights {:?}, ids {:?}", weights.shape(), ids.shape());
-    assert!(ids.len() < NO_ROW as usize, "{} choices are more than rows can be numbered", ids.len());
+    assert!(ids.len() < NO_ROW as usize, "too many choices to number as rows: {}", ids.len());
     match On::of(ctx).filter(|_| cuda::router::sorts(num_experts)) {
         Some(on) => cuda::router::sort_choices(on, ids, weights, num_experts, limit),
         None => sort_on_host(ctx, ids, weights, num_experts, limit.unwrap_or(NO_ROW)),

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use moeworks_tensor::{DType, Random, Tensor};
 
 use crate::cuda::{self, On};
-use crate::late::Late;
+use crate::deferred::Deferred;
 use crate::linear::Write;
 use crate::parallel::{PIECE, piece_range};
 use crate::random::fill_normals;
@@ -318,11 +318,11 @@ pub fn sum_of_squares(ctx: &Context, x: &Tensor) -> f64 {
 
 /// Returns the [`sum_of_squares`] of each of several tensors.
 #[must_use]
-pub fn sums_of_squares(ctx: &Context, tensors: &[&Tensor]) -> Late<Vec<f64>> {
+pub fn sums_of_squares(ctx: &Context, tensors: &[&Tensor]) -> Deferred<Vec<f64>> {
     let dtypes: Vec<_> = tensors.iter().map(|x| x.dtype()).collect();
     match On::taking(ctx, &dtypes) {
         Some(on) => cuda::elementwise::sums_of_squares(on, tensors),
-        None => Late::now(tensors.iter().map(|x| squares_in_host(ctx, x)).collect()),
+        None => Deferred::now(tensors.iter().map(|x| squares_in_host(ctx, x)).collect()),
     }
 }
 

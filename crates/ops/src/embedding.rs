@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::cuda::{self, On};
-use crate::late::List;
+use crate::deferred::List;
 use crate::parallel::{Lent, PIECE, is_far, piece_range, prefetch_elements_far};
 use crate::sampling::DrawnTokens;
 use crate::simd::{Float, LANES, fence, kernel, stream_lanes, with_float, with_stored};

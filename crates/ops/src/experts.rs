@@ -20,12 +20,12 @@ use moeworks_tensor::{DType, Tensor};
 
 use crate::activation::activate;
 use crate::cuda::{self, On};
+use crate::deferred::List;
 use crate::e4m3;
 use crate::elementwise::{add_assign, rounded_once};
 use crate::gemm::source::Source;
 use crate::gemm::store::Store;
 use crate::gemm::{self, Compute, Finish, Form, Group, Product};
-use crate::late::List;
 use crate::linear::Write;
 use crate::parallel::{Lent, PIECE};
 use crate::simd::{Float, kernel, store_all, with_float};

@@ -8,8 +8,8 @@ mod part;
 use moeworks_tensor::{DType, Device, Tensor, bf16};
 
 use crate::cuda::{self, On};
+use crate::deferred::Deferred;
 use crate::elementwise::{add_rows, copy_rows, sum_rows};
-use crate::late::Late;
 use crate::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use crate::parallel::{Lent, PIECE, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
@@ -47,7 +47,7 @@ pub fn head_loss_biased(ctx: &Context, x: &Tensor, weights: (&Tensor, Option<&Te
 }
 
 /// What makes of a chunk's logits and targets its loss and, where they are asked for, the logits' gradients in their place.
-type Softmax<'a> = &'a mut dyn FnMut(&mut Tensor, &[u32]) -> Late<HeadLoss>;
+type Softmax<'a> = &'a mut dyn FnMut(&mut Tensor, &[u32]) -> Deferred<HeadLoss>;
 
 /// `step` tokens a chunk.
 fn forward(
@@ -66,7 +66,7 @@ fn forward(
 }
 
 /// What is said of all chunks; looked at when all are under way, so that a GPU has no time between two of them.
-fn total(losses: &[Late<HeadLoss>]) -> HeadLoss {
+fn total(losses: &[Deferred<HeadLoss>]) -> HeadLoss {
     let mut total = HeadLoss::default();
     losses.iter().for_each(|loss| total.add(**loss));
     total
@@ -159,17 +159,22 @@ fn backward(
 }
 
 /// The loss of a chunk; with a scale, the logits are replaced by their gradient, rounded to the type that products take them in.
-fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grads: Option<(f32, DType)>) -> Late<HeadLoss> {
+fn softmax_rows(
+    ctx: &Context,
+    logits: &mut Tensor,
+    targets: &[u32],
+    grads: Option<(f32, DType)>,
+) -> Deferred<HeadLoss> {
     let Some(on) = On::of(ctx) else {
         let mut rounded = grads.and_then(|(_, dtype)| room_for_rounded(ctx, logits, dtype));
         let losses = row_losses(ctx, (logits, rounded.as_mut()), targets, grads.map(|(scale, _)| scale));
         if let Some(rounded) = rounded {
             *logits = rounded;
         }
-        return Late::now(sum_losses(&losses, targets));
+        return Deferred::now(sum_losses(&losses, targets));
     };
     let (rows, targets) = (cuda::head_loss::softmax_rows(on, logits, targets, grads), targets.to_vec());
-    Late::new(move || {
+    Deferred::new(move || {
         let loss = |row: cuda::head_loss::Row| RowLoss {
             nats: f64::from(row.sum).ln() - f64::from(row.distance),
             is_correct: row.is_correct,

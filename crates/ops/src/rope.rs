@@ -11,7 +11,7 @@ use moeworks_tensor::{MemoryPool, Tensor};
 
 use crate::Context;
 use crate::cuda::{self, On};
-use crate::late::List;
+use crate::deferred::List;
 use crate::parallel::{PIECE, piece_range};
 use crate::simd::{Float, kernel, with_float};
 

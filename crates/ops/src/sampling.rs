@@ -7,7 +7,7 @@
 use moeworks_tensor::Tensor;
 
 use crate::cuda::{self, On};
-use crate::late::Late;
+use crate::deferred::Deferred;
 use crate::simd::{LANES, kernel};
 use crate::vmath::exp;
 use crate::{Context, Isa};
@@ -47,7 +47,7 @@ pub fn draw(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: f32) -> Dr
 #[derive(Clone, Debug)]
 pub struct DrawnTokens {
     ids: Tensor,
-    in_host: Late<Vec<Drawn>>,
+    in_host: Deferred<Vec<Drawn>>,
     vocabulary: usize,
 }
 
@@ -93,7 +93,7 @@ pub fn draw_each(ctx: &Context, logits: &Tensor, filters: &Filters, drawn: &[f32
     };
     let drawn: Vec<Drawn> = logits.f32s().chunks_exact(vocabulary).zip(drawn).map(of_row).collect();
     let ids: Vec<u32> = drawn.iter().map(|drawn| drawn.id).collect();
-    DrawnTokens { ids: Tensor::from_slice(ctx.pool(), &[ids.len()], &ids), in_host: Late::now(drawn), vocabulary }
+    DrawnTokens { ids: Tensor::from_slice(ctx.pool(), &[ids.len()], &ids), in_host: Deferred::now(drawn), vocabulary }
 }
 
 /// A token that may be drawn, and its weight relative to the most likely one's.

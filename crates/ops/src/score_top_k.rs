@@ -9,7 +9,7 @@ use moeworks_tensor::Tensor;
 
 use crate::Context;
 use crate::cuda::{self, On};
-use crate::late::{Late, List};
+use crate::deferred::{Deferred, List};
 use crate::top_k::ScoreSums;
 
 /// The rule by which experts are chosen and weighed.
@@ -62,7 +62,7 @@ pub struct Scored {
     /// `[T, K]` f32: the weights of the chosen experts.
     pub weights: Tensor,
     /// Sums over the rows.
-    pub sums: Late<ScoreSums>,
+    pub sums: Deferred<ScoreSums>,
 }
 
 /// Computes the scores of the rows of `logits` `[T, E]` (f32) and the choices of each row.

@@ -100,18 +100,18 @@ pub(crate) trait Level: Copy {
     /// Adds to each lane of `c` the two products of the bf16 pairs that the lanes of `a` and `b` hold.
     #[inline(always)]
     fn dot_pairs(_a: Self::Vector, _b: Self::Vector, _c: Self::Vector) -> Self::Vector {
-        unreachable!("a level without products of pairs")
+        unreachable!("this level has no product of bf16 pairs")
     }
     /// Returns the bf16 pairs of the lanes of `low` (first in each pair) and `high`; rounds as
     /// [`round_all`](Self::round_all).
     #[inline(always)]
     fn pair(_low: Self::Vector, _high: Self::Vector) -> Self::Vector {
-        unreachable!("a level without products of pairs")
+        unreachable!("this level has no product of bf16 pairs")
     }
     /// Returns the lanes of `low` and then those of `high` as bf16, and their [`pair`](Self::pair).
     #[inline(always)]
     fn round_and_pair(_low: Self::Vector, _high: Self::Vector) -> [Self::Vector; 2] {
-        unreachable!("a level without products of pairs")
+        unreachable!("this level has no product of bf16 pairs")
     }
     /// Returns the bf16 pairs of two rows' elements, as products take them: of each eight elements the first four are
     /// in the first vector.
@@ -120,7 +120,7 @@ pub(crate) trait Level: Copy {
     /// Twice `WIDTH` elements must be readable at both.
     #[inline(always)]
     unsafe fn pairs_of_rows(_low: *const bf16, _high: *const bf16) -> [Self::Vector; 2] {
-        unreachable!("a level without products of pairs")
+        unreachable!("this level has no product of bf16 pairs")
     }
     /// Returns the lanes of both vectors, one after the other, as bf16; rounds as [`round_all`](Self::round_all).
     #[inline(always)]
@@ -167,7 +167,7 @@ pub(crate) fn store_all<S: Level, T: Float>(from: &[f32], to: &mut [T]) {
 /// Stores [`LANES`] elements, bypassing the caches; [`fence`] must follow before another thread reads them.
 #[inline(always)]
 pub(crate) fn stream_lanes<S: Level>(from: &[f32; LANES], to: &mut [f32; LANES]) {
-    assert!(to.as_ptr().addr().is_multiple_of(4 * S::WIDTH), "what is streamed is aligned");
+    assert!(to.as_ptr().addr().is_multiple_of(4 * S::WIDTH), "streamed memory is aligned");
     for v in (0..LANES / S::WIDTH).map(|v| v * S::WIDTH) {
         // SAFETY: a vector from `v` on is inside both, and aligned where it is written.
         unsafe { S::stream(to.as_mut_ptr().add(v), S::load(from.as_ptr().add(v))) };
@@ -569,7 +569,7 @@ macro_rules! with_float {
                 type $T = moeworks_tensor::bf16;
                 $body
             }
-            dtype => panic!("an operation on floats is given {dtype:?}"),
+            dtype => panic!("expected a float type, found {dtype:?}"),
         }
     };
 }

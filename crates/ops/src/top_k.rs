@@ -16,7 +16,7 @@ use moeworks_tensor::{DType, Tensor};
 use crate::Context;
 use crate::counting_sort::SortedChoices;
 use crate::cuda::{self, On};
-use crate::late::{Late, List};
+use crate::deferred::{Deferred, List};
 use crate::parallel::{Lent, piece_range};
 use crate::simd::{LANES, Level, kernel, sum_lanes};
 use crate::vmath::exp;
@@ -38,7 +38,7 @@ pub struct TopK {
     /// `[T]` f32: the log of the sum of exponentials of each row.
     pub lse: Tensor,
     /// Sums over the rows.
-    pub sums: Late<ScoreSums>,
+    pub sums: Deferred<ScoreSums>,
     /// The choices sorted by expert, where a GPU sorted them in the same pass.
     pub sorted: Option<SortedChoices>,
 }
@@ -101,7 +101,7 @@ pub fn softmax_top_k_with(ctx: &Context, mut logits: Tensor, k: usize, normalize
             forward_kernel(ctx.isa(), block, width, normalize);
         });
     }
-    let sums = Late::now(add_up(partial.f32s(), width));
+    let sums = Deferred::now(add_up(partial.f32s(), width));
     TopK { probs: logits, ids, weights, lse, sums, sorted: None }
 }
 
@@ -221,7 +221,7 @@ pub struct ChoiceSums {
 /// Returns the sums of the choices `ids [T, K]` (u32) of `num_experts` experts with their `weights [T, K]` (f32). Ids
 /// that are out of range are skipped.
 #[must_use]
-pub fn choice_sums(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
+pub fn choice_sums(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Deferred<ChoiceSums> {
     assert_eq!(weights.shape(), ids.shape(), "choice_sums: weights {:?}, ids {:?}", weights.shape(), ids.shape());
     match On::of(ctx) {
         Some(on) => cuda::router::choice_sums(on, ids, weights, num_experts),
@@ -231,9 +231,9 @@ pub fn choice_sums(ctx: &Context, ids: &Tensor, weights: &Tensor, num_experts: u
 
 /// Returns [`choice_sums`], computed by the host when they are first read.
 #[must_use]
-pub fn choice_sums_in_host(ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
+pub fn choice_sums_in_host(ids: &Tensor, weights: &Tensor, num_experts: usize) -> Deferred<ChoiceSums> {
     let (ids, weights) = (ids.clone(), weights.clone());
-    Late::new(move || {
+    Deferred::new(move || {
         let mut sums = ChoiceSums { firsts: vec![0; num_experts], weights: vec![0.0; num_experts] };
         for (i, (&id, &weight)) in ids.u32s().iter().zip(weights.f32s()).enumerate() {
             if let Some(sum) = sums.weights.get_mut(id as usize) {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use moeworks_ops::Context;
+use moeworks_ops::deferred::Deferred;
 use moeworks_ops::elementwise::add_assign;
 use moeworks_ops::experts::experts_forward_onto;
-use moeworks_ops::late::Late;
 use moeworks_ops::top_k::{ChoiceSums, choice_sums, choice_sums_in_host};
 use moeworks_tensor::Tensor;
 
@@ -140,7 +140,7 @@ fn add_shared(ctx: &Context, experts: ExpertsInput<'_>, y: &mut Tensor) -> Optio
 
 /// Sums the weights of a routing's choices. The sums are computed at once if `are_wanted`, otherwise when they are
 /// read.
-fn choice_sums_of(ctx: &Context, routing: &Routing, are_wanted: bool) -> Late<ChoiceSums> {
+fn choice_sums_of(ctx: &Context, routing: &Routing, are_wanted: bool) -> Deferred<ChoiceSums> {
     let ((ids, weights), num_experts) = (routing.tensors(), routing.num_experts());
     if are_wanted {
         choice_sums(ctx, ids, weights, num_experts)

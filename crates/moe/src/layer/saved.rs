@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use moeworks_ops::deferred::Deferred;
 use moeworks_ops::experts::ExpertsSaved;
-use moeworks_ops::late::Late;
 use moeworks_ops::top_k::ChoiceSums;
 use moeworks_tensor::Tensor;
 
@@ -24,7 +24,7 @@ pub(super) struct Saved {
     pub(super) exact_x: Option<Tensor>,
     pub(super) router: RouterSaved,
     pub(super) routing: Routing,
-    pub(super) choice_sums: Late<ChoiceSums>,
+    pub(super) choice_sums: Deferred<ChoiceSums>,
     pub(super) zero_computation: ZeroComputationShare,
     /// The number of groups of experts.
     pub(super) num_groups: usize,

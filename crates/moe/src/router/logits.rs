@@ -2,8 +2,8 @@
 //! files.
 
 use moeworks_ops::Context;
+use moeworks_ops::deferred::Deferred;
 use moeworks_ops::elementwise::{self, add_assign, add_rows, sum_rows};
-use moeworks_ops::late::Late;
 use moeworks_ops::linear::{Write, linear};
 use moeworks_ops::logits::{logits, logits_backward_input, logits_backward_input_add, logits_backward_weight};
 use moeworks_ops::router_rows::softplus;
@@ -74,7 +74,7 @@ pub(crate) trait SavedLogits: Send + Sync {
     }
 
     /// Sums the squares of the `logits [T, E]`.
-    fn squared_logits(&self, ctx: &Context, logits: &Tensor) -> Late<Vec<f64>> {
+    fn squared_logits(&self, ctx: &Context, logits: &Tensor) -> Deferred<Vec<f64>> {
         elementwise::sums_of_squares(ctx, &[logits])
     }
 

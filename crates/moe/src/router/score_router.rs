@@ -7,8 +7,8 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::SortedChoices;
+use moeworks_ops::deferred::Deferred;
 use moeworks_ops::elementwise::sums_of_rows;
-use moeworks_ops::late::Late;
 use moeworks_ops::score_top_k::{ScoreRule, Scored, score_top_k};
 use moeworks_ops::top_k::{TopK, softmax_top_k_with};
 use moeworks_tensor::{DType, Tensor};
@@ -199,7 +199,7 @@ impl ScoreRouter<'_> {
         let TopK { probs, ids, weights, lse, sums, sorted } =
             softmax_top_k_with(ctx, values, k, normalize, is_training);
         let of_logits = sums.clone();
-        let squared_logits = Late::new(move || vec![of_logits.logits_squared.unwrap_or(0.0)]);
+        let squared_logits = Deferred::new(move || vec![of_logits.logits_squared.unwrap_or(0.0)]);
         let scores = Scores { probs, gates: None, logits, lse, sums, squared_logits };
         let Weighed { ids, weights } = self.replayed(ctx, &scores, Weighed { ids, weights });
         // The sorted choices are the router's own, not the given ones.
@@ -213,7 +213,7 @@ impl ScoreRouter<'_> {
         let rule = self.score_rule(self.top_k(), self.temperature());
         let scored = score_top_k(ctx, values, &rule).expect("a GPU");
         let Scored { probs, gates, logits, lse, ids, weights, sums } = scored;
-        let scores = Scores { probs, gates, logits: Some(logits), lse, sums, squared_logits: Late::now(vec![0.0]) };
+        let scores = Scores { probs, gates, logits: Some(logits), lse, sums, squared_logits: Deferred::now(vec![0.0]) };
         let Weighed { ids, weights } = self.replayed(ctx, &scores, Weighed { ids, weights });
         Choice { scores, ids, weights, num_rerouted: 0, sorted: None }
     }

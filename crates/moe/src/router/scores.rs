@@ -1,6 +1,6 @@
 //! The scores of all tokens: noise, temperature and masking of the logits, then the score function, row by row.
 
-use moeworks_ops::late::Late;
+use moeworks_ops::deferred::Deferred;
 use moeworks_ops::router_rows::{RowSums, softmax_rows};
 use moeworks_ops::top_k::ScoreSums;
 use moeworks_ops::{Context, Isa};
@@ -29,9 +29,9 @@ pub(crate) struct Scores {
     pub(crate) logits: Option<Tensor>,
     /// `[T]`: the log-sum-exps of the logits.
     pub(crate) lse: Tensor,
-    pub(crate) sums: Late<ScoreSums>,
+    pub(crate) sums: Deferred<ScoreSums>,
     /// The sum of the squared logits, before noise and temperature.
-    pub(crate) squared_logits: Late<Vec<f64>>,
+    pub(crate) squared_logits: Deferred<Vec<f64>>,
 }
 
 /// The steps between a token's logits and its scores.
@@ -83,9 +83,9 @@ impl Scores {
         });
         let mut sums = sums(ctx, &probs, &lse, &entropy);
         sums.lse_squared += rule.lower_lse_squared;
-        let sums = Late::now(sums);
+        let sums = Deferred::now(sums);
         let gates = has_gates.then_some(gates);
-        Self { probs, gates, logits: Some(logits), lse, sums, squared_logits: Late::now(vec![0.0]) }
+        Self { probs, gates, logits: Some(logits), lse, sums, squared_logits: Deferred::now(vec![0.0]) }
     }
 
     /// Returns the gates that weights are taken from.

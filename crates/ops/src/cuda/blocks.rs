@@ -9,7 +9,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::grouped::Scattered;
 use super::small_m_gemm::row_bytes;
 use super::{On, THREADS};
-use crate::late::List;
+use crate::deferred::List;
 use moeworks_gpu::sources::BLOCKS;
 use moeworks_gpu::{Arg, Launch};
 

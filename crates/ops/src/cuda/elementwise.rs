@@ -6,7 +6,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::{On, THREADS, double};
 use crate::adamw::{AdamWTensors, Factors};
 use crate::columns::{Blocks, Columns};
-use crate::late::{Late, List};
+use crate::deferred::{Deferred, List};
 use crate::linear::Write;
 use crate::random;
 use moeworks_gpu::sources::{ELEMENTWISE, NOISE};
@@ -202,7 +202,7 @@ const MAX_SUMS: usize = 1024;
 
 /// Returns the sum of squares of each tensor. The partial sums of all tensors arrive in one copy and are added in
 /// order.
-pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Late<Vec<f64>> {
+pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Deferred<Vec<f64>> {
     let counts: Vec<usize> = tensors.iter().map(|x| blocks(x.len()).min(MAX_SUMS)).collect();
     let mut sums = on.empty(&[counts.iter().sum(), 2], DType::U32);
     let mut first = 0;
@@ -212,7 +212,7 @@ pub(crate) fn sums_of_squares(on: On<'_>, tensors: &[&Tensor]) -> Late<Vec<f64>>
         unsafe { on.launch(&ELEMENTWISE, "sums_of_squares", count, &args) };
         first += count;
     }
-    Late::new(move || {
+    Deferred::new(move || {
         let mut halves = sums.u32s().as_chunks::<2>().0.iter();
         counts.iter().map(|&count| halves.by_ref().take(count).map(|&halves| double(halves)).sum()).collect()
     })

@@ -9,12 +9,12 @@ use super::tile_list::TileLists;
 use super::wgrad::WgradProduct;
 use super::{Listed, On, THREADS, WARPS, small_m_gemm, takes_weights};
 use crate::Activation;
+use crate::deferred::List;
 use crate::e4m3::BLOCK;
 use crate::experts::{
     ExpertBiases, ExpertGrads, ExpertRows, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, type_of_rows,
 };
 use crate::gemm::Form;
-use crate::late::List;
 use crate::linear::Write;
 use moeworks_gpu::sources::GROUPED;
 use moeworks_gpu::{

@@ -31,8 +31,8 @@ use moeworks_gpu::{Arg, DenseProduct, Gpu, Launch, Pending, Source};
 use moeworks_tensor::{DType, Element, Tensor};
 
 use crate::Context;
+use crate::deferred::List;
 use crate::gemm::Form;
-use crate::late::List;
 
 /// Threads of a block where the kernel does not say otherwise.
 const THREADS: usize = 256;

@@ -10,8 +10,8 @@ use moeworks_tensor::{DType, Tensor};
 use super::tile_list::{listed_height, num_tiles};
 use super::{On, THREADS, WARPS, double, fused_norm};
 use crate::counting_sort::SortedChoices;
+use crate::deferred::Deferred;
 use crate::experts::NO_ROW;
-use crate::late::Late;
 use crate::score_top_k::{ScoreRule, Scored, ScoredGrads};
 use crate::top_k::{ChoiceSums, ScoreGrads, ScoreSums, TopK};
 use moeworks_gpu::sources::{ROUTE_FEW, ROUTER, SCORES};
@@ -125,13 +125,13 @@ struct RowScores<'a> {
 }
 
 /// Sums scores over the rows, at once or, unless `are_wanted`, when the sums are first read.
-fn sum_scores(on: On<'_>, rows: RowScores<'_>, are_wanted: bool) -> Late<ScoreSums> {
+fn sum_scores(on: On<'_>, rows: RowScores<'_>, are_wanted: bool) -> Deferred<ScoreSums> {
     if are_wanted {
         return start_sums(on, &rows);
     }
     let (ctx, [probs, lse, entropy]) = (on.ctx.clone(), [rows.probs, rows.lse, rows.entropy].map(Tensor::clone));
     let squares = rows.squares.cloned();
-    Late::new(move || {
+    Deferred::new(move || {
         let on = On::of(&ctx).expect("a context that has had a GPU");
         let rows = RowScores { probs: &probs, lse: &lse, entropy: &entropy, squares: squares.as_ref() };
         (*start_sums(on, &rows)).clone()
@@ -139,7 +139,7 @@ fn sum_scores(on: On<'_>, rows: RowScores<'_>, are_wanted: bool) -> Late<ScoreSu
 }
 
 /// Starts the sums over the rows on the GPU.
-fn start_sums(on: On<'_>, of: &RowScores<'_>) -> Late<ScoreSums> {
+fn start_sums(on: On<'_>, of: &RowScores<'_>) -> Deferred<ScoreSums> {
     let (rows, width) = (of.probs.rows(), of.probs.cols());
     let blocks = rows.div_ceil(ROWS_EACH);
     let mut partial = on.empty(&[blocks, width + 3], DType::F32);
@@ -156,7 +156,7 @@ fn start_sums(on: On<'_>, of: &RowScores<'_>) -> Late<ScoreSums> {
     // SAFETY: a block writes its row of sums.
     unsafe { on.launch(&ROUTER, "sum_scores", blocks, &args) };
     let has_squares = of.squares.is_some();
-    Late::new(move || {
+    Deferred::new(move || {
         let sum = |at: usize| partial.f32s().chunks(width + 3).map(|sums| f64::from(sums[at])).sum::<f64>();
         ScoreSums {
             probs: (0..width).map(sum).collect(),
@@ -233,7 +233,7 @@ pub(crate) fn score_top_k_backward(
     dlogits
 }
 
-pub(crate) fn choice_sums(on: On<'_>, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Late<ChoiceSums> {
+pub(crate) fn choice_sums(on: On<'_>, ids: &Tensor, weights: &Tensor, num_experts: usize) -> Deferred<ChoiceSums> {
     let num_parts = ids.len().div_ceil(SUMMED_CHOICES);
     // The count, nothing, and an f64.
     let mut parts = on.empty(&[num_parts, num_experts, 4], DType::U32);
@@ -245,7 +245,7 @@ pub(crate) fn choice_sums(on: On<'_>, ids: &Tensor, weights: &Tensor, num_expert
     let args = [on.read(&parts), on.write(&mut sums), num_parts.into(), num_experts.into()];
     // SAFETY: a block writes the sums of its expert's parts.
     unsafe { on.launch(&ROUTER, "add_choices", num_experts, &args) };
-    Late::new(move || {
+    Deferred::new(move || {
         let sums = sums.u32s().as_chunks::<4>().0;
         let weight = |&[_, _, low, high]: &[u32; 4]| double([low, high]);
         ChoiceSums { firsts: sums.iter().map(|sums| sums[0]).collect(), weights: sums.iter().map(weight).collect() }

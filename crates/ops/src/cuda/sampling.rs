@@ -4,7 +4,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::On;
-use crate::late::Late;
+use crate::deferred::Deferred;
 use crate::sampling::{Drawn, Filters};
 use moeworks_gpu::Launch;
 use moeworks_gpu::sources::SAMPLING;
@@ -15,7 +15,7 @@ const THREADS: usize = 512;
 const HAS_NAN: u32 = 1 << 31;
 
 /// Returns the ids `[R]` on the GPU, and the drawn tokens once the host has them.
-pub(crate) fn draw_each(on: On<'_>, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> (Tensor, Late<Vec<Drawn>>) {
+pub(crate) fn draw_each(on: On<'_>, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> (Tensor, Deferred<Vec<Drawn>>) {
     let Filters { temperature, top_k, top_p, min_p } = *filters;
     let (rows, count) = (drawn.len(), logits.len() / drawn.len().max(1));
     let [mut ids, mut answers] = [(); 2].map(|()| on.empty(&[rows], DType::U32));
@@ -44,7 +44,7 @@ pub(crate) fn draw_each(on: On<'_>, logits: &Tensor, filters: &Filters, drawn: &
     // SAFETY: a block reads its row of logits and writes its results.
     unsafe { on.gpu.launch(&launch) };
     let fetched = on.gpu.fetch(answers);
-    let in_host = Late::new(move || {
+    let in_host = Deferred::new(move || {
         let drawn = |bytes: &[u8; 4]| {
             let answer = u32::from_ne_bytes(*bytes);
             Drawn { id: answer & !HAS_NAN, has_nan: answer & HAS_NAN != 0 }

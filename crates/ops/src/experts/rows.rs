@@ -3,7 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use crate::Context;
-use crate::late::List;
+use crate::deferred::List;
 
 /// The map of rows to experts: R rows, sorted by expert.
 #[derive(Clone, Copy)]

@@ -65,7 +65,7 @@ impl Compute {
         match dtype {
             DType::F32 | DType::F16 => Self::F32,
             DType::BF16 => Self::Bf16,
-            dtype => panic!("a product of {dtype:?}"),
+            dtype => panic!("no products with operands of type {dtype:?}"),
         }
     }
 }

@@ -38,7 +38,7 @@ impl<'a> Elements<'a> {
             DType::F32 => Self::F32(tensor.f32s()),
             DType::BF16 => Self::Bf16(tensor.bf16s()),
             DType::F16 => Self::F16(tensor.slice()),
-            dtype => panic!("a product of {dtype:?}"),
+            dtype => panic!("no products with operands of type {dtype:?}"),
         }
     }
 

@@ -8,7 +8,7 @@ macro_rules! write_blocks {
     ($count:literal, $rows:ident, $format:ident, ($width:ident, $to:ident), $transpose:expr, $widened:expr, $store:expr) => {{
         let Some(steps) = $crate::gemm::transpose::steps($rows, $format) else { return 0 };
         let $crate::gemm::transpose::Steps { elements_per_step, units_per_step, blocks, num_units } = steps;
-        assert!($to.len() >= (num_units - 1) * $width + $count, "room for the transposed block");
+        assert!($to.len() >= (num_units - 1) * $width + $count, "space for the transposed block");
         for block in 0..blocks {
             let mut from: [*const f32; $count] = [std::ptr::null(); $count];
             for (from, row) in from.iter_mut().zip($rows) {

@@ -12,7 +12,7 @@ use super::{
     tokens_of_chunk,
 };
 use crate::Context;
-use crate::late::Late;
+use crate::deferred::Deferred;
 use crate::linear::Write;
 use crate::simd::kernel;
 
@@ -50,7 +50,7 @@ pub fn head_loss_of_part(
     part: &mut VocabularyPart<'_>,
 ) -> HeadLoss {
     let step = part.tokens_of_chunk(ctx);
-    let softmax: Softmax<'_> = &mut |logits, targets| Late::now(softmax_rows(ctx, logits, targets, (None, part)));
+    let softmax: Softmax<'_> = &mut |logits, targets| Deferred::now(softmax_rows(ctx, logits, targets, (None, part)));
     forward(ctx, x, weights, (targets, step), softmax)
 }
 
@@ -69,8 +69,9 @@ pub fn head_loss_backward_of_part(
 ) -> (HeadLoss, Tensor) {
     let step = part.tokens_of_chunk(ctx);
     let dtype = if weights.1.is_none() { weights.0.dtype() } else { DType::F32 };
-    let softmax: Softmax<'_> =
-        &mut |logits, targets| Late::now(softmax_rows(ctx, logits, targets, (Some((grad_scale, dtype)), &mut *part)));
+    let softmax: Softmax<'_> = &mut |logits, targets| {
+        Deferred::now(softmax_rows(ctx, logits, targets, (Some((grad_scale, dtype)), &mut *part)))
+    };
     backward(ctx, x, weights, (targets, step), (write, softmax), grads)
 }
 

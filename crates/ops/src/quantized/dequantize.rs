@@ -16,7 +16,7 @@ use crate::{Context, Isa};
 
 /// Converts `rows` rows of `depth` weights. Numbers below the smallest normal bf16 may become zero.
 pub(super) fn to_bf16(ctx: &Context, weights: Weights<'_>, rows: usize, depth: usize, to: &mut [bf16]) {
-    assert_eq!(rows * depth, to.len(), "room for rows of weights");
+    assert_eq!(rows * depth, to.len(), "space for the rows of weights");
     let rows_per_task = (PIECE / depth.max(1)).max(1);
     ctx.threads().run_pieces(to, rows_per_task * depth.max(1), |task, to| {
         for (row, to) in to.chunks_exact_mut(depth.max(1)).enumerate() {

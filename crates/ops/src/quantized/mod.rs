@@ -87,7 +87,7 @@ macro_rules! with_block {
                 type $B = $crate::quantized::layouts::$block;
                 $body
             })*
-            (dtype, _) => panic!("{dtype:?} is no type of blocks for this"),
+            (dtype, _) => panic!("unexpected block type {dtype:?}"),
         }
     }};
 }
@@ -119,7 +119,7 @@ pub fn quantize(ctx: &Context, x: &Tensor, dtype: DType) -> Tensor {
     with_stored!(x.dtype(), T => match dtype {
         DType::Q8 => quantize_parts::<Q8Block, T>(ctx, x, y.slice_mut()),
         DType::Q4 => quantize_parts::<Q4Block, T>(ctx, x, y.slice_mut()),
-        dtype => panic!("numbers are not turned into {dtype:?}"),
+        dtype => panic!("cannot quantize to {dtype:?}: expected Q8 or Q4"),
     });
     y
 }

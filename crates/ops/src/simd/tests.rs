@@ -1,6 +1,6 @@
 use super::*;
 
-/// Numbers on both sides of where rounding to bf16 turns, infinities and NaN, of both signs.
+/// Lists numbers next to those where rounding to bf16 changes, infinities and NaN, of both signs.
 fn edges() -> Vec<f32> {
     let edges = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff, 0x1_7fff, 0x1_8000, 0x1_8001];
     let tops = [0, 0x007f_0000, 0x3f80_0000, 0x7f7e_0000, 0x7f7f_0000, 0x7f80_0000, 0x7fa0_0000, 0x7fff_0000];
@@ -33,7 +33,7 @@ fn levels_round_as_elements_are_stored() {
 }
 
 kernel! {
-    /// The sums of four vectors' lanes, each alone and all together.
+/// Computes the sums of the lanes of four vectors, each alone and all together.
     fn sums<S: Level>(values: &[f32; 4 * LANES], alone: &mut [f32; 4], together: &mut [f32; 4]) {
         // SAFETY: each vector is inside.
         let vectors: [_; 4] = std::array::from_fn(|i| unsafe { S::load(values[i * S::WIDTH..].as_ptr()) });
@@ -64,7 +64,7 @@ fn sums_of_lanes_have_the_same_bits_alone_and_together_and_are_those_of_halves()
 }
 
 kernel! {
-    /// Widens 32 elements of each kind; those of bf16 in the order in which they lie.
+/// Widens 32 elements of each type; bf16 in their order in memory.
     fn widen<S: Level>(pairs: &[bf16; 32], halves: &[f16; 32], to: &mut [[f32; 32]; 2]) {
         for at in (0..32).step_by(2 * S::WIDTH) {
             // SAFETY: two vectors of elements are there.

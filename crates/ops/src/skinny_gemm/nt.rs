@@ -100,7 +100,7 @@ kernel! {
         let pass = rows_of_pass::<S>(num_rows);
         let is_stream = are_streams::<S>(num_rows);
         let num_parts = num_parts::<S, T>(num_rows, depth);
-        assert!(num_parts == 1 || waiting.len() >= num_rows * columns * S::WIDTH, "room for the sums that wait");
+        assert!(num_parts == 1 || waiting.len() >= num_rows * columns * S::WIDTH, "space for the partial sums");
         let wanted = weights_of_pass::<S>(pass);
         // Weight rows of a stream.
         let len = if is_stream { columns / STREAMS } else { 0 };

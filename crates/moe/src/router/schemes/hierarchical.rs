@@ -17,7 +17,7 @@ use moeworks_ops::elementwise::{add_assign, sum_of_squares};
 use moeworks_ops::grouped_linear::{
     GroupedRows, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };
-use moeworks_ops::late::Late;
+use moeworks_ops::deferred::Deferred;
 use moeworks_ops::linear::Write;
 use moeworks_ops::router_rows::{RowSums, softmax_rows};
 use moeworks_tensor::{DType, Tensor};
@@ -288,10 +288,10 @@ impl SavedLogits for TreeScores {
     }
 
     /// Returns the sum of the squared logits, scaled from the scored nodes to E experts.
-    fn squared_logits(&self, _: &Context, _: &Tensor) -> Late<Vec<f64>> {
+    fn squared_logits(&self, _: &Context, _: &Tensor) -> Deferred<Vec<f64>> {
         let num_experts = self.tree.nodes(self.tree.arities.len() - 1) as f64;
         let squares = self.levels.iter().map(|level| level.squares).sum::<f64>();
-        Late::now(vec![squares * num_experts / self.tree.products() as f64])
+        Deferred::now(vec![squares * num_experts / self.tree.products() as f64])
     }
 
     /// Sums the squared log-sum-exps below the first level; each softmax counts as a router in the z-loss.

@@ -50,7 +50,7 @@ fn widened<T: Float>(pairs: __m512) -> [__m512; 2] {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2")]
 pub(crate) unsafe fn words(rows: &[*const u32; 16], num_units: usize, width: usize, lanes: usize, to: &mut [u32]) {
     assert!(matches!(lanes, 8 | 16) && lanes <= width, "lanes of a unit");
-    assert!(num_units == 0 || to.len() >= (num_units - 1) * width + lanes, "room for the transposed rows");
+    assert!(num_units == 0 || to.len() >= (num_units - 1) * width + lanes, "space for the transposed rows");
     let blocks = num_units / 16;
     for block in 0..blocks {
         let from = rows.map(|row| row.wrapping_add(16 * block).cast());

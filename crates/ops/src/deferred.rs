@@ -82,9 +82,9 @@ type Wait<T> = Box<dyn FnOnce() -> T + Send>;
 
 /// A value that a GPU may still be computing; reading it waits. Clones share it.
 #[derive(Clone)]
-pub struct Late<T>(Arc<LazyLock<T, Wait<T>>>);
+pub struct Deferred<T>(Arc<LazyLock<T, Wait<T>>>);
 
-impl<T: Send + 'static> Late<T> {
+impl<T: Send + 'static> Deferred<T> {
     /// Defers a value that `wait` returns; it is called when the value is first read.
     #[must_use]
     pub fn new(wait: impl FnOnce() -> T + Send + 'static) -> Self {
@@ -98,7 +98,7 @@ impl<T: Send + 'static> Late<T> {
     }
 }
 
-impl<T> Deref for Late<T> {
+impl<T> Deref for Deferred<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -106,7 +106,7 @@ impl<T> Deref for Late<T> {
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for Late<T> {
+impl<T: fmt::Debug> fmt::Debug for Deferred<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         (**self).fmt(f)
     }
@@ -117,15 +117,15 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-    use super::Late;
+    use super::Deferred;
 
     #[test]
-    fn a_late_value_is_asked_for_once_and_not_before_it_is_looked_at() {
+    fn a_deferred_value_is_computed_once_and_not_before_it_is_read() {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);
-        let late = Late::new(move || count.fetch_add(1, Relaxed) + 7);
-        let other = late.clone();
+        let deferred = Deferred::new(move || count.fetch_add(1, Relaxed) + 7);
+        let other = deferred.clone();
         assert_eq!(asked.load(Relaxed), 0);
-        assert_eq!((*late, *other, asked.load(Relaxed)), (7, 7, 1));
+        assert_eq!((*deferred, *other, asked.load(Relaxed)), (7, 7, 1));
     }
 }
