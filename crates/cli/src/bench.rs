@@ -110,7 +110,7 @@ impl Output {
             return;
         }
         println!("{}", machine::describe(ctx));
-        println!("peaks measured now, on registers alone, and of memory:");
+        println!("peaks measured now, of products on registers and of memory:");
         println!("  f32          {:9.1} GFLOP/s", peaks.f32_flops / 1e9);
         if let Some(flops) = peaks.f32_in_tiles_flops {
             println!("  f32 in tiles {:9.1} GFLOP/s, of six products of bf16 each", flops / 1e9);
@@ -130,7 +130,7 @@ impl Output {
         }
         println!();
         println!(
-            "share: of what the peak or the memory allows, whichever binds; from caches it can be more than all of memory's"
+            "share: of the limit by the peak or by memory, whichever is lower; with data in caches it can exceed 100%"
         );
         println!("  {:66} {:>10} {:>9} {:>8} {:>7}", "case", "ms", "GFLOP/s", "GB/s", "share");
     }
@@ -204,7 +204,7 @@ impl Output {
         if self.cases.is_empty() {
             let kinds = "kernels, layers, routing, decode, overlap, comm, moe";
             return Err(Failure::input(format!(
-                "bench {filter:?}: no case has this in its name; the kinds are {kinds} (`moeworks bench --help`)"
+                "bench {filter:?}: no name of a case contains this; the kinds are {kinds} (`moeworks bench --help`)"
             )));
         }
         let stats = ctx.pool().stats();

@@ -69,12 +69,14 @@ fn describe(saved: &Saved) -> String {
     let Saved { model_type, loads_in_transformers, num_in_blocks, num_not_in_blocks } = saved;
     let note = match (loads_in_transformers, num_in_blocks) {
         (true, _) => String::new(),
-        (false, 0) => ", which transformers has no class for".to_owned(),
-        (false, _) => format!(", {num_in_blocks} matrices in blocks, which moeworks alone reads"),
+        (false, 0) => ", which transformers does not support".to_owned(),
+        (false, _) => format!(", {num_in_blocks} matrices in blocks, which only moeworks reads"),
     };
     let rest = match num_not_in_blocks {
         0 => String::new(),
-        count => format!("; {count} stay as they are: their rows are no multiple of {BLOCK_LEN}"),
+        count => {
+            format!("; {count} matrices are not quantized: the length of their rows is not a multiple of {BLOCK_LEN}")
+        }
     };
     format!("model_type {model_type}{note}{rest}")
 }
@@ -92,14 +94,14 @@ fn check_target(from: &Path, to: &Path, is_forced: bool) -> Result<(), Failure> 
     if let (Ok(from), Ok(to)) = (from.canonicalize(), to.canonicalize())
         && from == to
     {
-        return Err(Failure::input(format!("{shown}: the folder to write is the one that is read; give another")));
+        return Err(Failure::input(format!("{shown}: the output folder is the input folder; choose another")));
     }
     let holding = Holding::new(to).map_err(|error| Failure::input(format!("{shown}: {error}")))?;
     let Some(problem) = holding.describe() else { return Ok(()) };
     match holding {
         Holding::File => Err(Failure::input(format!("{shown}: {problem}; give the name of a folder"))),
         Holding::Run | Holding::Checkpoint => {
-            Err(Failure::input(format!("{shown}: {problem}, which no model is written over; choose another folder")))
+            Err(Failure::input(format!("{shown}: {problem}, which a model cannot replace; choose another folder")))
         }
         _ if is_forced => Ok(()),
         Holding::Model => {

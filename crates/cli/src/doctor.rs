@@ -92,9 +92,9 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, Failure> {
 
 fn verdict(can_run: bool, notes: usize) -> String {
     match (can_run, notes) {
-        (false, _) => "The program cannot run here: see what is marked as missing.".to_owned(),
-        (true, 0) => "Everything is there.".to_owned(),
-        (true, 1) => "The program can run; one note says what more it could use.".to_owned(),
-        (true, notes) => format!("The program can run; {notes} notes say what more it could use."),
+        (false, _) => "The program cannot run here: see the entries marked missing.".to_owned(),
+        (true, 0) => "Everything is in order.".to_owned(),
+        (true, 1) => "The program can run; one note suggests an improvement.".to_owned(),
+        (true, notes) => format!("The program can run; {notes} notes suggest improvements."),
     }
 }

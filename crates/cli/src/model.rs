@@ -52,7 +52,7 @@ fn say_part_checked(part: Option<&PartChecked>) {
     if let Some(PartChecked { path, num_checked, num_bytes }) = part {
         let (checked, all) = (bytes(*num_checked), bytes(*num_bytes));
         eprintln!(
-            "{}: {checked} of {all} were looked at for NaN and infinity, not the experts: the model is larger than half of \
+            "{}: {checked} of {all} were checked for NaN and infinity, without the experts: the model is larger than half of \
              the memory (--check-weights all or none)",
             path.display()
         );

@@ -49,7 +49,7 @@ pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     let stop = StopSignal::default();
     let _receiving = call.interrupts().give_to_server(&stop);
     server::serve(listener, served, engine, options, &stop)
-        .map_err(|error| Failure::input(format!("the server cannot go on: {error}")))?;
+        .map_err(|error| Failure::input(format!("the server failed: {error}")))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -68,7 +68,7 @@ fn listen(args: &ServeArgs) -> Result<TcpListener, Failure> {
     let listener = bind(&Address { host, port: *port })?;
     let is_open = !listener.local_addr()?.ip().is_loopback();
     if is_open && access.api_key.is_empty() && access.api_key_file.is_none() {
-        tracing::warn!("other machines can send requests, and no key is asked for (--api-key-file)");
+        tracing::warn!("other machines can send requests without a key; set one with --api-key-file");
     }
     Ok(listener)
 }
@@ -100,7 +100,9 @@ fn keys(args: &AccessArgs) -> Result<ApiKeys, Failure> {
         let before = keys.len();
         keys.extend(lines.map(str::to_owned));
         if keys.len() == before {
-            return Err(Failure::input(format!("--api-key-file {shown}: has no key; give one a line")));
+            return Err(Failure::input(format!(
+                "--api-key-file {shown}: has no key; it must contain one key per line"
+            )));
         }
     }
     let is_key = |key: &String| !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());

@@ -30,7 +30,10 @@ pub(crate) fn run(args: &StudyArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     target(&*args.out, "# Routing schemes compared").check()?;
     let plot_path = args.out.with_extension("svg");
     if plot_path == args.out {
-        return Err(Failure::input(format!("--out {}: is the name of the plot; give one of .md", args.out.display())));
+        return Err(Failure::input(format!(
+            "--out {}: is the name of the plot; choose a name that ends in .md",
+            args.out.display()
+        )));
     }
     target(&*plot_path, "validation loss of routing schemes").check()?;
     if let Some(path) = args.data.iter().find(|path| is_piped(path)) {

@@ -259,9 +259,7 @@ fn resumed(run: &str, args: &TrainArgs, flags: Vec<Override>) -> Result<Start, F
         let out = resolve_config(&args.config, Vec::new())?.run.out;
         // `run.out` only tells where to search for runs.
         layers.overrides.retain(|given| given.setting() != "run.out");
-        newest_run(&out)?.ok_or_else(|| {
-            Failure::input(format!("--resume auto: there is no run to go on with in {}", out.display()))
-        })?
+        newest_run(&out)?.ok_or_else(|| Failure::input(format!("--resume auto: found no run in {}", out.display())))?
     } else {
         PathBuf::from(run)
     };

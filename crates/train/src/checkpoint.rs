@@ -42,8 +42,9 @@ pub struct Progress {
 pub(crate) fn progress(checkpoint: &Checkpoint) -> Result<Progress, TrainError> {
     let damaged = |problem: String| TrainError::State { path: checkpoint.path.clone(), problem };
     let value = checkpoint.metadata.extra.get(PROGRESS_KEY).cloned();
-    let value =
-        value.ok_or_else(|| damaged("holds no training progress: it is no checkpoint to train on from".into()))?;
+    let value = value.ok_or_else(|| {
+        damaged("has no training progress: it is not a checkpoint that training can resume from".into())
+    })?;
     serde_json::from_value(value).map_err(|error| damaged(error.to_string()))
 }
 

@@ -99,7 +99,7 @@ pub enum TrainError {
         problem: String,
     },
     /// A study has no variant of this name.
-    #[error("there is no variant {name}; there are {known}")]
+    #[error("unknown variant {name}: must be one of {known}")]
     Variant {
         /// The name that was given.
         name: String,

@@ -11,7 +11,7 @@ pub(super) fn explain(found: &[Estimate], zero: u8, topology: &Topology) {
     let memory = &best.memory;
     if !best.fits {
         println!(
-            "No layout fits: a rank has {}, and the smallest asks for {}, with weights, gradients and optimizer state shared out \
+            "No layout fits: a rank has {}, and the smallest layout needs {}, with weights, gradients and optimizer state divided \
              among copies. More ranks or fewer tokens would help.",
             bytes(topology.rank.memory_bytes as u64),
             bytes(found.iter().map(|e| e.memory.total()).fold(f64::INFINITY, f64::min) as u64),
@@ -54,13 +54,13 @@ fn explain_cut(best: &Estimate, found: &[Estimate]) {
     let is_other = |estimate: &&Estimate| (estimate.layout.tp > 1) != (best.layout.tp > 1);
     match found.iter().find(is_other) {
         Some(whole) if best.layout.tp > 1 => println!(
-            "  tp       sums over cut matrices take {}; whole matrices ask for {} a rank and {} a step",
+            "  tp       tensor-parallel sums take {}; without them a rank needs {} and a step takes {}",
             sums(best),
             bytes(whole.memory.total() as u64),
             milliseconds(whole.time.total()),
         ),
         Some(cut) => println!(
-            "  tp       matrices stay whole: with --tp {} sums over them take {}, and a rank needs {}",
+            "  tp       not used: with --tp {} the sums take {}, and a rank needs {}",
             cut.layout.tp,
             sums(cut),
             bytes(cut.memory.total() as u64),

@@ -38,7 +38,7 @@ fn a_model_is_not_converted_over_another() {
     let before = files(&work.path("model"));
     refused(&work, &["convert", "run", "model"], &["model: holds a model already", "--force"]);
     refused(&work, &["convert", "run", "model", "--force", "--dtype", "f8"], &["--dtype"]);
-    refused(&work, &["convert", "model", "model", "--force"], &["is the one that is read"]);
+    refused(&work, &["convert", "model", "model", "--force"], &["the output folder is the input folder"]);
     refused(&work, &["convert", "model", "run", "--force"], &["run: holds a run already"]);
     refused(&work, &["convert", "run", "text.txt", "--force"], &["text.txt: is a file"]);
     assert_eq!(files(&work.path("model")), before);

@@ -160,8 +160,8 @@ fn a_wrong_setting_of_the_router_is_one_line() {
     let work = Workplace::new();
     for (setting, expected) in [
         ("model.router.kind=best", "model.router.kind = \"best\": unknown variant"),
-        ("model.router.kin=top_k", "model.router.kin: there is no such setting; near names: model.router.kind"),
-        ("model.router=1", "model.router: there is no such setting"),
+        ("model.router.kin=top_k", "model.router.kin: unknown setting; near names: model.router.kind"),
+        ("model.router=1", "model.router: unknown setting"),
         ("model.router.top_p=0", "model.router.top_p = 0: must be above 0 and at most 1"),
         ("model.router.temperature=0", "model.router.temperature = 0: must be a number above 0"),
         ("model.router.modality_experts=x", "model.router.modality_experts = \"x\": must be whole numbers"),

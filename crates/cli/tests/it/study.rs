@@ -47,7 +47,7 @@ fn a_study_trains_compares_and_goes_on_where_it_was() {
 fn bad_input_is_one_line_and_leaves_no_page() {
     let work = Workplace::new();
     let cases: [(&[&str], &str); 6] = [
-        (&["--only", "top-9"], "there is no variant top-9"),
+        (&["--only", "top-9"], "unknown variant top-9"),
         (&["--seeds", "0"], "--seeds 0"),
         (&["--out", "no/page.md"], "there is no folder no"),
         (&["--out", "page.svg"], "is the name of the plot"),

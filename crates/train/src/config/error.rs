@@ -18,7 +18,7 @@ pub enum ConfigError {
         expected: String,
     },
     /// A setting that does not exist.
-    #[error("{origin}{setting}: there is no such setting; {hint}")]
+    #[error("{origin}{setting}: unknown setting; {hint}")]
     Unknown {
         /// The place of the name; see [`ConfigError::Value`].
         origin: String,

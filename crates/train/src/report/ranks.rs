@@ -32,7 +32,7 @@ impl Page<'_> {
             vec![
                 line("for the slowest", "waiting_ms", ORANGE),
                 line("in communication", "standing_ms_mean", VIOLET),
-                line("of that, over cut matrices", "tensor_ms_mean", BLUE),
+                line("of that, tensor-parallel", "tensor_ms_mean", BLUE),
             ],
         );
         waiting.note = "Milliseconds of a step, in the mean over ranks.".to_owned();
@@ -54,7 +54,7 @@ fn table(ranks: &RanksRecord, step: u64) -> String {
     let mut html = format!(
         "<div class=\"card wide\"><h3>Rank by rank</h3><p>Step {}, in milliseconds.</p><div class=\"scroll\"><table><thead>\
          <tr><th>Rank</th><th>Forward and backward</th><th>Sum of gradients</th><th>Optimizer</th><th>In communication</th>\
-         <th>Of it over cut matrices</th><th>Sent inside its node</th><th>Sent to others</th></tr></thead><tbody>",
+         <th>Of it tensor-parallel</th><th>Sent inside its node</th><th>Sent to others</th></tr></thead><tbody>",
         grouped(step)
     );
     for (rank, record) in ranks.ranks.iter().enumerate().take(MAX_ROWS) {
