@@ -32,7 +32,7 @@ const TRACE_MARK: &str =
 
 pub(crate) fn run(args: TrainArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let flags = flag_settings(&args)?;
-    let start = Start::of(&args, flags)?;
+    let start = Start::from_args(&args, flags)?;
     if args.print_config {
         print!("{}", print_config(start.config()));
         return Ok(ExitCode::SUCCESS);
@@ -66,7 +66,7 @@ enum Start {
 }
 
 impl Start {
-    fn of(args: &TrainArgs, flags: Vec<Override>) -> Result<Self, Failure> {
+    fn from_args(args: &TrainArgs, flags: Vec<Override>) -> Result<Self, Failure> {
         if let Some(run) = &args.resume {
             return resumed(run, args, flags);
         }

@@ -36,7 +36,7 @@ pub struct DatasetOptions {
 impl DatasetOptions {
     /// Reads the options from a configuration.
     #[must_use]
-    pub fn of(config: &RunConfig) -> Self {
+    pub fn from_config(config: &RunConfig) -> Self {
         Self {
             seq_len: config.train.seq_len,
             batch_size: config.train.batch_size,
@@ -109,7 +109,7 @@ impl Dataset {
     /// skipped rows.
     pub fn open(config: &RunConfig, mix: &Mix, tokenizer: &dyn Encode) -> Result<Self, DatasetError> {
         let separator = separator(config, tokenizer)?;
-        let options = DatasetOptions::of(config);
+        let options = DatasetOptions::from_config(config);
         let (mut parts, mut notes, mut num_files) = (Vec::new(), Notes::default(), 0);
         for source in mix.sources() {
             let place = config.cache_place(source.watch().user_cache());

@@ -118,9 +118,9 @@ impl RunData {
         self.seconds += if record.step_ms.is_finite() { record.step_ms / 1e3 } else { 0.0 };
         self.memory_peak_bytes = self.memory_peak_bytes.max(record.memory_peak_bytes);
         let values: Vec<f64> = record.scalars().into_iter().map(|(_, value)| value).collect();
-        self.buckets.add(record.step, Means::of(&values));
+        self.buckets.add(record.step, Means::new(&values));
         if !record.layers.is_empty() {
-            self.loads.add(record.step, Loads::of(&record.layers));
+            self.loads.add(record.step, Loads::new(&record.layers));
         }
         self.last = record;
     }
@@ -261,7 +261,7 @@ struct Means {
 }
 
 impl Means {
-    fn of(values: &[f64]) -> Self {
+    fn new(values: &[f64]) -> Self {
         // Sums of larger values could overflow f64.
         let is_usable = |value: f64| value.is_finite() && value.abs() < 1e200;
         Self { sums: values.iter().map(|&v| if is_usable(v) { (v, 1) } else { (0.0, 0) }).collect() }
@@ -289,7 +289,7 @@ struct Loads {
 }
 
 impl Loads {
-    fn of(layers: &[LayerRecord]) -> Self {
+    fn new(layers: &[LayerRecord]) -> Self {
         Self {
             counts: layers.iter().map(|layer| layer.tokens_per_expert.clone()).collect(),
             dropped: layers.iter().map(|layer| layer.num_dropped).collect(),
