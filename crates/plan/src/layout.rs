@@ -4,6 +4,11 @@
 //! its own. An expert-parallel group consists of whole tensor-parallel groups: its ranks hold the experts between
 //! them, and each sends a share of its group's tokens to the others. Data-parallel groups hold copies of the same
 //! experts. All other weights are replicated on all ranks.
+//!
+//! With a pipeline all of this is one column: the ranks that hold the same stages. Columns follow each other, so
+//! that pp is the outermost size: ranks `pp * n .. (pp + 1) * n` of columns of n ranks. What goes between columns
+//! is a residual stream for each microbatch, the least of all traffic, so it is the first that may cross between
+//! nodes.
 
 use std::fmt;
 
@@ -52,7 +57,9 @@ pub struct Layout {
     pub ep: usize,
     /// The number of ranks that hold each matrix between them; always neighbours.
     pub tp: usize,
-    /// The order of ranks.
+    /// The number of columns of a pipeline: groups of dp x ep x tp neighbouring ranks, each with stages of its own.
+    pub pp: usize,
+    /// The order of ranks of a column.
     pub order: RankOrder,
 }
 
@@ -63,7 +70,8 @@ pub enum LayoutError {
     #[error("{0} = 0: must be at least 1")]
     Zero(&'static str),
     /// The product of the sizes is not the number of ranks.
-    #[error("dp {dp} x ep {ep} x tp {tp} = {} ranks, but there are {num_ranks}", dp.saturating_mul(*ep).saturating_mul(*tp))]
+    #[error("dp {dp} x ep {ep} x tp {tp}{} = {} ranks, but there are {num_ranks}", times_pp(*pp),
+        dp.saturating_mul(*ep).saturating_mul(*tp).saturating_mul(*pp))]
     Ranks {
         /// Data-parallel size.
         dp: usize,
@@ -71,41 +79,73 @@ pub enum LayoutError {
         ep: usize,
         /// Tensor-parallel size.
         tp: usize,
+        /// The number of columns of the pipeline.
+        pp: usize,
         /// The number of ranks.
         num_ranks: usize,
     },
 }
 
+/// The factor of a pipeline in a product of sizes, where there is one.
+fn times_pp(pp: usize) -> String {
+    if pp == 1 { String::new() } else { format!(" x pp {pp}") }
+}
+
 impl Layout {
-    /// Makes a layout whose expert-parallel groups are neighbours.
+    /// Makes a layout whose expert-parallel groups are neighbours, without pipeline.
     #[must_use]
     pub fn new(dp: usize, ep: usize, tp: usize) -> Self {
-        Self { dp, ep, tp, order: RankOrder::EpInner }
+        Self { dp, ep, tp, pp: 1, order: RankOrder::EpInner }
+    }
+
+    /// Returns the same in each of `pp` columns of a pipeline.
+    #[must_use]
+    pub fn with_pipeline(self, pp: usize) -> Self {
+        Self { pp, ..self }
+    }
+
+    /// Returns the layout of one column by itself.
+    #[must_use]
+    pub fn of_column(self) -> Self {
+        self.with_pipeline(1)
     }
 
     /// Returns the number of ranks.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
+        self.column_size() * self.pp
+    }
+
+    /// Returns the number of ranks of a column, which hold the same stages of a pipeline: all ranks without one.
+    #[must_use]
+    pub fn column_size(&self) -> usize {
         self.dp * self.ep * self.tp
+    }
+
+    /// Returns the column that `rank` is in.
+    #[must_use]
+    pub fn column(&self, rank: usize) -> usize {
+        rank / self.column_size()
     }
 
     /// Fails unless the sizes give `num_ranks` ranks.
     pub fn check(&self, num_ranks: usize) -> Result<(), LayoutError> {
-        let Self { dp, ep, tp, .. } = *self;
-        for (name, size) in [("dp", dp), ("ep", ep), ("tp", tp)] {
+        let Self { dp, ep, tp, pp, .. } = *self;
+        for (name, size) in [("dp", dp), ("ep", ep), ("tp", tp), ("pp", pp)] {
             if size == 0 {
                 return Err(LayoutError::Zero(name));
             }
         }
-        match dp.checked_mul(ep).and_then(|ranks| ranks.checked_mul(tp)) {
+        match [ep, tp, pp].into_iter().try_fold(dp, usize::checked_mul) {
             Some(ranks) if ranks == num_ranks => Ok(()),
-            _ => Err(LayoutError::Ranks { dp, ep, tp, num_ranks }),
+            _ => Err(LayoutError::Ranks { dp, ep, tp, pp, num_ranks }),
         }
     }
 
     /// Returns the place of `rank` in its data-parallel, expert-parallel and tensor-parallel group.
     #[must_use]
     pub fn place(&self, rank: usize) -> (usize, usize, usize) {
+        let rank = rank % self.column_size();
         let (outer, tp) = (rank / self.tp, rank % self.tp);
         match self.order {
             RankOrder::EpInner => (outer / self.ep, outer % self.ep, tp),
@@ -113,12 +153,13 @@ impl Layout {
         }
     }
 
-    fn rank(&self, dp: usize, ep: usize, tp: usize) -> usize {
+    /// The rank at a place of the column of `neighbour`.
+    fn rank(&self, neighbour: usize, dp: usize, ep: usize, tp: usize) -> usize {
         let outer = match self.order {
             RankOrder::EpInner => dp * self.ep + ep,
             RankOrder::DpInner => ep * self.dp + dp,
         };
-        outer * self.tp + tp
+        self.column(neighbour) * self.column_size() + outer * self.tp + tp
     }
 
     /// Returns the number of ranks that hold the experts between them.
@@ -131,34 +172,44 @@ impl Layout {
     #[must_use]
     pub fn ep_group(&self, rank: usize) -> Vec<usize> {
         let (dp, ..) = self.place(rank);
-        (0..self.ep).flat_map(|ep| (0..self.tp).map(move |tp| self.rank(dp, ep, tp))).collect()
+        (0..self.ep).flat_map(|ep| (0..self.tp).map(move |tp| self.rank(rank, dp, ep, tp))).collect()
     }
 
     /// Returns the ranks that hold the same experts as `rank`.
     #[must_use]
     pub fn dp_group(&self, rank: usize) -> Vec<usize> {
         let (_, ep, tp) = self.place(rank);
-        (0..self.dp).map(|dp| self.rank(dp, ep, tp)).collect()
+        (0..self.dp).map(|dp| self.rank(rank, dp, ep, tp)).collect()
     }
 
     /// Returns the ranks that hold slices of the same matrices as `rank`.
     #[must_use]
     pub fn tp_group(&self, rank: usize) -> Vec<usize> {
         let (dp, ep, _) = self.place(rank);
-        (0..self.tp).map(|tp| self.rank(dp, ep, tp)).collect()
+        (0..self.tp).map(|tp| self.rank(rank, dp, ep, tp)).collect()
     }
 
     /// Returns the ranks that hold the same slices of the weights outside the experts, each with its own tokens.
     #[must_use]
     pub fn dense_group(&self, rank: usize) -> Vec<usize> {
         let (_, _, tp) = self.place(rank);
-        (0..self.num_ranks()).filter(|&other| self.place(other).2 == tp).collect()
+        let first = self.column(rank) * self.column_size();
+        (first..first + self.column_size()).filter(|&other| self.place(other).2 == tp).collect()
+    }
+
+    /// Returns the ranks of the pipeline that `rank` is in: those at its place in each column, first to last.
+    #[must_use]
+    pub fn pp_group(&self, rank: usize) -> Vec<usize> {
+        (0..self.pp).map(|column| column * self.column_size() + rank % self.column_size()).collect()
     }
 }
 
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "dp {} ep {} tp {}", self.dp, self.ep, self.tp)?;
+        if self.pp > 1 {
+            write!(f, " pp {}", self.pp)?;
+        }
         if self.order == RankOrder::DpInner { f.write_str(" dp_inner") } else { Ok(()) }
     }
 }

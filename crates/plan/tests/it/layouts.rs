@@ -25,6 +25,21 @@ fn sizes_that_do_not_give_the_ranks_are_refused() {
 }
 
 #[test]
+fn columns_of_a_pipeline_are_outermost_and_each_has_all_other_groups() {
+    let layout = Layout::new(2, 2, 1).with_pipeline(3);
+    assert_eq!((layout.num_ranks(), layout.column_size()), (12, 4));
+    assert_eq!((layout.column(9), layout.place(9)), (2, (0, 1, 0)));
+    assert_eq!(layout.ep_group(9), [8, 9]);
+    assert_eq!(layout.dp_group(9), [9, 11]);
+    assert_eq!(layout.dense_group(9), [8, 9, 10, 11]);
+    assert_eq!(layout.pp_group(9), [1, 5, 9]);
+    assert_eq!(layout.to_string(), "dp 2 ep 2 tp 1 pp 3");
+    let error = layout.check(8).unwrap_err();
+    assert_eq!(error.to_string(), "dp 2 x ep 2 x tp 1 x pp 3 = 12 ranks, but there are 8");
+    assert_eq!(Layout::new(1, 1, 1).with_pipeline(0).check(1), Err(LayoutError::Zero("pp")));
+}
+
+#[test]
 fn a_group_knows_how_many_of_it_share_a_node() {
     let topology = Topology::example_cluster(2);
     let group = |ranks: &[usize]| Group::of(&topology, ranks);
