@@ -56,7 +56,7 @@ impl<'a> IdlePass<'a> {
     }
 
     /// Begins a pass of inference.
-    fn inference(stage: &'a Stage) -> Self {
+    pub(crate) fn inference(stage: &'a Stage) -> Self {
         let rules = RouterRules::without_tokens(false);
         let (layers, loss_grads) = (Vec::new(), Vec::new());
         Self { stage, mode: Mode::Infer, rules, checkpoint_layers: false, expert_ids: &[], layers, loss_grads }
@@ -137,25 +137,17 @@ impl Decoder {
     /// tensor-parallel group shares the batch. The run has whole sequences if losses on routers need them.
     #[must_use]
     pub fn routed_tokens(&self, batch: &TokenBatch<'_>, are_whole: bool) -> Range<usize> {
-        let TokenBatch { num_sequences, seq_len, .. } = *batch;
-        let split = self.stage.tensor.as_ref().map(TensorRanks::split);
-        split.map_or(0..num_sequences * seq_len, |split| split.run_of(split.rank(), num_sequences, seq_len, are_whole))
+        self.stage.routed_tokens(batch, are_whole)
     }
 
     /// Merges the statistics of this rank's sequences with those of all ranks.
     pub(crate) fn merge_stats(&self, layers: &mut [LayerStats]) {
-        if let Some(ranks) = &self.stage.ranks {
-            ranks.merge_stats(layers);
-        }
+        self.stage.merge_stats(layers);
     }
 
     /// Scales the gradients of losses that are means over all ranks' tokens to the `num_tokens` tokens of this pass.
     pub(crate) fn take_share(&self, num_tokens: usize, layers: &[LayerStats], grads: &mut [LossGrad]) {
-        if self.stage.ranks.is_some() {
-            for (grad, stats) in grads.iter_mut().zip(layers) {
-                grad.scale_to_share(num_tokens as f32 / stats.num_tokens.max(1) as f32);
-            }
-        }
+        self.stage.take_share(num_tokens, layers, grads);
     }
 
     /// Serves the experts of this rank in a pass of inference in which it has no tokens.
@@ -185,16 +177,6 @@ impl Decoder {
 
     /// Makes the statistics of a pass, summed over all ranks if there are several.
     pub(crate) fn pass_stats(&self, loss: HeadLoss, router: LossValues, layers: Vec<LayerStats>) -> PassStats {
-        // Ranks of a tensor-parallel group have computed the same loss, which counts once.
-        let is_counted = self.stage.tensor.as_ref().is_none_or(|ranks| ranks.split().rank() == 0);
-        let loss = if is_counted { loss } else { NO_LOSS };
-        let mut sums = [loss.loss_sum, loss.num_targets as f64, loss.num_correct as f64];
-        if let Some(ranks) = &self.stage.ranks {
-            ranks.sum(&mut sums);
-        }
-        let [loss_sum, num_targets, num_correct] = sums;
-        let (num_targets, num_correct) = (num_targets as usize, num_correct as usize);
-        let LossValues { balance: balance_loss, z: z_loss, others: router_losses } = router;
-        PassStats { loss_sum, num_targets, num_correct, balance_loss, z_loss, router_losses, layers }
+        self.stage.pass_stats(loss, router, layers)
     }
 }

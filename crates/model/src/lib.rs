@@ -55,7 +55,8 @@ pub use scan::{NotFinite, WeightCheck};
 pub use sharding::{HeldPart, Sharding};
 pub use split::{Cut, TensorShare, TensorSplit};
 pub use stage::{
-    GradTarget, LayerDone, RoutingHook, Stage, StageBackward, StageForward, StageOutputGrads, StagePart, StageSaved,
+    GradTarget, LayerDone, RoutingHook, Stage, StageBackward, StageForward, StageOutputGrads, StagePart, StageRanks,
+    StageSaved, TextPart,
 };
 pub use tensor_ranks::TensorRanks;
 pub use tokenizer::{TokenBytes, TokenTable, Tokenizer, TokenizerError};

@@ -141,6 +141,29 @@ pub fn forward_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
     2.0 * Parameters::new(config).in_products() as f64 + attention
 }
 
+/// Floating-point operations of a forward pass for one token, by the parts that a pipeline shares out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerFlops {
+    /// Those of each layer.
+    pub layers: Vec<f64>,
+    /// Those of the output projection.
+    pub head: f64,
+}
+
+/// The operations of each layer of a model of `config` with the weights of `table`, counted as
+/// [`forward_flops_per_token`] does.
+#[must_use]
+pub fn layer_flops(config: &ModelConfig, table: &WeightTable, seq_len: usize) -> LayerFlops {
+    let attention = seq_len as f64 * (config.num_heads * (config.head_dim + config.value_dim())) as f64;
+    let mut layers = vec![attention; config.num_layers];
+    for spec in table.specs() {
+        if let Some(layer) = spec.place.layer().and_then(|layer| layers.get_mut(layer)) {
+            *layer += 2.0 * active(config, spec)[1] as f64;
+        }
+    }
+    LayerFlops { layers, head: 2.0 * (config.vocab_size * config.width) as f64 }
+}
+
 /// Returns the floating-point operations of a training step per token: three forward passes. Recomputation is not
 /// counted, so that this over time is the model FLOPs utilisation.
 #[must_use]

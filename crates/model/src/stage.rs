@@ -6,6 +6,7 @@
 
 mod checks;
 mod embed_and_head;
+mod on_ranks;
 mod training;
 
 use std::borrow::Cow;
@@ -16,6 +17,7 @@ use moeworks_moe::{ConfigError, ExpertRanks, MoeLayer, MoeSaved};
 use moeworks_ops::Context;
 
 pub(crate) use self::embed_and_head::{Ids, LossTargets};
+pub use self::on_ranks::TextPart;
 pub(crate) use self::training::TrainingPass;
 pub use self::training::{GradTarget, LayerDone, StageBackward, StageForward, StageOutputGrads, StageSaved};
 use crate::config::{ModelConfig, PositionKind};
@@ -125,19 +127,31 @@ impl CutEnds {
     }
 }
 
-/// The ranks of a stage, if it lies on several.
-#[derive(Default)]
-pub(crate) struct StageRanks {
-    pub(crate) experts: Option<ExpertRanks>,
-    pub(crate) tensor: Option<TensorRanks>,
+/// The ranks that hold a stage between them, if there are several.
+#[derive(Clone, Default)]
+pub struct StageRanks {
+    /// The ranks that have tokens, and hold experts.
+    pub experts: Option<ExpertRanks>,
+    /// The ranks that hold the matrices of other layers between them.
+    pub tensor: Option<TensorRanks>,
 }
 
 impl Stage {
     /// The stage `part` of a model of `config`, whose `vocab_size` must be set, with the weights of `table`. Fails if a setting is out of
     /// range, if the model has no such layers, and for a model with an encoder or relative positions, which is not cut.
     pub fn new(config: ModelConfig, table: Arc<WeightTable>, part: StagePart) -> Result<Self, ConfigError> {
+        Self::over_ranks(config, table, part, StageRanks::default())
+    }
+
+    /// Makes one as [`new`](Self::new) does that lies on the ranks of `ranks`. Weights are this rank's parts.
+    pub fn over_ranks(
+        config: ModelConfig,
+        table: Arc<WeightTable>,
+        part: StagePart,
+        ranks: StageRanks,
+    ) -> Result<Self, ConfigError> {
         check_part(&config, &part)?;
-        Self::on_ranks(config, table, part, StageRanks::default())
+        Self::on_ranks(config, table, part, ranks)
     }
 
     pub(crate) fn on_ranks(

@@ -6,8 +6,8 @@ use moeworks_ops::head_loss::HeadLoss;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::Tensor;
 
-use super::Stage;
 use super::embed_and_head::{Ids, LossTargets};
+use super::{RoutingHook, Stage};
 use crate::gather::after;
 use crate::layers::layer::{Flow, LayerRecord, ResidualStream};
 use crate::layers::weight_grads::{TaskSink, WeightGradTasks, WeightGrads};
@@ -249,7 +249,7 @@ impl Stage {
     }
 
     /// Refuses a stream that is missing, or that a stage with an end there does not take.
-    fn check_stream(&self, is_missing: bool, has_end: bool) -> Result<(), BatchError> {
+    pub(super) fn check_stream(&self, is_missing: bool, has_end: bool) -> Result<(), BatchError> {
         if is_missing == has_end { Ok(()) } else { Err(BatchError::Stream { is_missing }) }
     }
 
@@ -265,6 +265,19 @@ impl Stage {
         mode: Mode,
         from: Option<ResidualStream>,
     ) -> Result<ResidualStream, BatchError> {
+        self.observe(ctx, weights, batch, mode, from, None)
+    }
+
+    /// Passes as [`infer`](Self::infer) does; `hook` sees what each MoE layer decided.
+    pub fn observe(
+        &self,
+        ctx: &Context,
+        weights: &DecoderWeights,
+        batch: &TokenBatch<'_>,
+        mode: Mode,
+        from: Option<ResidualStream>,
+        hook: Option<RoutingHook<'_>>,
+    ) -> Result<ResidualStream, BatchError> {
         self.check_stream(from.is_none(), self.part.has_embedding)?;
         self.check_batch(batch)?;
         let gathered = self.gathered(ctx, weights);
@@ -275,7 +288,7 @@ impl Stage {
         self.set_documents(&mut pass, batch);
         pass.expert_ids = batch.expert_ids;
         let stream = self.entry(&pass, weights, Ids::Known(batch.inputs), from);
-        Ok(self.forward_layers(&pass, weights, stream, None, None))
+        Ok(self.forward_layers(&pass, weights, stream, None, hook))
     }
 
     /// The logits `[T, V]` f32 of the stream behind the last layer. The stage has the output projection.

@@ -25,6 +25,25 @@ pub(super) fn merge(world: &dyn Communicator, layers: &mut [LayerStats]) -> Resu
     Ok(())
 }
 
+impl LayerStats {
+    /// Returns the statistics as numbers, to be sent to a rank that does not have the layer.
+    #[must_use]
+    pub fn to_numbers(&self) -> Vec<f64> {
+        let ZeroComputationShare { num_zero_computation, ratio, num_null } = self.zero_computation;
+        let mut numbers = vec![self.num_experts() as f64, num_zero_computation as f64, ratio, num_null as f64];
+        numbers.extend(to_numbers(self));
+        numbers
+    }
+
+    /// Returns the statistics that [`to_numbers`](Self::to_numbers) made the next of `numbers` of.
+    pub fn from_numbers(numbers: &mut impl Iterator<Item = f64>) -> Self {
+        let mut number = || numbers.next().unwrap_or(0.0);
+        let num_experts = number() as usize;
+        let (num_zero_computation, ratio, num_null) = (number() as usize, number(), number() as usize);
+        from_numbers(num_experts, ZeroComputationShare { num_zero_computation, ratio, num_null }, numbers)
+    }
+}
+
 /// Flattens a layer's statistics to numbers, without the number of experts and values that are equal on all ranks.
 fn to_numbers(layer: &LayerStats) -> Vec<f64> {
     let counts = |counts: &[u32]| counts.iter().map(|&n| f64::from(n)).collect::<Vec<f64>>();
