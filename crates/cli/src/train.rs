@@ -41,7 +41,7 @@ pub(crate) fn run(args: TrainArgs, call: &Call<'_>) -> Result<ExitCode, Failure>
     let trace = args.trace.as_deref();
     if let Some(path) = trace {
         if start.config().parallel.num_ranks() == 1 {
-            return Err(Failure::input("--trace shows what ranks do: it needs --ep or --dp above 1"));
+            return Err(Failure::input("--trace shows what ranks do: it needs --ep, --dp, --tp or --pp above 1"));
         }
         Target { option: "--trace", path, mark: TRACE_MARK, is_forced: args.force }.check()?;
     }
@@ -245,8 +245,13 @@ fn flag_settings(args: &TrainArgs) -> Result<Vec<Override>, Failure> {
     if args.no_pin {
         flags.push(Override::parse("parallel.pin=false")?);
     }
-    let numbers =
-        [("train.steps", args.steps), ("parallel.ep", args.ep), ("parallel.dp", args.dp), ("parallel.tp", args.tp)];
+    let numbers = [
+        ("train.steps", args.steps),
+        ("parallel.ep", args.ep),
+        ("parallel.dp", args.dp),
+        ("parallel.tp", args.tp),
+        ("parallel.pp", args.pp),
+    ];
     for (setting, number) in numbers.into_iter().filter_map(|(setting, number)| Some((setting, number?))) {
         flags.push(Override::parse(&format!("{setting}={number}"))?);
     }

@@ -13,6 +13,7 @@ mod data;
 mod error;
 mod layers;
 mod parallel;
+mod pipeline;
 mod presets;
 mod print;
 mod schemes;
@@ -25,6 +26,7 @@ use moeworks_model::ModelConfig;
 use moeworks_moe::settings;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use check::wrong;
 pub use data::{DataConfig, TokenizerChoice};
 pub use error::ConfigError;
 pub use layers::{ConfigLayers, Override};

@@ -53,8 +53,10 @@ pub enum TrainError {
     Comm(#[from] CommError),
     /// The settings ask for another number of ranks than there are.
     #[error(
-        "parallel.dp = {} times parallel.ep = {} times parallel.tp = {} is {} ranks, but there are {num_ranks}",
-        layout.dp, layout.ep, layout.tp, layout.num_ranks()
+        "parallel.dp = {} times parallel.ep = {} times parallel.tp = {}{} is {} ranks, but there are {num_ranks}",
+        layout.dp, layout.ep, layout.tp,
+        if layout.pp > 1 { format!(" times parallel.pp = {}", layout.pp) } else { String::new() },
+        layout.num_ranks()
     )]
     Ranks {
         /// The requested layout.

@@ -14,6 +14,7 @@ pub mod lr_schedule;
 pub mod metrics;
 pub mod optimizer;
 mod parallel;
+pub mod pipeline;
 pub mod report;
 pub mod routing;
 pub mod study;

@@ -62,6 +62,23 @@ pub trait Task {
         gradients: PassGradients<'_, Self::Params>,
     ) -> Result<PassFigures, TrainError>;
 
+    /// Loss and gradient of all microbatches of a step at once, of which `first` is the first, where the task does
+    /// not take one after the other; none where it does, and the trainer asks for a
+    /// [`train_pass`](Self::train_pass) over each. `grads` become the gradients of this rank's share, and the
+    /// figures are the sums of those of all microbatches.
+    ///
+    /// # Errors
+    /// Those of [`train_pass`](Self::train_pass).
+    fn train_step(
+        &mut self,
+        model: &ModelView<'_, Self::Params>,
+        first: Microbatch,
+        grads: &mut Self::Params,
+    ) -> Result<Option<PassFigures>, TrainError> {
+        let _ = (model, first, grads);
+        Ok(None)
+    }
+
     /// Computes the loss and metrics on held-out data; none without such data. `layers` are the records of the step's
     /// MoE layers, to which it may add.
     ///
@@ -184,6 +201,8 @@ pub struct Parallelism {
     pub tensor: bool,
     /// True if weights may be sharded (ZeRO 3), so that passes gather them.
     pub sharded_weights: bool,
+    /// Whether columns of ranks may hold stages of the model, which a whole step goes through.
+    pub pipeline: bool,
 }
 
 /// The model as a pass sees it.

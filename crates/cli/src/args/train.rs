@@ -52,6 +52,11 @@ pub(crate) struct TrainArgs {
     /// sequences (same as --set parallel.tp=N)
     #[arg(long, value_name = "N")]
     pub(crate) tp: Option<u64>,
+    /// Stages of a pipeline over the ranks: each group of dp x ep x tp ranks holds a part of the layers, and the
+    /// train.grad_accumulation microbatches of a step go through them by parallel.schedule (same as --set
+    /// parallel.pp=N)
+    #[arg(long, value_name = "N")]
+    pub(crate) pp: Option<u64>,
     /// Device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set
     /// train.device=NAME)
     #[arg(long, value_name = "NAME", value_parser = DeviceParser, hide_possible_values = true)]

@@ -20,6 +20,7 @@ mod numbers;
 mod openai;
 mod overwriting;
 mod pages;
+mod pipelines;
 mod plan;
 mod program;
 mod rank_failures;

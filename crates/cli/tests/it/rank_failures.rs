@@ -48,7 +48,7 @@ fn process_of(folder: &Path, rank: usize) -> Option<u32> {
 }
 
 /// A launcher process, which is killed at the end of the test.
-struct Run(Child);
+pub(crate) struct Run(Child);
 
 impl Drop for Run {
     fn drop(&mut self) {
@@ -59,7 +59,7 @@ impl Drop for Run {
 
 /// Starts a run of three ranks with the given layout and waits for its first checkpoint. The run has more steps than
 /// any test waits for.
-fn under_way(work: &Workplace, mpirun: &Path, layout: &[&str]) -> Run {
+pub(crate) fn under_way(work: &Workplace, mpirun: &Path, layout: &[&str]) -> Run {
     let settings = [&CONSTANT[..], &["--set", "train.threads=1"], layout].concat();
     let mut command = process_command(mpirun, 3, &work.train_command("run", 1_000_000, &settings));
     let log = fs::File::create(work.path("stderr.txt")).expect("a file");
@@ -80,7 +80,7 @@ fn signal(name: &str, pid: u32) {
 }
 
 /// Sends a signal to rank 2 and returns the run's output until its end, which must come within [`PROMPTLY`].
-fn end_by(work: &Workplace, mut run: Run, name: &str) -> String {
+pub(crate) fn end_by(work: &Workplace, mut run: Run, name: &str) -> String {
     let pid = wait_for(PATIENCE, "process of rank 2", || process_of(&work.path(""), 2));
     signal(name, pid);
     let start = Instant::now();

@@ -17,7 +17,7 @@ fn numbers(work: &Workplace, run: &str) -> Vec<(u64, f64)> {
     losses(&work.path(run)).into_iter().map(|(step, loss)| (step, loss.parse().expect("a number"))).collect()
 }
 
-fn assert_same_losses(work: &Workplace, run: &str, expected: &str) {
+pub(crate) fn assert_same_losses(work: &Workplace, run: &str, expected: &str) {
     let (losses, expected) = (numbers(work, run), numbers(work, expected));
     assert_eq!(losses.len(), expected.len());
     for ((step, loss), (_, expected)) in losses.into_iter().zip(expected) {

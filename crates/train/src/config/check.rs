@@ -15,7 +15,7 @@ const MAX_TOKENS: usize = 1 << 31;
 /// The limit of a trained model's positions, above which products of sizes would overflow.
 const MAX_TRAINED_LEN: usize = 1 << 24;
 
-fn wrong(setting: &str, value: impl std::fmt::Display, expected: impl Into<String>) -> ConfigError {
+pub(crate) fn wrong(setting: &str, value: impl std::fmt::Display, expected: impl Into<String>) -> ConfigError {
     ConfigError::Value {
         origin: String::new(),
         setting: setting.into(),
@@ -121,8 +121,8 @@ impl RunConfig {
         }
         if parallel.num_ranks() as u64 > MAX_RANKS {
             let expected = format!(
-                "times parallel.ep, {}, times parallel.tp, {}, must be at most {MAX_RANKS} ranks",
-                parallel.ep, parallel.tp
+                "times parallel.ep, {}, times parallel.tp, {}, times parallel.pp, {}, must be at most {MAX_RANKS} ranks",
+                parallel.ep, parallel.tp, parallel.pp
             );
             return Err(wrong("parallel.dp", parallel.dp, expected));
         }
@@ -131,6 +131,7 @@ impl RunConfig {
             return Err(wrong("parallel.zero", parallel.zero, expected));
         }
         self.check_tensor_parallel()?;
+        self.check_pipeline()?;
         if parallel.ep > 1 && self.model.num_experts == 0 {
             return Err(wrong("parallel.ep", parallel.ep, "must be 1: the model has no experts; use parallel.dp"));
         }

@@ -20,6 +20,15 @@ settings! {
         ep: usize = 1, in Range::whole(1..=MAX_RANKS);
         /// Tensor parallelism: number of ranks that shard the non-expert weights and process the same sequences.
         tp: usize = 1, in Range::whole(1..=MAX_RANKS);
+        /// Pipeline parallelism: columns of dp x ep x tp ranks, each of which holds stages of the model,
+        /// consecutive layers. The train.grad_accumulation microbatches of a step go through them.
+        pp: usize = 1, in Range::whole(1..=MAX_RANKS);
+        /// Schedule of a pipeline: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, zb_1p, zb_2p, dualpipe,
+        /// dualpipe_v, 1f1b_overlap, interleaved_overlap, or the path of a file with a schedule's text.
+        schedule: String = "1f1b".to_owned();
+        /// Layers of each stage of a pipeline, first to last, such as "5,6,6,5"; "": shared out by cost. Twice as
+        /// many stages as pp, or more, are several a rank, for schedules that take them.
+        stages: String = String::new();
         /// Order of ranks: ep_inner (neighbouring ranks are in the same group) or dp_inner (in different groups).
         rank_order: RankOrder = RankOrder::EpInner, was "apart";
         /// Experts of each rank of a group: sharded (each on one rank), everywhere, or the path of a file with a line
@@ -147,12 +156,12 @@ impl ParallelConfig {
     /// Returns the total number of ranks.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
-        self.dp.saturating_mul(self.ep).saturating_mul(self.tp)
+        [self.ep, self.tp, self.pp].into_iter().fold(self.dp, usize::saturating_mul)
     }
 
     /// Returns the groups as a layout.
     #[must_use]
     pub fn layout(&self) -> Layout {
-        Layout { order: self.rank_order, ..Layout::new(self.dp, self.ep, self.tp) }
+        Layout { order: self.rank_order, ..Layout::new(self.dp, self.ep, self.tp) }.with_pipeline(self.pp)
     }
 }

@@ -4,6 +4,7 @@
 mod corpus;
 mod on_ranks;
 mod options;
+mod pipelined;
 mod run_files;
 mod samples;
 mod setup;
@@ -29,6 +30,7 @@ use crate::data::Dataset;
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, Record, Sample};
 use crate::parallel::Ranks;
+use crate::pipeline::Pipeline;
 use crate::routing::RoutingSample;
 use crate::task::{
     Evaluation, KeepPart, Microbatch, ModelToSave, ModelView, Parallelism, ParamsAndCopy, PassFigures, PassGradients,
@@ -48,7 +50,10 @@ pub type LanguageModelTrainer = Trainer<LanguageModel>;
 /// A decoder with its tokenizer and its training text.
 pub struct LanguageModel {
     config: RunConfig,
+    /// The model; in a pipeline that of all stages, of which this rank has some.
     decoder: Decoder,
+    /// This rank's place in a pipeline, if there is one.
+    pipeline: Option<Pipeline>,
     tokenizer: Tokenizer,
     dataset: Dataset,
     data_hash: String,
@@ -89,7 +94,7 @@ impl Task for LanguageModel {
     }
 
     fn parallelism(&self) -> Parallelism {
-        Parallelism { tensor: true, sharded_weights: true }
+        Parallelism { tensor: true, sharded_weights: true, pipeline: true }
     }
 
     fn first_params(
@@ -123,6 +128,15 @@ impl Task for LanguageModel {
         let tokens = [sequences.tokens()];
         let mut stats = self.decoder.forward_backward(model.ctx, model.params, &tokens, &options, target)?;
         Ok(stats.remove(0).into())
+    }
+
+    fn train_step(
+        &mut self,
+        model: &ModelView<'_, DecoderWeights>,
+        first: Microbatch,
+        grads: &mut DecoderWeights,
+    ) -> Result<Option<PassFigures>, TrainError> {
+        self.pipelined_step(model, first, grads)
     }
 
     fn evaluate(

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::{ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
+use crate::pipeline::is_schedule_file;
 
 /// The file in a run's folder that names the model it started from.
 pub(crate) const ORIGIN_FILE: &str = "origin.json";
@@ -59,6 +60,9 @@ pub(crate) fn make_absolute(config: &mut RunConfig) -> Result<(), TrainError> {
     }
     if let PlacementChoice::File(path) = &mut config.parallel.placement {
         *path = absolute(path.as_ref())?.display().to_string();
+    }
+    if is_schedule_file(&config.parallel.schedule) {
+        config.parallel.schedule = absolute(config.parallel.schedule.as_ref())?.display().to_string();
     }
     Ok(())
 }

@@ -11,6 +11,7 @@ use super::LanguageModel;
 use crate::config::ConfigError;
 use crate::error::TrainError;
 use crate::metrics::Sample;
+use crate::pipeline::{Pipeline, StageView};
 use crate::task::ModelView;
 
 impl LanguageModel {
@@ -26,6 +27,9 @@ impl LanguageModel {
         step: u64,
     ) -> Result<Option<Sample>, TrainError> {
         let model = self.model(view);
+        if let (Some(pipeline), Some(ranks)) = (&self.pipeline, view.ranks) {
+            return self.write_in_stages(pipeline, StageView { ctx: view.ctx, ranks, weights: view.params }, step);
+        }
         let sample = match view.ranks {
             Some(ranks) if !ranks.is_root() => return ranks.follow_text(model).map(|()| None),
             Some(ranks) => {
@@ -42,6 +46,31 @@ impl LanguageModel {
                 Ok(generate(model, &mut sequence, request, sampler, |_| ControlFlow::Continue(()))?.ids)
             })?,
         };
+        Ok(Some(sample))
+    }
+
+    /// A text of a pipeline, on the root. All ranks call this.
+    fn write_in_stages(
+        &self,
+        pipeline: &Pipeline,
+        view: StageView<'_>,
+        step: u64,
+    ) -> Result<Option<Sample>, TrainError> {
+        let ranks = view.ranks;
+        if !ranks.is_root() {
+            return follow_in_stages(pipeline, view).map(|()| None);
+        }
+        let mut text = pipeline.begin_text();
+        let sample = self.sampled(step, |request, sampler| {
+            let next = |ids: &[u32]| {
+                ranks.tell(ids)?;
+                let logits = pipeline.extend(view, &mut text, ids)?;
+                ranks.check()?;
+                Ok::<_, TrainError>(logits.expect("the root's column has the logits"))
+            };
+            Ok(generate_with(next, view.ctx, request, sampler, |_| ControlFlow::Continue(()))?.ids)
+        })?;
+        ranks.end_text()?;
         Ok(Some(sample))
     }
 
@@ -73,5 +102,22 @@ impl LanguageModel {
         }
         text += &stream.finish()?;
         Ok(Sample { step, prompt: train.sample_prompt.clone(), text })
+    }
+}
+
+/// Takes part in a text of a pipeline until the root ends it.
+fn follow_in_stages(pipeline: &Pipeline, view: StageView<'_>) -> Result<(), TrainError> {
+    let mut text = pipeline.begin_text();
+    loop {
+        let ids = view.ranks.told()?;
+        if ids.is_empty() {
+            return Ok(());
+        }
+        if view.ranks.passes_with_root() {
+            pipeline.extend(view, &mut text, &ids)?;
+        } else {
+            pipeline.serve(view);
+        }
+        view.ranks.check()?;
     }
 }

@@ -20,6 +20,7 @@ use super::{LanguageModel, LanguageModelTrainer, run_files};
 use crate::config::{ConfigError, RunConfig, print_config};
 use crate::error::TrainError;
 use crate::parallel::Ranks;
+use crate::pipeline::{Pipeline, PipelinePlan};
 use crate::task::KeepPart;
 use crate::trainer::{ResumeOptions, ResumePoint, RunFolder, StartOptions, Trainer, is_root, root_first};
 
@@ -69,6 +70,12 @@ struct Run {
     ranks: Option<Arc<Ranks>>,
     machine: MachineOptions,
     watch: Watch,
+}
+
+/// The model of a run, and this rank's place in a pipeline of it.
+struct Model {
+    decoder: Decoder,
+    pipeline: Option<Pipeline>,
 }
 
 impl LanguageModel {
@@ -172,9 +179,9 @@ impl Run {
         let ctx = context(&self.config, ranks, &self.machine)?;
         let corpus = root_first(ranks, || Corpus::open(&self.config, None, &self.watch))?;
         self.config.model.vocab_size = vocab_size(&self.config, &corpus.tokenizer)?;
-        let decoder = self.decoder()?;
+        let model = self.model()?;
         check_memory(&ctx, &self.config, ranks)?;
-        Ok((self.task(corpus, decoder, from), ctx))
+        Ok((self.task(corpus, model, from), ctx))
     }
 
     /// Prepares the model and the data of a run that is resumed from the checkpoint in `dir`.
@@ -182,24 +189,29 @@ impl Run {
         let open = || Corpus::open(&self.config, Some(Tokenizer::from_dir(dir)?), &self.watch);
         let corpus = root_first(self.ranks.as_deref(), open)?;
         let ctx = context(&self.config, self.ranks.as_deref(), &self.machine)?;
-        let decoder = self.decoder()?;
-        Ok((self.task(corpus, decoder, None), ctx))
+        let model = self.model()?;
+        Ok((self.task(corpus, model, None), ctx))
     }
 
-    fn decoder(&self) -> Result<Decoder, TrainError> {
+    fn model(&self) -> Result<Model, TrainError> {
         let (model, table) = (self.config.model.clone(), self.config.weight_table()?);
-        let decoder = match &self.ranks {
-            None => Decoder::with_table(model, table).map_err(ConfigError::from)?,
-            Some(ranks) => decoder_on_ranks(ranks, model, table)?,
+        let plan = PipelinePlan::new(&self.config)?;
+        let (pipeline, decoder) = match (&self.ranks, plan) {
+            (None, _) => (None, Decoder::with_table(model, table).map_err(ConfigError::from)?),
+            (Some(ranks), None) => (None, decoder_on_ranks(ranks, model, table)?),
+            (Some(ranks), Some(plan)) => {
+                let (pipeline, decoder) = Pipeline::on_ranks(ranks, &model, table, plan)?;
+                (Some(pipeline), decoder)
+            }
         };
         decoder.check_trainable()?;
-        Ok(decoder)
+        Ok(Model { decoder, pipeline })
     }
 
-    fn task(&self, corpus: Corpus, decoder: Decoder, from: Option<PathBuf>) -> LanguageModel {
+    fn task(&self, corpus: Corpus, model: Model, from: Option<PathBuf>) -> LanguageModel {
         let Corpus { dataset, tokenizer, hash: data_hash } = corpus;
-        let config = self.config.clone();
-        LanguageModel { config, decoder, tokenizer, dataset, data_hash, from, routing: None }
+        let (config, Model { decoder, pipeline }) = (self.config.clone(), model);
+        LanguageModel { config, decoder, pipeline, tokenizer, dataset, data_hash, from, routing: None }
     }
 }
 

@@ -51,12 +51,14 @@ impl Ranks {
         self.tell(&[])
     }
 
-    fn tell(&self, ids: &[u32]) -> Result<(), TrainError> {
+    /// Tells the other ranks the next ids of a text.
+    pub(super) fn tell(&self, ids: &[u32]) -> Result<(), TrainError> {
         self.world().broadcast(&mut [ids.len() as u64], 0)?;
         Ok(self.world().broadcast(&mut ids.to_vec(), 0)?)
     }
 
-    fn told(&self) -> Result<Vec<u32>, TrainError> {
+    /// The next ids of a text; none at its end.
+    pub(super) fn told(&self) -> Result<Vec<u32>, TrainError> {
         let mut len = [0_u64];
         self.world().broadcast(&mut len, 0)?;
         let mut ids = vec![0; len[0] as usize];

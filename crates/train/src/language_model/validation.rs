@@ -13,7 +13,7 @@ use crate::routing::{RoutingSample, specialization};
 use crate::task::ModelView;
 
 /// The most tokens of each layer on which specialisation is measured.
-const SPECIALIZATION_TOKENS: usize = 1 << 16;
+pub(super) const SPECIALIZATION_TOKENS: usize = 1 << 16;
 /// The most tokens whose experts are compared between checkpoints; a single longer sequence is kept whole.
 const SAMPLE_TOKENS: usize = 1 << 12;
 
@@ -26,6 +26,9 @@ impl LanguageModel {
         layers: &mut [LayerRecord],
     ) -> Result<Option<f64>, TrainError> {
         let num_encoder_layers = self.config.model.num_encoder_layers();
+        if self.pipeline.is_some() {
+            return self.validate_in_stages(model, layers);
+        }
         let (mut loss, mut targets) = (0.0, 0);
         let mut first_choices: BTreeMap<usize, Vec<(u32, u32)>> = BTreeMap::new();
         for batch in self.dataset.validation_batches(self.config.train.eval_batches) {
@@ -48,10 +51,7 @@ impl LanguageModel {
             loss += stats.loss_sum;
             targets += stats.num_targets;
         }
-        for layer in layers {
-            let pairs = all_pairs(model.ranks, first_choices.remove(&layer.layer).unwrap_or_default())?;
-            layer.specialization = specialization(pairs);
-        }
+        specialize(model.ranks, first_choices, layers)?;
         Ok((targets > 0).then(|| loss / targets as f64))
     }
 
@@ -83,7 +83,9 @@ impl LanguageModel {
         batch.inputs.truncate(batch.num_sequences * batch.seq_len);
         let mut sample = RoutingSample::new(batch.inputs.clone());
         let ModelRef { ctx, decoder, weights } = self.model(view);
-        if view.ranks.is_none_or(Ranks::passes_with_root) {
+        if self.pipeline.is_some() {
+            self.route_in_stages(view, &batch, &mut sample)?;
+        } else if view.ranks.is_none_or(Ranks::passes_with_root) {
             let tokens = TokenBatch::without_targets(&batch.inputs, batch.num_sequences);
             let mode = Mode::Infer;
             decoder.route(ctx, weights, &tokens, mode, &mut |layer, saved| sample.add(layer, saved.routing()))?;
@@ -97,6 +99,20 @@ impl LanguageModel {
         }
         Ok((!sample.is_empty()).then_some(sample))
     }
+}
+
+/// Writes the specialisation of `layers` from the first choices of this rank's tokens, a token and an expert each,
+/// and those of all others.
+pub(super) fn specialize(
+    ranks: Option<&Ranks>,
+    mut first_choices: BTreeMap<usize, Vec<(u32, u32)>>,
+    layers: &mut [LayerRecord],
+) -> Result<(), TrainError> {
+    for layer in layers {
+        let pairs = all_pairs(ranks, first_choices.remove(&layer.layer).unwrap_or_default())?;
+        layer.specialization = specialization(pairs);
+    }
+    Ok(())
 }
 
 /// Gathers the pairs of all ranks.

@@ -12,6 +12,7 @@ use moeworks_ops::quantized::dequantize;
 use moeworks_tensor::{DType, Tensor};
 
 use super::Ranks;
+use super::columns::WayToRoot;
 use crate::error::TrainError;
 
 /// The tag of messages with tensors for the root.
@@ -37,6 +38,9 @@ struct HeldTensor<'a> {
 impl Ranks {
     /// Returns this rank's part of a whole tensor (weights or moments).
     pub(crate) fn part(&self, ctx: &Context, spec: &WeightSpec, whole: &Tensor) -> Tensor {
+        if !self.holds(spec) {
+            return ctx.empty(&[0], whole.dtype());
+        }
         if spec.role.is_of_experts() {
             return select_experts(ctx, whole, self.layer_of(spec).held());
         }
@@ -45,6 +49,9 @@ impl Ranks {
 
     /// Returns the shape of [`part`](Self::part).
     pub(super) fn part_shape(&self, spec: &WeightSpec) -> Vec<usize> {
+        if !self.holds(spec) {
+            return vec![0];
+        }
         if spec.role.is_of_experts() {
             let mut shape = spec.shape.clone();
             shape[0] = self.layer_of(spec).held().len();
@@ -57,6 +64,9 @@ impl Ranks {
     /// `are_shared`.
     pub(crate) fn keeper(&self, ctx: &Context, are_shared: bool) -> impl FnMut(&WeightSpec, &Tensor) -> Tensor {
         move |spec, whole| {
+            if !self.holds(spec) {
+                return ctx.empty(&[0], DType::F32);
+            }
             let is_packed = whole.dtype().is_quantized();
             let unpacked = is_packed.then(|| dequantize(ctx, whole, DType::F32));
             let part = into_type(ctx, self.part(ctx, spec, unpacked.as_ref().unwrap_or(whole)), DType::F32);
@@ -91,12 +101,37 @@ impl Ranks {
     /// gather them.
     fn whole_tensor(&self, ctx: &Context, held: &HeldTensor<'_>, whole: Option<&mut Tensor>) -> Result<(), TrainError> {
         let &HeldTensor { spec, tensor, is_slice } = held;
+        let is_slice = is_slice && self.holds(spec);
         let joined = is_slice.then(|| self.start_joining(ctx, spec.index, tensor)?.finish()).transpose()?;
         let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
+        if let Some(way) = self.way_to_root(spec) {
+            return self.whole_over_line(ctx, way, (spec, part), whole);
+        }
         match whole {
             Some(to) => self.collect_tensor(spec, part, to),
             None if self.is_near_root() => Ok(self.give_tensor(spec, part)?),
             None => Ok(()),
+        }
+    }
+
+    /// Brings a tensor that the root's column does not hold, and that the first rank of another puts together, to
+    /// the root.
+    fn whole_over_line(
+        &self,
+        ctx: &Context,
+        way: WayToRoot<'_>,
+        (spec, part): (&WeightSpec, &Tensor),
+        whole: Option<&mut Tensor>,
+    ) -> Result<(), TrainError> {
+        match (way, whole) {
+            (WayToRoot::Receive { line, column }, Some(to)) => Ok(line.receive(to.f32s_mut(), column, TAG)?),
+            (WayToRoot::Send { line }, _) if self.column.rank() == 0 => {
+                let mut whole = ctx.zeros(&spec.shape, DType::F32);
+                self.collect_tensor(spec, part, &mut whole)?;
+                Ok(line.send(whole.f32s(), 0, TAG)?)
+            }
+            (WayToRoot::Send { .. }, _) if self.is_near_root() => Ok(self.give_tensor(spec, part)?),
+            _ => Ok(()),
         }
     }
 

@@ -48,7 +48,8 @@ impl Ranks {
             let spec = self.table().spec(place);
             let is_waiting = spec.role.is_of_experts() && has_replicas;
             let holders = self.holders(spec);
-            if !spec.is_trainable || is_waiting || holders.size() == 1 || under_way.failure.is_some() {
+            let is_left = !spec.is_trainable || !self.holds(spec) || is_waiting;
+            if is_left || holders.size() == 1 || under_way.failure.is_some() {
                 continue;
             }
             let own = std::mem::replace(tensor, ctx.empty(&[0], DType::F32));
@@ -79,14 +80,12 @@ impl Ranks {
     pub(crate) fn sum_gradients(&self, grads: &mut dyn ParamSet, under_way: SumsUnderWay) -> Result<(), TrainError> {
         let done = self.finish_sums(grads, under_way)?;
         for (spec, tensor) in self.table().specs().iter().zip(grads.params_mut()) {
-            if done.contains(&spec.index) || !spec.is_trainable {
+            if done.contains(&spec.index) || !spec.is_trainable || !self.holds(spec) {
                 continue;
             }
+            self.holders(spec).all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
             if spec.role.is_of_experts() {
-                self.copies.all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
                 self.sum_replicas(&self.layer_of(spec), tensor)?;
-            } else {
-                self.holders(spec).all_reduce(tensor.f32s_mut(), Reduce::Sum)?;
             }
         }
         Ok(())
@@ -98,7 +97,8 @@ impl Ranks {
         if self.shards_weights() {
             return Ok(());
         }
-        for (spec, tensor) in self.table().specs().iter().zip(weights.params()) {
+        let held = self.table().specs().iter().zip(weights.params()).filter(|(spec, _)| self.holds(spec));
+        for (spec, tensor) in held {
             let holders = self.holders(spec);
             if let Some(rank) = holders.first_other(&fingerprint(tensor.bytes()))? {
                 return Err(TrainError::Drifted { rank, of: holders.world_ranks()[0], tensor: spec.name.clone() });
@@ -138,7 +138,7 @@ impl Ranks {
         let mut dense = [0.0];
         let mut experts = [0.0];
         let tensors = self.table().specs().iter().zip(grads.params());
-        for (spec, tensor) in tensors.filter(|(spec, _)| spec.is_trainable) {
+        for (spec, tensor) in tensors.filter(|(spec, _)| spec.is_trainable && self.is_first_column(spec)) {
             if spec.role.is_of_experts() {
                 experts[0] += self.squares_of_own(ctx, &self.layer_of(spec), tensor);
             } else if self.is_first_holder(spec) {
@@ -149,7 +149,11 @@ impl Ranks {
             ranks.group().all_reduce(&mut dense, Reduce::Sum)?;
         }
         self.experts.group().all_reduce(&mut experts, Reduce::Sum)?;
-        Ok((dense[0] + experts[0]).sqrt())
+        let mut squares = [dense[0] + experts[0]];
+        if let Some(line) = &self.line {
+            line.all_reduce(&mut squares, Reduce::Sum)?;
+        }
+        Ok(squares[0].sqrt())
     }
 
     /// Sums the squares of a layer's `[held, ..]` over the experts whose first rank this is.

@@ -4,6 +4,7 @@
 //! records and the report, and prints. A checkpoint does not depend on the layout: the root gathers the whole model,
 //! so that any layout can resume from it.
 
+mod columns;
 mod exchange;
 mod gather;
 mod gradients;
@@ -27,6 +28,7 @@ use moeworks_plan::{Layout, Placements};
 
 use crate::config::RunConfig;
 use crate::error::TrainError;
+use columns::Columns;
 pub(crate) use gradients::SumsUnderWay;
 pub use placements::placements;
 use table::PartTable;
@@ -43,7 +45,13 @@ pub struct Ranks {
     layout: Layout,
     /// All ranks.
     world: Box<dyn Communicator>,
-    /// The ranks that hold the same experts.
+    /// Those of this rank's column of a pipeline; all without one.
+    column: Box<dyn Communicator>,
+    /// Those at this rank's place in each column of a pipeline, if there is one.
+    line: Option<Box<dyn Communicator>>,
+    /// The columns that hold each tensor, once the model is known, and this rank's groups over several columns.
+    columns: OnceLock<Columns>,
+    /// Those of this column that hold the same experts.
     copies: Box<dyn Communicator>,
     experts: ExpertRanks,
     /// The tensor-parallel groups; none without tensor parallelism.
@@ -76,14 +84,20 @@ impl Ranks {
         let rank = comm.rank();
         let (dp, ep, tp) = layout.place(rank);
         let place = ep * layout.tp + tp;
-        let (world, of_experts) = (part(comm, 0, rank)?, part(comm, 0, rank)?);
-        let (copies, group) = (part(comm, place, dp)?, part(comm, dp, place)?);
+        let (world, column) = (part(comm, 0, rank)?, part(comm, layout.column(rank), rank)?);
+        let line = || part(comm, rank % layout.column_size(), layout.column(rank));
+        let line = (layout.pp > 1).then(line).transpose()?;
+        let (of_experts, copies, group) =
+            (part(&*column, 0, rank)?, part(&*column, place, dp)?, part(&*column, dp, place)?);
         let experts = ExpertRanks::new(of_experts, group, placements, options)?;
-        let tensor = || TensorGroups::new(comm, rank / layout.tp, tp);
+        let tensor = || TensorGroups::new(&*column, column.rank() / layout.tp, tp);
         let tensor = (layout.tp > 1).then(tensor).transpose()?;
         Ok(Self {
             layout,
             world,
+            column,
+            line,
+            columns: OnceLock::new(),
             copies,
             experts,
             tensor,
@@ -249,7 +263,7 @@ impl Ranks {
     #[must_use]
     pub fn share(&self, num: usize) -> Range<usize> {
         let tp = self.layout.tp;
-        let (n, rank) = (self.world.size() / tp, self.world.rank() / tp);
+        let (n, rank) = (self.column.size() / tp, self.column.rank() / tp);
         let start = |rank: usize| num / n * rank + rank.min(num % n);
         start(rank)..start(rank + 1)
     }
@@ -304,13 +318,18 @@ impl Ranks {
 
     /// Gathers the `values` of every rank, in the order of ranks.
     pub(crate) fn all_values<T: Pod>(&self, values: &[T]) -> Result<Vec<T>, TrainError> {
-        let mut lens = vec![0_u64; self.world.size()];
-        self.world.all_gather(&[values.len() as u64], &mut lens)?;
-        let lens: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
-        let mut all = vec![T::zeroed(); lens.iter().sum()];
-        self.world.all_gather_v(values, &mut all, &lens)?;
-        Ok(all)
+        Ok(all_values(&*self.world, values)?)
     }
+}
+
+/// The `values` of all ranks of `comm`, in the order of ranks.
+pub(crate) fn all_values<T: Pod>(comm: &dyn Communicator, values: &[T]) -> Result<Vec<T>, CommError> {
+    let mut lens = vec![0_u64; comm.size()];
+    comm.all_gather(&[values.len() as u64], &mut lens)?;
+    let lens: Vec<usize> = lens.into_iter().map(|len| len as usize).collect();
+    let mut all = vec![T::zeroed(); lens.iter().sum()];
+    comm.all_gather_v(values, &mut all, &lens)?;
+    Ok(all)
 }
 
 /// Splits off the ranks of `comm` with the same `color`, in the order of `key`.

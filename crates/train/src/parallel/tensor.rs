@@ -19,12 +19,25 @@ pub(super) struct TensorGroups {
     meter: Arc<Meter>,
 }
 
+/// The ranks of a column that hold a tensor alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Holding {
+    /// All of them.
+    All,
+    /// Those with the same experts.
+    Experts,
+    /// Those at the same place of tensor-parallel groups.
+    SamePlace,
+    /// Those with the same heads of keys and values.
+    SameKeys,
+}
+
 /// The tensor-parallel shards of a model.
 pub(super) struct TensorPart {
     ranks: TensorRanks,
     /// The split of each rank of the group.
     splits: Vec<TensorSplit>,
-    /// The ranks of the whole run that hold the same heads of keys and values.
+    /// The ranks of the column that hold the same heads of keys and values.
     kv_holders: Box<dyn Communicator>,
 }
 
@@ -53,7 +66,7 @@ impl Ranks {
         let splits = (0..size).map(|rank| TensorSplit::new(config, table, rank, size));
         let splits = splits.collect::<Result<_, _>>().map_err(ConfigError::from)?;
         let of_keys = ranks.split().kv_ranks().start;
-        let kv_holders = super::part(&*self.world, of_keys, self.world.rank())?;
+        let kv_holders = super::part(&*self.column, of_keys, self.column.rank())?;
         let part = self.tensor_part.get_or_init(|| TensorPart { ranks, splits, kv_holders });
         Ok(Some(&part.ranks))
     }
@@ -75,15 +88,29 @@ impl Ranks {
 
     /// Returns the ranks that hold the same part of `spec`, over which its gradient is summed.
     pub(super) fn holders(&self, spec: &WeightSpec) -> &dyn Communicator {
-        if spec.role.is_of_experts() {
-            return &*self.copies;
+        let kind = self.holding(spec);
+        if let Some(shared) = self.shared_holders(spec) {
+            return shared.holders(kind);
         }
-        let (Some(part), Some(groups)) = (self.tensor_part.get(), &self.tensor) else { return &*self.world };
+        match (kind, &self.tensor, self.tensor_part.get()) {
+            (Holding::Experts, ..) => &*self.copies,
+            (Holding::SamePlace, Some(groups), _) => &*groups.peers,
+            (Holding::SameKeys, _, Some(part)) => &*part.kv_holders,
+            _ => &*self.column,
+        }
+    }
+
+    /// Which ranks of a column hold the tensor of `spec` as this one does.
+    fn holding(&self, spec: &WeightSpec) -> Holding {
+        if spec.role.is_of_experts() {
+            return Holding::Experts;
+        }
+        let Some(part) = self.tensor_part.get() else { return Holding::All };
         let share = part.ranks.split().share(spec);
         match (share.is_summed, share.cut) {
-            (false, _) => &*groups.peers,
-            (true, None) => &*self.world,
-            (true, Some(_)) => &*part.kv_holders,
+            (false, _) => Holding::SamePlace,
+            (true, None) => Holding::All,
+            (true, Some(_)) => Holding::SameKeys,
         }
     }
 

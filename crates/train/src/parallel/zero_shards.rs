@@ -42,7 +42,7 @@ impl Ranks {
 
     /// Returns this rank's slice of every trainable tensor; empty tensors for the others.
     pub(crate) fn trainable_slices(&self, ctx: &Context, tensors: &dyn ParamSet) -> Vec<Tensor> {
-        let slice_of = |(spec, tensor): (&WeightSpec, &Tensor)| match spec.is_trainable {
+        let slice_of = |(spec, tensor): (&WeightSpec, &Tensor)| match spec.is_trainable && self.holds(spec) {
             true => self.slice(ctx, spec.index, tensor),
             false => ctx.empty(&[0], DType::F32),
         };
@@ -60,7 +60,7 @@ impl Ranks {
         if let Some(slices) = under_way.slices {
             return Ok(slices.finish()?);
         }
-        let slice_of = |(spec, tensor): (&WeightSpec, &Tensor)| match spec.is_trainable {
+        let slice_of = |(spec, tensor): (&WeightSpec, &Tensor)| match spec.is_trainable && self.holds(spec) {
             true => self.summed_slice(ctx, spec.index, tensor),
             false => Ok(ctx.empty(&[0], DType::F32)),
         };
@@ -88,7 +88,8 @@ impl Ranks {
     /// All-gathers the slices of trainable tensors into `whole`.
     pub(crate) fn join_slices(&self, slices: &[Tensor], whole: &mut dyn ParamSet) -> Result<(), TrainError> {
         let tensors = slices.iter().zip(whole.params_mut()).enumerate();
-        for (place, (slice, whole)) in tensors.filter(|(place, _)| self.table().is_trainable(*place)) {
+        let is_joined = |place: usize| self.table().is_trainable(place) && self.holds(self.table().spec(place));
+        for (place, (slice, whole)) in tensors.filter(|(place, _)| is_joined(*place)) {
             self.holders_of(place).all_gather_v(slice.f32s(), whole.f32s_mut(), &self.slice_counts(place))?;
         }
         Ok(())

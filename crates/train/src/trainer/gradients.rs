@@ -21,6 +21,15 @@ impl<T: Task> Trainer<T> {
         let begin = |ranks: &Arc<Ranks>| ranks.begin_sums(&self.ctx);
         let mut sums = self.ranks.as_ref().map_or_else(SumsUnderWay::default, begin);
         let progress = step as f64 / self.settings.steps as f64;
+        let model = ModelView {
+            ctx: &self.ctx,
+            ranks: self.ranks.as_deref(),
+            params: self.copy.as_ref().unwrap_or(&self.params),
+        };
+        let first = Microbatch { step, index: 0, num, progress };
+        if let Some(figures) = self.task.train_step(&model, first, &mut self.grads)? {
+            return Ok((figures.of_step(num), sums));
+        }
         let mut total: Option<PassFigures> = None;
         for index in 0..num {
             let figures = self.pass(Microbatch { step, index, num, progress }, &mut sums)?;

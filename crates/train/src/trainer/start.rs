@@ -215,6 +215,9 @@ impl<T: Task> Setup<T> {
         if ranks.shards_weights() && !possible.sharded_weights {
             return Err(TrainError::Parallelism { what: "sharded weights (ZeRO 3)" });
         }
+        if ranks.layout().pp > 1 && !possible.pipeline {
+            return Err(TrainError::Parallelism { what: "a pipeline (pp above 1)" });
+        }
         ranks.check_same("configuration", &self.task.config_text())?;
         ranks.hold(self.task.table());
         Ok(())

@@ -1,0 +1,61 @@
+//! Checks of a pipeline's settings against others. What cannot be carried out is refused before a run begins.
+
+use moeworks_model::PositionKind;
+
+use super::check::wrong;
+use super::{ConfigError, MovingChoice, RunConfig};
+use crate::pipeline::PipelinePlan;
+
+/// The highest stage of ZeRO in a pipeline.
+const MAX_ZERO: u8 = 1;
+
+impl RunConfig {
+    /// Checks that a pipeline can be made of the model, and goes with the other settings.
+    pub(super) fn check_pipeline(&self) -> Result<(), ConfigError> {
+        if self.parallel.pp == 1 {
+            return Ok(());
+        }
+        self.check_what_is_cut()?;
+        self.check_beside_pipeline()?;
+        PipelinePlan::new(self).map(drop)
+    }
+
+    /// Refuses models that are not cut into stages.
+    fn check_what_is_cut(&self) -> Result<(), ConfigError> {
+        let variant = &self.model.variant;
+        let what = if variant.encoder.is_some() {
+            "a model with an encoder"
+        } else if matches!(variant.positions, PositionKind::Relative { .. }) {
+            "a model with relative positions"
+        } else {
+            return Ok(());
+        };
+        Err(wrong("parallel.pp", self.parallel.pp, format!("must be 1: {what} is not cut into stages")))
+    }
+
+    /// Refuses settings of ranks that a pipeline does not go with.
+    fn check_beside_pipeline(&self) -> Result<(), ConfigError> {
+        let parallel = &self.parallel;
+        if parallel.zero > MAX_ZERO {
+            let expected = "must be 0 or 1 with parallel.pp above 1: stages keep their gradients and weights whole";
+            return Err(wrong("parallel.zero", parallel.zero, expected));
+        }
+        if parallel.moving != MovingChoice::Tokens {
+            let expected = "must be \"tokens\" with parallel.pp above 1";
+            let value = if parallel.moving == MovingChoice::Auto { "\"auto\"" } else { "\"weights\"" };
+            return Err(wrong("parallel.moving", value, expected));
+        }
+        if parallel.chunks == 0 {
+            return Err(wrong("parallel.chunks", 0, "must be at least 1 with parallel.pp above 1"));
+        }
+        let num_shares = parallel.dp.saturating_mul(parallel.ep);
+        if self.train.batch_size < num_shares {
+            let expected = format!(
+                "must be at least {num_shares}, parallel.dp times parallel.ep, with parallel.pp above 1: each rank of a stage \
+                 needs a sequence of a microbatch"
+            );
+            return Err(wrong("train.batch_size", self.train.batch_size, expected));
+        }
+        Ok(())
+    }
+}
