@@ -87,7 +87,7 @@ pub struct Engine<'a> {
     scheduler: Scheduler,
     cache: PagedKvCache,
     answers: HashMap<SequenceId, Answering<'a>>,
-    /// What routers chose; none for a model without MoE layers.
+    /// The choices of routers; none for a model without MoE layers.
     experts: Option<Experts>,
 }
 
@@ -104,7 +104,8 @@ impl<'a> Engine<'a> {
         Ok(Self { model, scheduler, cache, answers: HashMap::new(), experts })
     }
 
-    /// Returns the tokens that each expert computes, which are counted as the engine goes on; none for a model without MoE layers.
+    /// Returns the tokens that each expert computes, which are counted as the engine goes on; none for a model
+    /// without MoE layers.
     #[must_use]
     pub fn expert_load(&self) -> Option<Arc<ExpertLoad>> {
         self.experts.as_ref().map(|experts| Arc::clone(experts.load()))

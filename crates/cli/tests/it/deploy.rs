@@ -34,7 +34,8 @@ fn after<'a>(args: &[&'a str], option: &str) -> &'a str {
     args[args.iter().position(|arg| *arg == option).unwrap_or_else(|| panic!("no {option}")) + 1]
 }
 
-/// Fails where the program does not take arguments. They end before anything listens: nobody has the model or the address.
+/// Fails where the program does not take arguments. They end before anything listens: nobody has the model or the
+/// address.
 fn assert_taken(work: &Workplace, args: &[&str]) {
     let nowhere = |arg: &&str| match *arg {
         "0.0.0.0" => "203.0.113.1".to_owned(),

@@ -32,7 +32,7 @@ fn a_replica_that_is_killed_loses_only_what_it_had_begun_to_answer() {
     let gateway = gateway(&work, &[&one, &two]);
     let body = |i: usize| {
         let prompt = format!("Line {i}");
-        json!({"prompt": prompt, "max_tokens": 200, "temperature": 0, "ignore_eos": true, "stream": i % 4 != 0})
+        json!({"prompt": prompt, "max_tokens": 200, "temperature": 0, "ignore_eos": true, "stream": !i.is_multiple_of(4)})
     };
     let mut streams: Vec<TcpStream> = (0..32).map(|i| gateway.send("/v1/completions", &body(i))).collect();
     // One has begun.
@@ -48,7 +48,7 @@ fn a_replica_that_is_killed_loses_only_what_it_had_begun_to_answer() {
             continue;
         }
         let answer = read(stream);
-        if i % 4 == 0 {
+        if i.is_multiple_of(4) {
             let whole: Value = serde_json::from_str(&answer).expect("JSON");
             assert_eq!(whole["usage"]["completion_tokens"], 200, "{answer}");
             continue;

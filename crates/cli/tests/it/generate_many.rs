@@ -38,7 +38,7 @@ fn answers_are_those_of_generate_alone_in_the_order_of_the_prompts() {
         let alone = alone.strip_prefix(prompt.as_str()).and_then(|text| text.strip_suffix('\n')).expect("a text");
         assert_eq!(answer["text"], alone, "{prompt}");
         assert_eq!(answer["usage"]["prompt_tokens"], prompt.len());
-        if i % 3 == 0 {
+        if i.is_multiple_of(3) {
             assert_eq!(answer["id"], format!("p{i}"));
         }
     }

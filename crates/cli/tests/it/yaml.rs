@@ -1,4 +1,5 @@
-//! The part of YAML that the manifests in `deploy/` use: maps and lists by indentation, lists and texts as in JSON, whole-line comments.
+//! The part of YAML that the manifests in `deploy/` use: maps and lists by indentation, lists and texts as in JSON,
+//! whole-line comments.
 
 use serde_json::{Map, Value};
 

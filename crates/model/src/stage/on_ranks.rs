@@ -134,7 +134,7 @@ impl Stage {
     #[must_use]
     pub fn last_logits(&self, ctx: &Context, weights: &DecoderWeights, stream: &ResidualStream) -> Tensor {
         let mut last = ctx.empty(&[1, self.config.width], DType::F32);
-        elementwise::copy_rows(ctx, (&stream.x, stream.x.rows() - 1), (&mut last, 0), 1);
+        elementwise::copy_rows(ctx, &stream.x, stream.x.rows() - 1, &mut last, 0, 1);
         self.head_logits(ctx, weights, &last).reshaped(&[self.config.vocab_size])
     }
 }

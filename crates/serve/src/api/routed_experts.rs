@@ -1,4 +1,4 @@
-//! Whether an answer has the experts of its tokens, and from which token on.
+//! The fields of a request that ask for the experts of tokens.
 
 use super::fields::Fields;
 use super::{ApiError, ErrorKind};

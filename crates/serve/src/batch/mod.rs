@@ -24,8 +24,8 @@ pub struct BatchAnswer {
     pub num_tokens: usize,
 }
 
-/// Answers prompts, as many at a time as the engine's limits say. `on_end` is told the tokens of each answer that is complete. Returns the
-/// answers in the order of the prompts.
+/// Answers prompts, as many at a time as the engine's limits say. `on_end` is told the tokens of each answer that is
+/// complete. Returns the answers in the order of the prompts.
 ///
 /// # Errors
 /// If the model fails.
@@ -94,6 +94,6 @@ impl BatchAnswer {
 pub struct PromptInfo {
     /// Its tokens.
     pub num_tokens: usize,
-    /// Whether it is a conversation.
+    /// True for a conversation.
     pub is_chat: bool,
 }

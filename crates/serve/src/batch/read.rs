@@ -18,7 +18,7 @@ pub struct BatchDefaults {
     pub settings: SamplingSettings,
     /// Texts that end an answer, besides those of a prompt.
     pub stops: Vec<String>,
-    /// Whether a special token that a text spells becomes this token.
+    /// True if a special token that a text spells becomes this token.
     pub reads_special: bool,
 }
 
@@ -26,7 +26,7 @@ pub struct BatchDefaults {
 pub struct BatchPrompt {
     /// Names the answer; the number of the line, from 1, where it has no id.
     pub id: Value,
-    /// What its answer's line says of it.
+    /// The figures that its answer's line has of it.
     pub info: PromptInfo,
     /// The request to the engine; none if no token is asked for.
     pub request: Option<Request>,

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use moeworks_moe::{cv, max_over_mean};
 
-/// Tokens that each expert of each MoE layer computed since the engine began. The engine counts; others read at any time.
+/// Tokens that each expert of each MoE layer computed since the engine began. The engine counts; others read at any
+/// time.
 #[derive(Debug)]
 pub struct ExpertLoad {
     layers: Vec<LayerCounts>,
@@ -78,7 +79,8 @@ impl LayerLoad {
         cv(&self.tokens_per_expert)
     }
 
-    /// The mean load over the highest one: 1 where all experts have as many tokens, `1 / E` where one has all, 1 before the first token.
+    /// The mean load over the highest one: 1 where all experts have as many tokens, `1 / E` where one has all, 1
+    /// before the first token.
     #[must_use]
     pub fn balancedness(&self) -> f64 {
         let most = max_over_mean(&self.tokens_per_expert);

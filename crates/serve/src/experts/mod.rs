@@ -1,8 +1,8 @@
-//! What routers choose while texts are served: counts by layer and expert, and the experts of each token.
+//! The choices of routers while texts are served: counts by layer and expert, and the experts of each token.
 //!
-//! A pass tells its hook what each MoE layer decided. The counts go to [`ExpertLoad`], which metrics read while the engine goes on; the
-//! ids go to a record that has a place for each token whose keys and values are kept, so that a prompt that was found in the prefix
-//! cache has its experts too.
+//! A pass tells its hook what each MoE layer decided. The counts go to [`ExpertLoad`], which metrics read while the
+//! engine goes on; the ids go to a record that has a place for each token whose keys and values are kept, so that a
+//! prompt that was found in the prefix cache has its experts too.
 
 mod load;
 mod record;
@@ -29,7 +29,7 @@ pub(crate) struct PassExperts<'a> {
     slots: Slots,
     /// Rows that each MoE layer has told.
     num_told: Vec<usize>,
-    /// Whether the choices are on a device, where reading them early would make it wait.
+    /// True if the choices are on a device, which an early look would make wait.
     is_late: bool,
     late: Vec<(usize, MoeSaved)>,
 }
@@ -54,7 +54,8 @@ impl Experts {
         &mut self.record
     }
 
-    /// Begins a pass over tokens that have these places. `is_late` says that their experts are read when the pass is over.
+    /// Begins a pass over tokens that have these places. `is_late` says that their experts are read when the pass is
+    /// over.
     pub(crate) fn begin(&mut self, slots: Slots, is_late: bool) -> PassExperts<'_> {
         let num_told = vec![0; self.load.num_layers()];
         PassExperts { experts: self, slots, num_told, is_late, late: Vec::new() }

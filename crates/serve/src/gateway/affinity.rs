@@ -1,4 +1,5 @@
-//! Which replica is likeliest to have the beginning of a prompt: requests that begin alike go to the same one.
+//! The choice of the replica that is likeliest to have the beginning of a prompt: requests that begin alike go to one
+//! replica.
 
 use serde_json::Value;
 
@@ -7,8 +8,9 @@ use serde_json::Value;
 pub(crate) struct Key([u8; 32]);
 
 impl Key {
-    /// The key of a request's body: of the first `num_bytes` bytes of its prompt or of the first messages of its conversation, with what
-    /// else keeps requests from sharing keys and values. None if it has neither, or `num_bytes` is 0.
+    /// The key of a request's body: of the first `num_bytes` bytes of its prompt or of the first messages of its
+    /// conversation, with what else keeps requests from sharing keys and values. None if it has neither, or
+    /// `num_bytes` is 0.
     pub(crate) fn of_body(body: &[u8], num_bytes: usize) -> Option<Self> {
         if num_bytes == 0 {
             return None;
@@ -31,8 +33,8 @@ impl Key {
         Self(*blake3::hash(text.as_bytes()).as_bytes())
     }
 
-    /// Returns the indices of `names`, the preferred one first (rendezvous hashing, Thaler and Ravishankar, 1998): where a replica
-    /// goes, only what it had moves.
+    /// Returns the indices of `names`, the preferred one first (rendezvous hashing, Thaler and Ravishankar, 1998):
+    /// where a replica goes, only what it had moves.
     pub(crate) fn ranked(self, names: &[&str]) -> Vec<usize> {
         let score = |name: &str| *blake3::keyed_hash(&self.0, name.as_bytes()).as_bytes();
         let mut ranked: Vec<_> = names.iter().enumerate().map(|(index, name)| (score(name), index)).collect();

@@ -40,8 +40,8 @@ enum BegunBody {
     },
 }
 
-/// Sends a request to a replica. A whole answer is waited for; a stream up to its first event, so that one that breaks before can be asked
-/// for again.
+/// Sends a request to a replica. A whole answer is waited for; a stream up to its first event, so that one that
+/// breaks before can be asked for again.
 pub(super) async fn begin(
     gateway: &Gateway,
     replica: &Replica,

@@ -1,7 +1,8 @@
 //! A gateway: one address before several servers of the same model.
 //!
-//! A request goes to the replica that is likeliest to have the beginning of its prompt in its prefix cache, unless that one has much more
-//! under way than the others. It is sent again only where its answer has not begun; a stream that breaks ends with an error event.
+//! A request goes to the replica that is likeliest to have the beginning of its prompt in its prefix cache, unless
+//! that one has much more under way than the others. It is sent again only where its answer has not begun; a stream
+//! that breaks ends with an error event.
 
 mod affinity;
 mod answer;

@@ -144,7 +144,7 @@ fn lost() -> ApiError {
     ApiError::new(ErrorKind::Unavailable, "the replica went away before it answered")
 }
 
-/// Whether another replica may take what this one does not: its queue is full, or it ends.
+/// Returns whether another replica may take the request: this one's queue is full, or it ends.
 fn is_refusal(status: StatusCode) -> bool {
     status == StatusCode::TOO_MANY_REQUESTS || status == StatusCode::SERVICE_UNAVAILABLE
 }

@@ -69,7 +69,7 @@ pub(crate) struct Replica {
 }
 
 impl Replica {
-    /// Whether it answered when it was last looked at.
+    /// Returns whether it answered when it was last looked at.
     pub(crate) fn is_up(&self) -> bool {
         self.is_up.load(Ordering::Acquire)
     }
@@ -95,7 +95,7 @@ pub(crate) struct Replicas(Vec<Arc<Replica>>);
 pub(crate) struct Chosen {
     pub(crate) index: usize,
     pub(crate) replica: Arc<Replica>,
-    /// Whether it is the one that is likeliest to have the beginning of the prompt.
+    /// True if it is the one that is likeliest to have the beginning of the prompt.
     pub(crate) is_first_choice: bool,
 }
 
@@ -123,8 +123,8 @@ impl Replicas {
         self.0.iter().filter(|replica| replica.is_up()).count()
     }
 
-    /// Chooses a replica that is up and not in `tried`: the one that `key` prefers among those that do not have too much under way, or the
-    /// one with the least.
+    /// Chooses a replica that is up and not in `tried`: the one that `key` prefers among those that do not have too
+    /// much under way, or the one with the least.
     pub(crate) fn choose(&self, key: Option<Key>, tried: &[usize]) -> Option<Chosen> {
         let candidates = self.0.iter().enumerate().filter(|(index, one)| one.is_up() && !tried.contains(index));
         let loads: Vec<Load> =
@@ -145,10 +145,11 @@ pub(super) struct Load {
     pub(super) num_requests: usize,
 }
 
-/// Chooses among replicas; `preferred` has the indices of all, the likeliest to know the prompt first, or nothing. Returns the choice and
-/// whether it is the most preferred one of all.
+/// Chooses among replicas; `preferred` has the indices of all, the likeliest to know the prompt first, or nothing.
+/// Returns the choice and whether it is the most preferred one of all.
 ///
-/// A replica may have a quarter more than the mean (consistent hashing with bounded loads, Mirrokni et al., 1608.01350).
+/// A replica may have a quarter more than the mean (consistent hashing with bounded loads, Mirrokni et al.,
+/// 1608.01350).
 pub(super) fn choose(loads: &[Load], preferred: &[usize]) -> Option<(usize, bool)> {
     let total: usize = loads.iter().map(|load| load.num_requests).sum();
     let most = ((total + 1) * 5).div_ceil(loads.len().max(1) * 4).max(FREE_REQUESTS);

@@ -26,7 +26,7 @@ impl WholeEvents {
         whole
     }
 
-    /// Whether the stream said that it is complete.
+    /// Returns whether the stream said that it is complete.
     pub(super) fn is_done(&self) -> bool {
         self.is_done
     }

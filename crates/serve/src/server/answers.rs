@@ -209,8 +209,8 @@ fn check_min_tokens(least: usize, most: usize) -> Result<(), ApiError> {
     Err(ApiError::new(ErrorKind::Invalid, message).of("min_tokens"))
 }
 
-/// Returns the salt that keeps the keys and values of those apart who are not to learn of each other: by the client's own salt, and by the
-/// key where there are several.
+/// Returns the salt that keeps the keys and values of those apart who are not to learn of each other: by the client's
+/// own salt, and by the key where there are several.
 fn salt(app: &App, common: &Common, tenant: Option<blake3::Hash>) -> Vec<u8> {
     let tenant = tenant.filter(|_| app.options.keys.are_many());
     let mut salt = tenant.map_or_else(Vec::new, |hash| hash.as_bytes().to_vec());

@@ -176,7 +176,7 @@ impl Serving for App {
         self.options.shutdown_timeout
     }
 
-    /// Whether the engine answers.
+    /// Returns whether the engine answers.
     fn is_alive(&self) -> bool {
         !self.is_engine_gone.load(Ordering::Acquire)
     }

@@ -35,7 +35,7 @@ pub(crate) trait Serving: Send + Sync + 'static {
     fn head_timeout(&self) -> Duration;
     /// The time that requests have to end when the program is told to.
     fn shutdown_timeout(&self) -> Duration;
-    /// Whether it can answer at all.
+    /// Returns whether it can answer at all.
     fn is_alive(&self) -> bool;
     /// Takes no further requests.
     fn drain(&self);
@@ -60,8 +60,8 @@ pub(crate) async fn serve<S: Serving>(listener: TcpListener, router: Router, app
     let _ = tokio::time::timeout(CLOSING, places.acquire_many(all)).await;
 }
 
-/// Waits for `stop` or the end of the engine, then for the requests under way, up to the time that they have. Those that are left are
-/// ended.
+/// Waits for `stop` or the end of the engine, then for the requests under way, up to the time that they have. Those
+/// that are left are ended.
 async fn end<S: Serving>(app: &Arc<S>, stop: &StopSignal) {
     while !stop.is_stopped() && app.is_alive() {
         stop.told_within(ALIVE_POLL).await;

@@ -5,8 +5,8 @@ use serde_json::{Value, json};
 use super::app::App;
 use crate::experts::{ExpertLoad, LayerLoad};
 
-/// Says what experts computed since the server began, with the figures that its page shows beside them. A model without experts has no
-/// layers here.
+/// Says what experts computed since the server began, with the figures that its page shows beside them. A model
+/// without experts has no layers here.
 pub(crate) fn load(app: &App) -> Value {
     let layers = layers(app.metrics.experts());
     json!({

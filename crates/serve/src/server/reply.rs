@@ -160,7 +160,8 @@ impl Envelope {
         }
     }
 
-    /// The JSON of a piece. `usage` is there where each piece has it; none where only the last has, which is a null then.
+    /// The JSON of a piece. `usage` is there where each piece has it; none where only the last has, which is a null
+    /// then.
     pub(crate) fn chunk(&self, delta: &Delta<'_>, usage: Option<Option<Usage>>) -> Value {
         let &Delta { choice, shown, tokens, finish_reason, is_first, ref logprobs, experts } = delta;
         let mut json = json!({"index": choice, "finish_reason": finish_reason, "logprobs": logprobs});
@@ -210,8 +211,8 @@ impl Envelope {
     }
 }
 
-/// The experts of tokens as SGLang has them: `[N, L, K]` numbers of 32 bits in base64, a text for one answer and a list for several, with
-/// the shapes.
+/// The experts of tokens as SGLang has them: `[N, L, K]` numbers of 32 bits in base64, a text for one answer and a
+/// list for several, with the shapes.
 fn experts_json(answers: &[&RoutedExperts]) -> Value {
     let one = |experts: &&RoutedExperts| (base64::of_i32s(&experts.ids).into(), shape_json(experts));
     let (mut texts, mut shapes): (Vec<Value>, Vec<Value>) = answers.iter().map(one).unzip();

@@ -271,7 +271,8 @@ fn a_gateway_that_is_told_to_end_truncates_no_stream() {
     let servers = servers::<2>(2);
     for round in 0..8 {
         let gateway = TestGateway::start(&addresses(&servers), GatewayOptions::default());
-        let body = |i: usize| json!({"prompt": format!("prompt {i}"), "max_tokens": 20 + i, "stream": i % 3 != 0});
+        let body =
+            |i: usize| json!({"prompt": format!("prompt {i}"), "max_tokens": 20 + i, "stream": !i.is_multiple_of(3)});
         let streams: Vec<TcpStream> = (0..12).map(|i| gateway.begin(&body(i))).collect();
         gateway.wait_for("requests ", 12);
         std::thread::sleep(Duration::from_millis(round * 6));
