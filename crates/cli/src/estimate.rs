@@ -6,8 +6,8 @@ use moeworks_train::config::{Precision, RunConfig};
 use serde_json::json;
 
 use crate::args::EstimateArgs;
-use crate::environment;
 use crate::cost_tables::{self, Training};
+use crate::environment;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::progress::{duration, thousands};

@@ -14,8 +14,8 @@ mod load;
 mod oniguruma;
 mod pattern;
 mod special;
-mod token_table;
 mod stop_tokens;
+mod token_table;
 mod train;
 
 use std::path::{Path, PathBuf};
@@ -29,8 +29,8 @@ use crate::file_kind;
 use crate::path_advice::tokenizer_advice;
 
 pub(crate) use special::{NamedToken, template};
-pub use token_table::{TokenBytes, TokenTable};
 pub(crate) use stop_tokens::is_known_end;
+pub use token_table::{TokenBytes, TokenTable};
 
 /// The special token that begins and ends texts in tokenizers trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";

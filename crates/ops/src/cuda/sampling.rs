@@ -15,7 +15,12 @@ const THREADS: usize = 512;
 const HAS_NAN: u32 = 1 << 31;
 
 /// Returns the ids `[R]` on the GPU, and the drawn tokens once the host has them.
-pub(crate) fn draw_each(on: On<'_>, logits: &Tensor, filters: &Filters, drawn: &[f32]) -> (Tensor, Deferred<Vec<Drawn>>) {
+pub(crate) fn draw_each(
+    on: On<'_>,
+    logits: &Tensor,
+    filters: &Filters,
+    drawn: &[f32],
+) -> (Tensor, Deferred<Vec<Drawn>>) {
     let Filters { temperature, top_k, top_p, min_p } = *filters;
     let (rows, count) = (drawn.len(), logits.len() / drawn.len().max(1));
     let [mut ids, mut answers] = [(); 2].map(|()| on.empty(&[rows], DType::U32));

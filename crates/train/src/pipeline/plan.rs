@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use moeworks_model::account::layer_flops;
+use moeworks_model::model_cost::layer_flops;
 use moeworks_model::{StagePart, WeightSpec};
 use moeworks_plan::{Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times};
 
