@@ -128,7 +128,7 @@ impl<'a> CrossRank<'a> {
 
     /// Adds the counts of other ranks to `counts [token groups, E]`. A group has `len` consecutive tokens of all
     /// ranks and this rank's first group has the index `first`. Ranks can share only their first and last group.
-    pub(crate) fn join_counts(&self, counts: &mut [u32], first: usize, num_experts: usize) {
+    pub(crate) fn sum_counts(&self, counts: &mut [u32], first: usize, num_experts: usize) {
         const NONE: u32 = u32::MAX;
         let (world, width) = (self.ranks.world(), num_experts + 1);
         let mut own = vec![NONE; 2 * width];

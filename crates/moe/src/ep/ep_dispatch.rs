@@ -110,7 +110,7 @@ impl EpDispatch {
     /// while the first chunk is in flight. `work` turns the arrived rows `[A, D]` of a chunk into the tensors to send
     /// back. `home` receives the chunk's range of tokens and, for each of these tensors, the sums that came back,
     /// `[tokens, ..]`.
-    pub(crate) fn there_and_back(
+    pub(crate) fn dispatch_and_combine(
         &self,
         ctx: &Context,
         SentRows { rows, wire }: SentRows<'_>,

@@ -84,11 +84,11 @@ impl RanksSaved {
         let shadows = has_fetched.then(fetch);
         let is_fetched = |expert| shadows.as_ref().is_some_and(|shadows| shadows.has(expert));
         let plan = || EpDispatch::new(ctx, ranks, dispatch, num_choices, num_chunks, is_fetched);
-        let ep_dispatch = ranks.time("who goes where", plan);
+        let ep_dispatch = ranks.time("plan dispatch", plan);
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
         let mut y = ctx.zeros(&[x.rows(), x.cols()], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(num_chunks), None);
-        ep_dispatch.there_and_back(
+        ep_dispatch.dispatch_and_combine(
             ctx,
             SentRows { rows: x, wire },
             || here = shadows.map(|shadows| shadows.forward(ctx, x, is_forward_only)),
@@ -99,7 +99,7 @@ impl RanksSaved {
                 parts.extend(saved.map(|experts| SavedPart { x, experts }));
                 vec![(y, wire.of_sums())]
             },
-            |tokens, sums| put(&mut y, tokens.start, &sums[0]),
+            |tokens, sums| write_rows(&mut y, tokens.start, &sums[0]),
         );
         let shadows = here.and_then(|(own, shadows)| {
             add_assign(ctx, &mut y, &own);
@@ -123,7 +123,7 @@ impl RanksSaved {
         let mut dx = ctx.zeros(&[dy.rows(), dy.cols()], DType::F32);
         let mut dweights = ctx.zeros(&[dy.rows() * num_choices], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(self.parts.len()), None);
-        self.ep_dispatch.there_and_back(
+        self.ep_dispatch.dispatch_and_combine(
             ctx,
             SentRows { rows: dy, wire },
             || here = self.shadows.as_ref().map(|shadows| shadows.backward(ctx, dy)),
@@ -141,8 +141,8 @@ impl RanksSaved {
                 vec![(backward.dx, wire), (of_choices, moeworks_plan::Wire::F32)]
             },
             |tokens, sums| {
-                put(&mut dx, tokens.start, &sums[0]);
-                put(&mut dweights, tokens.start * num_choices, &sums[1]);
+                write_rows(&mut dx, tokens.start, &sums[0]);
+                write_rows(&mut dweights, tokens.start * num_choices, &sums[1]);
             },
         );
         let mut dweights = self.own_choices(ctx, dweights);
@@ -203,7 +203,7 @@ impl RanksSaved {
 }
 
 /// Writes the rows of `part` over those of `whole` from row `first` on; elements if `whole` has one dimension.
-fn put(whole: &mut Tensor, first: usize, part: &Tensor) {
+fn write_rows(whole: &mut Tensor, first: usize, part: &Tensor) {
     let start = first * if whole.shape().len() > 1 { whole.cols() } else { 1 };
     whole.f32s_mut()[start..start + part.len()].copy_from_slice(part.f32s());
 }

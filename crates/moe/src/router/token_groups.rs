@@ -46,7 +46,7 @@ impl TokenGroups {
             ids[..first_k].iter().filter(|id| **id != NO_EXPERT).for_each(|&id| counts[id as usize] += 1);
         }
         if let Some(cross_rank) = cross_rank {
-            cross_rank.join_counts(&mut counts, first, num_experts);
+            cross_rank.sum_counts(&mut counts, first, num_experts);
         }
         let sizes = parts.map(|part| len.min(num_tokens - part * len)).collect();
         let share = own.len() as f64 / num_tokens.max(1) as f64;
