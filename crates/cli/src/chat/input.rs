@@ -98,7 +98,7 @@ impl Terminal {
     fn next(&mut self) -> Result<Typed, Failure> {
         match self.editor.readline(PROMPT) {
             Ok(line) => {
-                self.keep(&line);
+                self.add_to_history(&line);
                 Ok(Typed::Line(message(&line)))
             }
             Err(ReadlineError::Interrupted) => Ok(Typed::Interrupted),
@@ -108,7 +108,7 @@ impl Terminal {
     }
 
     /// Adds a line to the history. A line that starts with a space is left out, as in a shell.
-    fn keep(&mut self, line: &str) {
+    fn add_to_history(&mut self, line: &str) {
         let is_new = self.editor.add_history_entry(line).unwrap_or(false);
         let Some(file) = self.history.clone().filter(|_| is_new) else { return };
         let folder = file.parent().map_or(Ok(()), fs::create_dir_all);

@@ -107,13 +107,13 @@ impl ConfigLayers {
             _ => base,
         });
         if let Some((path, text)) = file {
-            settings.put_file(path, &text)?;
+            settings.set_file(path, &text)?;
         }
         // The scheme goes first, so that given settings override those that it sets.
         let is_scheme = |given: &&Override| given.setting == SCHEME;
         let (schemes, others): (Vec<_>, Vec<_>) = self.overrides.iter().partition(is_scheme);
         for given in schemes.into_iter().chain(others) {
-            settings.put(Given {
+            settings.set(Given {
                 setting: &given.setting,
                 value: given.value.clone(),
                 text: given.text.as_deref(),
@@ -141,7 +141,7 @@ impl Settings {
         Self { config, table, origins: BTreeMap::new(), rows: setting_rows().into() }
     }
 
-    fn put_file(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
+    fn set_file(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
         let line_of = |offset: usize| text.as_bytes()[..offset.min(text.len())].split(|&byte| byte == b'\n').count();
         let parsed = DeTable::parse(text).map_err(|error| ConfigError::Syntax {
             path: path.into(),
@@ -159,12 +159,12 @@ impl Settings {
                     value: text[value.span()].trim().into(),
                     expected: one_line(error.message()),
                 })?;
-            self.put(Given { setting: &setting, value, text: None, origin })?;
+            self.set(Given { setting: &setting, value, text: None, origin })?;
         }
         Ok(())
     }
 
-    fn put(&mut self, given: Given<'_>) -> Result<(), ConfigError> {
+    fn set(&mut self, given: Given<'_>) -> Result<(), ConfigError> {
         let Given { setting, value, text, origin } = given;
         let rows = Rc::clone(&self.rows);
         let row = rows.iter().find(|row| row.name == setting || row.old_name.as_deref() == Some(setting));
@@ -190,7 +190,7 @@ impl Settings {
         self.origins.insert(setting.into(), origin.clone());
         if kind != self.config.model.router.kind {
             for (setting, value) in schemes::companions(self.config.model.router.kind) {
-                self.put(Given { setting, value, text: None, origin: origin.clone() })?;
+                self.set(Given { setting, value, text: None, origin: origin.clone() })?;
             }
         }
         Ok(())
