@@ -1,8 +1,9 @@
 //! The decoder language model: embedding, layers of attention and feed-forward, norm, output projection.
 //!
-//! There is no tape. Forward keeps what each block's backward needs (or only the layer's input, with checkpointing);
-//! the balance losses, which look at all layers, are known before backward starts; backward goes through the layers from
-//! the last to the first and runs each block's weight-gradient task as soon as the block's input gradient is known.
+//! There is no tape. The forward pass keeps the activations that each block's backward needs (or only the layer's
+//! input, with checkpointing). The losses on routers, which depend on all layers, are known before the backward pass
+//! starts. The backward pass goes from the last layer to the first, and runs each block's weight-gradient task as
+//! soon as the gradient of its input is known.
 
 mod checks;
 mod ragged;
@@ -27,32 +28,32 @@ use crate::pass::{BatchError, PassOptions, PassStats, TokenBatch};
 use crate::stage::{GradTarget, Ids, RoutingHook, Stage, StagePart, StageRanks};
 use crate::weights::{DecoderWeights, WeightSpec, WeightTable};
 
-/// A decoder language model: its configuration and the blocks that carry it out. Weights are apart. It is the [`Stage`] of all layers
-/// with both ends.
+/// A decoder language model: its configuration and blocks. Weights are arguments. It is the [`Stage`] of all layers
+/// with embedding and head.
 ///
-/// Capacity and jitter are rules of training: outside [`Decoder::forward_backward`] no token is dropped and no noise is
-/// added, so that a token's logits do not depend on what else is in the batch. (A model with an `expert_capacity` of its own
-/// drops tokens of a sequence always.)
+/// Capacity and jitter are rules of training: outside [`Decoder::forward_backward`] no token is dropped and no noise
+/// is added, so that a token's logits do not depend on the rest of the batch. (A model with an `expert_capacity` of
+/// its own always drops tokens of a sequence.)
 ///
-/// It may have an encoder, which reads a source first: [`Decoder::encode`] and what takes its result.
+/// It may have an encoder that reads a source first: see [`Decoder::encode`].
 #[derive(Debug)]
 pub struct Decoder {
     pub(crate) stage: Stage,
     encoder: Option<Encoder>,
 }
 
-/// A hook that is given each tensor of a model's first weights, and whose result is kept.
+/// A hook that is given each tensor of a model's initial weights, and returns the one to keep.
 pub type InitHook<'a> = &'a mut dyn FnMut(&WeightSpec, Tensor) -> Tensor;
 
 impl Decoder {
-    /// A decoder of `config`, whose `vocab_size` must be set. Fails if a setting is out of range.
+    /// Makes a decoder of `config`, whose `vocab_size` must be set. Fails if a setting is out of range.
     pub fn new(config: ModelConfig) -> Result<Self, ConfigError> {
         config.validate()?;
         let table = WeightTable::new(&config);
         Self::with_table(config, table)
     }
 
-    /// Makes one as [`new`](Self::new) does, with the table of the model's weights, of which some may be frozen.
+    /// Makes a decoder with a table of weights, some of which may be frozen; see [`new`](Self::new).
     pub fn with_table(config: ModelConfig, table: WeightTable) -> Result<Self, ConfigError> {
         Self::build(config, table, StageRanks::default())
     }
@@ -66,7 +67,7 @@ impl Decoder {
         Ok(Self { stage, encoder })
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.stage.config
@@ -76,9 +77,10 @@ impl Decoder {
         self.encoder.as_ref()
     }
 
-    /// f32 weights drawn from `seed`: normal with `init_std`, truncated at three deviations; the projections that write to
-    /// the residual stream are smaller by sqrt(2 L), norm weights are 1. With `keep` its result for each tensor, such as a part of it, is in
-    /// the tensor's place: the tensors are never all there whole at a time.
+    /// Returns f32 weights drawn from `seed`: normally distributed with `init_std`, truncated at three standard
+    /// deviations; projections to the residual stream are divided by sqrt(2 L), and norm weights are 1. With `keep`
+    /// each tensor is replaced by its result, such as a shard, as soon as it is made, so that the whole weights are
+    /// never in memory.
     #[must_use]
     pub fn init(&self, ctx: &Context, seed: u64, mut keep: Option<InitHook<'_>>) -> DecoderWeights {
         self.build_weights(ctx, |spec| {
@@ -90,26 +92,26 @@ impl Decoder {
         })
     }
 
-    /// Puts weights together of tensors that `make` makes, one for each entry of the table in its order. Routers have the states of the
-    /// first step.
+    /// Builds weights with `make`, which makes one tensor for each entry of the table, in order. Routers have their
+    /// initial states.
     #[must_use]
     pub fn build_weights(&self, ctx: &Context, make: impl FnMut(&WeightSpec) -> Tensor) -> DecoderWeights {
         DecoderWeights::build(self.config(), self.weight_table(), make, |state| first_state(ctx, state))
     }
 
-    /// The table of the model's weights.
+    /// Returns the table of the model's weights.
     #[must_use]
     pub fn weight_table(&self) -> &Arc<WeightTable> {
         &self.stage.table
     }
 
-    /// The name and shape of every tensor, in the order of [`DecoderWeights::tensors`].
+    /// Lists the name and shape of every tensor, in the order of [`DecoderWeights::tensors`].
     #[must_use]
     pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
         self.weight_table().specs().iter().map(|spec| (spec.name.clone(), spec.shape.clone())).collect()
     }
 
-    /// f32 weights of zeros.
+    /// Returns f32 weights of zeros.
     #[must_use]
     pub fn zero_weights(&self, ctx: &Context) -> DecoderWeights {
         let zeros = |shape: &[usize]| ctx.zeros(shape, DType::F32);
@@ -121,11 +123,11 @@ impl Decoder {
         )
     }
 
-    /// Checks lists of expert ids that are to be handed in for `num_tokens` tokens in [`TokenBatch::expert_ids`]: `[num_tokens, K]` for each
-    /// MoE layer of the decoder, first to last.
+    /// Checks lists of expert ids to use in [`TokenBatch::expert_ids`]: `[num_tokens, K]` for each MoE layer of the
+    /// decoder, in order.
     ///
     /// # Errors
-    /// If there is not a list for each layer, or a layer cannot take its list.
+    /// If the number of lists is not that of the MoE layers, or if a layer does not accept its list.
     pub fn expert_ids(
         &self,
         ctx: &Context,
@@ -135,10 +137,11 @@ impl Decoder {
         self.stage.expert_ids(ctx, num_tokens, lists)
     }
 
-    /// One training pass over microbatches, in the order that `options` names: the losses of each, and the gradient of every weight, summed
-    /// over them in their order. `weights` are f32 or a compute copy; losses on routers are of each microbatch by itself.
+    /// Runs a training pass over microbatches, in the order given by `options`. Returns the losses of each, and
+    /// computes the gradient of every weight, summed over microbatches in their order. `weights` are f32 or a compute
+    /// copy. Losses on routers are per microbatch.
     ///
-    /// A microbatch may be empty where experts live on several ranks: the experts here then serve the rows of others.
+    /// With expert parallelism a microbatch may be empty: this rank's experts then serve the rows of others.
     pub fn forward_backward(
         &self,
         ctx: &Context,
@@ -154,8 +157,9 @@ impl Decoder {
         Ok(Executor { decoder: self, ctx, weights, batches, options }.run(target))
     }
 
-    /// The loss of `batch`, no gradient. No token is dropped. The router losses are the pooled ones. In a model with an encoder
-    /// its MoE layers come first, as in [`ModelConfig::moe_layers`]; `hook` sees their numbers before those of the decoder's.
+    /// Computes the loss of `batch` without gradients. No token is dropped, and the balance loss is the pooled one.
+    /// In a model with an encoder its MoE layers come first, as in [`ModelConfig::moe_layers`], and `hook` gets their
+    /// numbers before those of the decoder's.
     pub fn evaluate(
         &self,
         ctx: &Context,
@@ -192,8 +196,9 @@ impl Decoder {
         Ok(self.pass_stats(loss, router.values, layers))
     }
 
-    /// Shows `hook` what each MoE layer decides for the inputs of `batch` by the rules of `mode` (those of training: the capacity over all
-    /// these tokens, without noise). Nothing is predicted. Over ranks as [`forward_cached`](Self::forward_cached).
+    /// Shows `hook` the routing of each MoE layer for the inputs of `batch` by the rules of `mode` (those of
+    /// training: the capacity is over all these tokens, without noise). Nothing is predicted. For ranks see
+    /// [`forward_cached`](Self::forward_cached).
     pub fn route(
         &self,
         ctx: &Context,
@@ -213,9 +218,10 @@ impl Decoder {
         Ok(())
     }
 
-    /// The logits `[T, V]` f32 of every position of `num_sequences` sequences of equal length, in a model with an encoder of texts that
-    /// answer the sources of `encoder_output` and begin with the encoder's `start_id`. For training and evaluation there are
-    /// [`Decoder::forward_backward`] and [`Decoder::evaluate`], which never hold all logits.
+    /// Returns the logits `[T, V]` f32 of every position of `num_sequences` sequences of equal length. In a model
+    /// with an encoder, these answer the sources of `encoder_output` and begin with the encoder's `start_id`.
+    /// Training and evaluation use [`Decoder::forward_backward`] and [`Decoder::evaluate`], which never hold all
+    /// logits.
     pub fn logits(
         &self,
         ctx: &Context,
@@ -241,12 +247,12 @@ impl Decoder {
         Ok(self.stage.head_logits(ctx, weights, &x))
     }
 
-    /// Appends `ids` to the sequences in `cache`: those of the first, then those of the second and so on, as many of each. Returns the
-    /// logits `[sequences V]` f32 after the last of each, one behind the other. Many ids at once are a prefill, one of each sequence is a
-    /// step of decoding. `hook` sees what each MoE layer decided.
+    /// Appends `ids` to the sequences in `cache`, equally many to each: those of the first, then those of the second
+    /// and so on. Returns the logits `[sequences V]` f32 after the last id of each. Many ids are a prefill; one per
+    /// sequence is a decoding step. `hook` sees the routing of each MoE layer.
     ///
-    /// Where experts live on several ranks, the others [serve](Self::serve_inference); ranks that hold the matrices of other layers
-    /// between them pass the same ids.
+    /// With expert parallelism the idle ranks [serve](Self::serve_inference); with tensor parallelism all ranks of a
+    /// group pass the same ids.
     pub fn forward_cached(
         &self,
         ctx: &Context,
@@ -268,8 +274,8 @@ impl Decoder {
         self.append(ctx, weights, cache, Ids::Known(ids), hook)
     }
 
-    /// Appends one token of each sequence, which was drawn, as [`forward_cached`](Self::forward_cached) does: a GPU begins before the host
-    /// knows it, if nothing else has to.
+    /// Appends one sampled token to each sequence like [`forward_cached`](Self::forward_cached). A GPU starts before
+    /// the host knows the tokens, if nothing else needs them.
     pub fn step_async(
         &self,
         ctx: &Context,
@@ -284,8 +290,8 @@ impl Decoder {
         self.append(ctx, weights, cache, Ids::Drawn(drawn), None)
     }
 
-    /// Whether a step can begin before the host knows its tokens: on a GPU, where routers do not look at ids and no other rank waits for
-    /// them.
+    /// Returns true if a step can start before the host knows its tokens: on a GPU, if routers do not look at ids and
+    /// no other rank waits for them.
     #[must_use]
     pub fn can_run_ahead(&self, ctx: &Context) -> bool {
         let is_by_ids = self.config().router.looks_at_ids();
@@ -293,7 +299,7 @@ impl Decoder {
         ctx.gpu().is_some() && is_alone && !is_by_ids
     }
 
-    /// Appends checked ids, at least one of each sequence in `cache`.
+    /// Appends checked ids, at least one to each sequence in `cache`.
     fn append(
         &self,
         ctx: &Context,
@@ -328,7 +334,7 @@ impl Decoder {
         Ok(logits.reshaped(&[count * self.config().vocab_size]))
     }
 
-    /// A pass without losses over the tokens `ids`.
+    /// Begins a pass without losses over the tokens `ids`.
     fn pass<'a>(
         &'a self,
         ctx: &'a Context,
@@ -342,7 +348,7 @@ impl Decoder {
         self.stage.pass(ctx, weights, mode, sequences, rules, encoder_output)
     }
 
-    /// The residual stream after the last layer, `[T, D]` f32, of a pass that keeps nothing.
+    /// Returns the residual stream after the last layer, `[T, D]` f32, in a pass that keeps nothing.
     fn hidden(
         &self,
         pass: &Pass<'_>,
@@ -357,7 +363,7 @@ impl Decoder {
     }
 }
 
-/// The state of a router before the first step.
+/// Returns the initial state of a router.
 fn first_state(ctx: &Context, state: &WeightShape) -> Tensor {
     let random = Random::new(0, Purpose::Init, 0);
     NamedTensor::first(ctx, state, &random, 0.0).tensor

@@ -144,9 +144,9 @@ pub fn forward_flops_per_token(config: &ModelConfig, seq_len: usize) -> f64 {
 /// Floating-point operations of a forward pass for one token, by the parts that a pipeline shares out.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerFlops {
-    /// Those of each layer.
+    /// The operations of each layer.
     pub layers: Vec<f64>,
-    /// Those of the output projection.
+    /// The operations of the output projection.
     pub head: f64,
 }
 

@@ -1,8 +1,8 @@
-//! A stage: consecutive layers of a model, with the embedding before them and the output projection behind them where it has these.
+//! A stage: consecutive layers of a model, with the embedding before them and the head after them if it has these.
 //!
-//! [`Decoder`](crate::Decoder) is the stage of all layers with both ends, an encoder a stage without output projection. A model cut into
-//! stages computes what the whole does, to the bit: over a cut goes a [`ResidualStream`] forward and its gradient back; the losses on
-//! routers, which look at all layers, come to a stage as values.
+//! [`Decoder`](crate::Decoder) is the stage of all layers with both ends; an encoder is a stage without head. A model
+//! that is cut into stages computes the same as the whole, to the bit. A [`ResidualStream`] crosses a cut forward,
+//! and its gradient backward. The losses on routers, which depend on all layers, reach a stage as values.
 
 mod checks;
 mod embed_and_head;
@@ -37,28 +37,28 @@ use crate::rope_tables::RopeTables;
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::{DecoderWeights, LayerWeights, WeightGroup, WeightPlace, WeightRole, WeightSpec, WeightTable};
 
-/// A hook that sees what each MoE layer decided, with the layer's number.
+/// A hook that sees the routing of each MoE layer, with the layer's number.
 pub type RoutingHook<'a> = &'a mut dyn FnMut(usize, &MoeSaved);
 
 /// The part of a model that a stage has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StagePart {
-    /// Its layers.
+    /// The range of its layers.
     pub layers: Range<usize>,
-    /// Whether it embeds tokens.
+    /// True if it has the embedding.
     pub has_embedding: bool,
-    /// Whether it has the last norm and the output projection.
+    /// True if it has the final norm and the output projection.
     pub has_head: bool,
 }
 
 impl StagePart {
-    /// The whole of a model of `num_layers` layers.
+    /// Returns the whole of a model of `num_layers` layers.
     #[must_use]
     pub fn whole(num_layers: usize) -> Self {
         Self { layers: 0..num_layers, has_embedding: true, has_head: true }
     }
 
-    /// The parts of a model that is cut before each layer in `cuts`, ascending: the first has the embedding, the last the head.
+    /// Cuts a model before each layer in `cuts`, ascending: the first part has the embedding, the last one the head.
     #[must_use]
     pub fn cut(num_layers: usize, cuts: &[usize]) -> Vec<Self> {
         let starts = std::iter::once(0).chain(cuts.iter().copied());
@@ -71,7 +71,7 @@ impl StagePart {
         starts.zip(ends).enumerate().map(part).collect()
     }
 
-    /// Whether the stage needs the tensor. Where the output projection is the embedding, a stage with either end needs that.
+    /// Returns true if the stage needs the tensor. A tied embedding is needed at both ends.
     #[must_use]
     pub fn holds(&self, spec: &WeightSpec, is_tied: bool) -> bool {
         match (spec.place, spec.role) {
@@ -83,37 +83,37 @@ impl StagePart {
     }
 }
 
-/// The stack of a model that a stage is of.
+/// The stack of a model that a stage belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stack {
     Encoder,
     Decoder,
 }
 
-/// Consecutive layers of a model, with embedding and output projection where it has them: what it computes. Weights are arguments: those
-/// of the whole model, or those that [`weights_of`](Self::weights_of) leaves.
+/// The computation of consecutive layers of a model, with embedding and head if it has these. Weights are arguments:
+/// those of the whole model, or those that [`weights_of`](Self::weights_of) returns.
 #[derive(Debug)]
 pub struct Stage {
     pub(crate) config: ModelConfig,
     pub(crate) part: StagePart,
     stack: Stack,
     layers: Vec<Layer>,
-    /// Layers of the model, an encoder's included.
+    /// The number of layers of the model, including an encoder's.
     num_layers: usize,
     rope: RopeTables,
-    /// The ranks that hold the experts, if not all are here.
+    /// The ranks that the experts are spread over, if any.
     pub(crate) ranks: Option<ExpertRanks>,
-    /// The ranks that hold the matrices between them, if not all here.
+    /// The ranks that shard the matrices, if any.
     pub(crate) tensor: Option<TensorRanks>,
-    /// The weights of the model.
+    /// The table of the model's weights.
     pub(crate) table: Arc<WeightTable>,
-    /// Whether ranks of `tensor` have parts of the embedding, and of the output projection.
+    /// The sharding of the embedding and the output projection over ranks of `tensor`.
     cut_ends: CutEnds,
-    /// The maker of whole weights, if ranks keep parts of them.
+    /// The gathering of sharded weights, if ranks keep shards.
     pub(crate) gather: Option<Arc<dyn Gather>>,
 }
 
-/// The ends of a decoder that are cut over tensor-parallel ranks.
+/// The ends of a decoder that tensor parallelism shards.
 #[derive(Clone, Copy, Debug)]
 struct CutEnds {
     embedding: bool,
@@ -127,23 +127,24 @@ impl CutEnds {
     }
 }
 
-/// The ranks that hold a stage between them, if there are several.
+/// The ranks of a stage, if there are several.
 #[derive(Clone, Default)]
 pub struct StageRanks {
-    /// The ranks that have tokens, and hold experts.
+    /// The ranks that have tokens, and that the experts are spread over.
     pub experts: Option<ExpertRanks>,
-    /// The ranks that hold the matrices of other layers between them.
+    /// The ranks that shard the matrices of other layers.
     pub tensor: Option<TensorRanks>,
 }
 
 impl Stage {
-    /// The stage `part` of a model of `config`, whose `vocab_size` must be set, with the weights of `table`. Fails if a setting is out of
-    /// range, if the model has no such layers, and for a model with an encoder or relative positions, which is not cut.
+    /// Makes the stage `part` of a model of `config`, whose `vocab_size` must be set, with the weights of `table`.
+    /// Fails if a setting is out of range, if the model has no such layers, and for a model with an encoder or
+    /// relative positions, which cannot be cut.
     pub fn new(config: ModelConfig, table: Arc<WeightTable>, part: StagePart) -> Result<Self, ConfigError> {
         Self::over_ranks(config, table, part, StageRanks::default())
     }
 
-    /// Makes one as [`new`](Self::new) does that lies on the ranks of `ranks`. Weights are this rank's parts.
+    /// Makes a stage on the ranks of `ranks`; see [`new`](Self::new). Weights are this rank's parts.
     pub fn over_ranks(
         config: ModelConfig,
         table: Arc<WeightTable>,
@@ -168,7 +169,8 @@ impl Stage {
         Ok(Self::from_layers(config, part, Stack::Decoder, layers, ranks, table))
     }
 
-    /// The encoder of a model whose decoder has `num_decoder_layers` layers; `config` is that of the encoder's layers.
+    /// Makes the encoder of a model whose decoder has `num_decoder_layers` layers; `config` is that of the encoder's
+    /// layers.
     pub(crate) fn encoder(
         config: ModelConfig,
         table: Arc<WeightTable>,
@@ -195,19 +197,20 @@ impl Stage {
         Self { config, part, stack, layers, num_layers, rope, ranks, tensor, table, cut_ends, gather }
     }
 
-    /// The configuration of the model.
+    /// Returns the configuration of the model.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// The part of the model.
+    /// Returns the part of the model.
     #[must_use]
     pub fn part(&self) -> &StagePart {
         &self.part
     }
 
-    /// The weights of this stage out of those of the whole model, whose memory they share: the tensors of other stages have no elements.
+    /// Returns this stage's weights out of those of the whole model, with shared memory; the tensors of other stages
+    /// are empty.
     #[must_use]
     pub fn weights_of(&self, ctx: &Context, weights: &DecoderWeights) -> DecoderWeights {
         let mut specs = self.table.specs().iter();
@@ -220,12 +223,12 @@ impl Stage {
         })
     }
 
-    /// The layer of the model with this number, which the stage must have.
+    /// Returns the model's layer `index`, which the stage must have.
     pub(crate) fn layer_block(&self, index: usize) -> &Layer {
         &self.layers[index - self.part.layers.start]
     }
 
-    /// The layers' weights in this stage's stack.
+    /// Returns the layers' weights in this stage's stack.
     fn layer_weights<'w>(&self, weights: &'w DecoderWeights) -> &'w [LayerWeights] {
         match self.stack {
             Stack::Decoder => &weights.layers,
@@ -233,7 +236,7 @@ impl Stage {
         }
     }
 
-    /// The whole weights of a layer; the pass goes on to `next`.
+    /// Returns the whole weights of a layer; `next` is the layer that follows in the pass, which may be prefetched.
     pub(crate) fn whole_layer<'w>(
         &self,
         ctx: &Context,
@@ -247,17 +250,17 @@ impl Stage {
         }
     }
 
-    /// The weights of a pass with whole tensors outside the layers, if `weights` are parts.
+    /// Returns weights that are whole outside the layers, if `weights` are shards.
     pub(crate) fn gathered(&self, ctx: &Context, weights: &DecoderWeights) -> Option<DecoderWeights> {
         self.gather.as_ref().map(|gather| gather.outside(ctx, weights))
     }
 
-    /// The rules of routers in a training pass over `token_ids`.
+    /// Returns the rules of routers in a training pass over `token_ids`.
     pub(crate) fn training_rules<'a>(&self, token_ids: &'a [u32], options: &PassOptions) -> RouterRules<'a> {
         RouterRules::training(token_ids, options, self.num_layers)
     }
 
-    /// A pass over `sequences`; `encoder_output` are the sources that a decoder's layers attend to.
+    /// Begins a pass over `sequences`; a decoder's layers attend to `encoder_output`.
     pub(crate) fn pass<'a>(
         &'a self,
         ctx: &'a Context,
@@ -284,22 +287,22 @@ impl Stage {
         pass
     }
 
-    /// Makes the tokens of a pass those of `pieces`.
+    /// Divides the tokens of a pass into `pieces`.
     pub(crate) fn set_pieces(&self, pass: &mut Pass<'_>, pieces: Pieces) {
         pass.positions = pieces.positions(pass.ctx);
         pass.rope = self.rope.get(&self.config, pieces.longest_end());
         pass.pieces = Some(pieces);
     }
 
-    /// Keeps the pieces of a batch's sequences separate in a pass.
+    /// Keeps the segments of a batch's sequences apart in a pass.
     pub(crate) fn set_documents(&self, pass: &mut Pass<'_>, batch: &TokenBatch<'_>) {
         if batch.has_pieces() {
             self.set_pieces(pass, Pieces::documents(batch.segments));
         }
     }
 
-    /// The stream behind the stage's last layer in a pass that keeps nothing. `caches` are those of the whole model's layers; `hook` sees
-    /// what each MoE layer decided.
+    /// Returns the residual stream after the stage's last layer in a pass that keeps nothing. `caches` are those of
+    /// the whole model's layers; `hook` sees the routing of each MoE layer.
     pub(crate) fn forward_layers(
         &self,
         pass: &Pass<'_>,
@@ -325,7 +328,7 @@ impl Stage {
         stream
     }
 
-    /// The stream before the stage's first layer: the embedded tokens, or that of the stage before.
+    /// Returns the residual stream before the stage's first layer: the embedded tokens, or that of the stage before.
     fn entry(
         &self,
         pass: &Pass<'_>,
@@ -337,7 +340,7 @@ impl Stage {
     }
 }
 
-/// Refuses a part that a model of `config` does not have, or that it is not cut into.
+/// Fails if the model has no such part, or cannot be cut.
 fn check_part(config: &ModelConfig, part: &StagePart) -> Result<(), ConfigError> {
     let Range { start, end } = part.layers;
     if start > end || end > config.num_layers {
@@ -352,7 +355,7 @@ fn check_part(config: &ModelConfig, part: &StagePart) -> Result<(), ConfigError>
     Ok(())
 }
 
-/// The layers `range` of a stack; `config` is that of the stack's layers.
+/// Makes the layers `range` of a stack; `config` is that of the stack's layers.
 fn layers(
     config: &ModelConfig,
     stack: Stack,

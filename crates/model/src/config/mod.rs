@@ -101,7 +101,8 @@ settings! {
         dense_width: usize = 1024, in Range::whole(0..=MAX_WIDTH);
         /// Activation of experts and dense feed-forwards: swiglu, gelu or relu.
         activation: ActivationKind = ActivationKind::Swiglu;
-        /// Order of softmax and choice: softmax_then_top_k (over all experts), or top_k_then_softmax (over the chosen ones).
+        /// Order of softmax and choice: softmax_then_top_k (over all experts), or top_k_then_softmax (over the chosen
+        /// ones).
         score_order: ScoreOrder = ScoreOrder::SoftmaxThenTopK, was "softmax_before_topk";
         /// Divides a token's router weights by their sum.
         normalize_weights: bool = true;

@@ -1,4 +1,4 @@
-//! What a decoder asks of the tokens that it is given.
+//! Checks of the tokens that a decoder is given.
 
 use super::Decoder;
 use crate::config::PositionKind;
@@ -6,7 +6,7 @@ use crate::encoder::SourceBatch;
 use crate::pass::{BatchError, TokenBatch};
 
 impl Decoder {
-    /// Fails if the model is one that can be used but not trained as it lies on ranks.
+    /// Fails if the model can be used but not trained on its ranks.
     pub fn check_trainable(&self) -> Result<(), BatchError> {
         let has_relative = matches!(self.config().variant.positions, PositionKind::Relative { .. });
         if (self.encoder.is_some() || has_relative) && self.stage.ranks.is_some() {
@@ -17,7 +17,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Checks a batch, with sources where there is an encoder to read them.
+    /// Checks a batch, and its sources if the model has an encoder.
     pub(super) fn check_batch(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
         match (&self.encoder, batch.sources) {
             (Some(_), []) => return Err(BatchError::NoSource),
@@ -38,18 +38,19 @@ impl Decoder {
         }
     }
 
-    /// Tokens that a sequence of `len` can still get; [`usize::MAX`] where positions have no end.
+    /// Returns the number of tokens that a sequence of `len` can still get; [`usize::MAX`] if positions are
+    /// unlimited.
     #[must_use]
     pub fn room(&self, len: usize) -> usize {
         self.stage.room(len)
     }
 
-    /// Refuses the ids of a prompt that the vocabulary does not have.
+    /// Fails if an id of a prompt is not in the vocabulary.
     pub fn check_prompt(&self, ids: &[u32]) -> Result<(), BatchError> {
         self.stage.check_ids("prompt", ids)
     }
 
-    /// Refuses a sequence of `len` tokens that is longer than the positions reach.
+    /// Fails if a sequence of `len` tokens is longer than positions allow.
     pub fn check_len(&self, len: usize) -> Result<(), BatchError> {
         self.stage.check_len(len)
     }

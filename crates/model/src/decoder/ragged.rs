@@ -1,4 +1,4 @@
-//! Passes over sequences of different lengths, whose keys and values are in blocks.
+//! Passes over sequences of different lengths with a paged KV cache.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::stage::{Ids, RoutingHook};
 use crate::weights::DecoderWeights;
 
 impl Decoder {
-    /// Fails if the model's passes hold sequences of one length alone.
+    /// Fails if the model supports only sequences of equal length in a pass.
     pub fn check_ragged(&self) -> Result<(), BatchError> {
         let reason = self.stage.why_not_ragged();
         let reason =
@@ -25,15 +25,16 @@ impl Decoder {
         reason.map_or(Ok(()), |reason| Err(BatchError::NotRagged(reason)))
     }
 
-    /// Passes the next tokens of several sequences, of any number each, and writes their keys and values to their blocks in `cache`.
-    /// Returns the logits `[R, V]` f32 of the tokens that want them, in the order of the parts; with none `[0, V]`. `hook` sees what each
-    /// MoE layer decided for the tokens of the parts, one behind the other, in the order of [`Self::ragged_groups`].
+    /// Passes the next tokens of several sequences, any number of each, and writes their keys and values to their
+    /// blocks in `cache`. Returns the logits `[R, V]` f32 of the tokens that ask for them, in the order of the parts;
+    /// `[0, V]` if none do. `hook` sees the routing of each MoE layer for the tokens of all parts.
     ///
-    /// On a batch-invariant context a sequence gets the bits that it gets alone. Where experts live on several ranks, the others
-    /// [serve](Self::serve_inference); ranks that hold the matrices of other layers between them pass the same parts.
+    /// On a batch-invariant context a sequence gets the bits that it gets alone. With expert parallelism the idle
+    /// ranks [serve](Self::serve_inference); with tensor parallelism all ranks of a group pass the same parts.
     ///
     /// # Errors
-    /// Before anything is computed, if a part does not fit the model or the cache, or two parts would write to the same block.
+    /// If a part does not fit the model or the cache, or if two parts would write to the same block. Nothing has been
+    /// computed then.
     pub fn forward_ragged(
         &self,
         ctx: &Context,
@@ -73,7 +74,7 @@ impl Decoder {
         Ok(logits)
     }
 
-    /// One pass over checked parts of one [group](Self::groups).
+    /// Runs one pass over checked parts of one [group](Self::ragged_groups).
     fn ragged_pass(
         &self,
         ctx: &Context,
@@ -106,9 +107,9 @@ impl Decoder {
         self.stage.head_logits(ctx, weights, &wanted)
     }
 
-    /// Returns the parts, by their indices, in groups that take one pass each, one after the other. Where a rotary embedding changes beyond
-    /// a length, parts below it and beyond it are in different groups; so are parts with and without expert ids. A hook of
-    /// [`Self::forward_ragged`] sees tokens in this order.
+    /// Groups the parts, by their indices; each group takes one pass, in this order. Parts below and beyond the
+    /// length at which a rotary embedding changes are in different groups; so are parts with and without expert ids.
+    /// A hook of [`Self::forward_ragged`] sees tokens in this order.
     #[must_use]
     pub fn ragged_groups(&self, parts: &[SequencePart<'_>]) -> Vec<Vec<usize>> {
         let bound = self.config().variant.rotary.changes_beyond().unwrap_or(usize::MAX);
@@ -138,12 +139,12 @@ impl Decoder {
 }
 
 impl SequencePart<'_> {
-    /// The position behind the last token.
+    /// Returns the position after the last token.
     fn end(&self) -> usize {
         self.start.saturating_add(self.ids.len())
     }
 
-    /// Tokens whose logits are wanted.
+    /// Returns the number of tokens whose logits are wanted.
     fn num_logits(&self) -> usize {
         match self.logits {
             WantedLogits::None => 0,
@@ -153,7 +154,7 @@ impl SequencePart<'_> {
     }
 }
 
-/// The expert ids of all tokens of a pass, for each MoE layer; none where the parts have none.
+/// Concatenates the expert ids of all tokens of a pass for each MoE layer; empty if the parts have none.
 fn concat_expert_ids(ctx: &Context, parts: &[SequencePart<'_>]) -> Vec<ExpertIds> {
     let num_layers = parts.first().map_or(0, |part| part.expert_ids.len());
     let layer = |layer: usize| {
@@ -176,7 +177,7 @@ fn check_blocks(cache: &PagedKvCache, sequence: usize, part: &SequencePart<'_>) 
     }
 }
 
-/// Checks that what a part writes to no other part uses, and that no part has a block twice that it writes to.
+/// Checks that no part uses a block that another writes to, and that no part writes twice to the same block.
 fn check_written(cache: &PagedKvCache, parts: &[SequencePart<'_>]) -> Result<(), BatchError> {
     let block_len = cache.block_len();
     let used = |part: &SequencePart<'_>| part.end().div_ceil(block_len);

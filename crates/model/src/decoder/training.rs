@@ -1,4 +1,4 @@
-//! A training pass over microbatches: carries the actions of a [`PassOrder`](crate::PassOrder) out.
+//! Execution of a training pass over microbatches, action by action of a [`PassOrder`](crate::PassOrder).
 
 use std::borrow::Cow;
 
@@ -19,7 +19,7 @@ use crate::pass_order::PassAction;
 use crate::stage::{GradTarget, LossTargets, TrainingPass};
 use crate::weights::{DecoderWeights, LayerWeights};
 
-/// A training pass over some checked microbatches, by whole weights outside the layers.
+/// A training pass over checked microbatches; the weights outside the layers are whole.
 pub(super) struct Executor<'a> {
     pub(super) decoder: &'a Decoder,
     pub(super) ctx: &'a Context,
@@ -28,26 +28,26 @@ pub(super) struct Executor<'a> {
     pub(super) options: &'a PassOptions,
 }
 
-/// A microbatch on its way through the model.
+/// The state of a microbatch in the pass.
 struct Microbatch<'a> {
     batch: TokenBatch<'a>,
     options: PassOptions,
     write: Write,
     tokens: Tokens<'a>,
-    /// The losses, behind the way forward.
+    /// The losses, after the forward pass.
     losses: Option<Losses>,
 }
 
-/// The pass of the tokens that this rank has in a microbatch, if it has any.
+/// The pass of this rank's tokens in a microbatch, if it has any.
 #[allow(clippy::large_enum_variant)] // one for each microbatch
 enum Tokens<'a> {
     Some {
         encoded: Option<Encoded<'a>>,
         pass: TrainingPass<'a>,
-        /// The gradients on their way back, behind the losses.
+        /// The gradients of the backward pass, after the losses.
         flow: Option<Flow>,
     },
-    /// The experts here serve the rows of other ranks.
+    /// This rank's experts serve the rows of other ranks.
     None(IdlePass<'a>),
 }
 
@@ -57,11 +57,11 @@ struct Losses {
     layers: Vec<LayerStats>,
 }
 
-/// The whole weights of the layer that a pass is at.
+/// The index and the whole weights of the current layer.
 type Layer<'w> = (usize, Cow<'w, LayerWeights>);
 
 impl<'a> Executor<'a> {
-    /// Carries the actions out, and returns what the pass says of each microbatch.
+    /// Runs all actions, and returns the statistics of each microbatch.
     pub(super) fn run(&self, target: GradTarget<'_>) -> Vec<PassStats> {
         let GradTarget { write, grads, mut done } = target;
         let num_layers = self.decoder.config().num_layers;
@@ -100,17 +100,19 @@ impl<'a> Executor<'a> {
         stats
     }
 
-    /// The whole weights of layer `index`, which may be those at hand; the pass goes on to `next`.
+    /// Returns the whole weights of layer `index`, gathering them if it is not the current one; `next` may be
+    /// prefetched.
     fn whole_layer<'l>(&self, layer: &'l mut Option<Layer<'a>>, index: usize, next: Option<usize>) -> &'l LayerWeights {
         if layer.as_ref().is_none_or(|(at, _)| *at != index) {
-            // Where ranks keep parts, there is one layer whole at a time.
+            // Of sharded weights only one layer is whole at a time.
             *layer = None;
             *layer = Some((index, self.decoder.stage.whole_layer(self.ctx, self.weights, index, next)));
         }
         &layer.as_ref().expect("it was put there").1
     }
 
-    /// Microbatch `index`, embedded. Gradients of the first are written as `write` says, those of others are added.
+    /// Begins microbatch `index` and embeds its tokens. Gradients of the first are written as `write` says, those of
+    /// the others are added.
     fn begin(&self, index: usize, write: Write) -> Microbatch<'a> {
         let batch = self.batches[index];
         let options = self.options.of_microbatch(index);
@@ -141,7 +143,8 @@ impl Microbatch<'_> {
         }
     }
 
-    /// Ends the way forward: the losses of tokens and routers, and the gradient of the stream behind the last layer.
+    /// Ends the forward pass: computes the losses of tokens and routers, and the gradient of the residual stream
+    /// after the last layer.
     fn losses(&mut self, executor: &Executor<'_>, grads: &mut DecoderWeights) {
         let Executor { decoder, ctx, weights, .. } = *executor;
         let last = match &mut self.tokens {
@@ -170,7 +173,7 @@ impl Microbatch<'_> {
         self.losses = Some(Losses { loss, router, layers });
     }
 
-    /// The tokens that this rank takes through layers with experts.
+    /// Returns the number of tokens that this rank takes through layers with experts.
     fn num_routed(&self, decoder: &Decoder) -> usize {
         match &self.tokens {
             Tokens::Some { .. } => decoder.routed_tokens(&self.batch, self.options.sequence_coef != 0.0).len(),
@@ -199,7 +202,8 @@ impl Microbatch<'_> {
         }
     }
 
-    /// The end of the way back: the gradient of the embedding, and of an encoder. Returns what the pass says of the microbatch.
+    /// Ends the backward pass: computes the gradients of the embedding and of an encoder. Returns the statistics of
+    /// the microbatch.
     fn end(self, executor: &Executor<'_>, grads: &mut DecoderWeights) -> PassStats {
         let Self { tokens, write, losses, .. } = self;
         if let Tokens::Some { encoded, pass, flow: Some(flow) } = tokens {

@@ -1,4 +1,4 @@
-//! One layer of an encoder or a decoder: its blocks, forward for training and use, and backward.
+//! A layer of an encoder or a decoder: its blocks, forward for training and inference, and backward.
 
 use std::borrow::Cow;
 
@@ -14,49 +14,51 @@ use super::weight_grads::{BlockGradTask, TaskSink};
 use crate::kv_cache::LayerKv;
 use crate::weights::LayerWeights;
 
-/// Experts are predicted for at most so many tokens: more of them go to most experts of a layer.
+/// The largest number of tokens for which experts are predicted; more tokens use most experts of a layer.
 const MAX_PREDICTED_TOKENS: usize = 8;
 
 /// A layer. Weights are arguments.
 #[derive(Clone, Debug)]
 pub(crate) struct Layer {
-    /// The number of the layer in its stack.
+    /// The index of the layer in its stack.
     pub(crate) index: usize,
-    /// The number of the layer in the model, an encoder's before a decoder's: that of its stream of noise.
+    /// The number of the layer in the model, an encoder's before a decoder's; its stream of noise has this number.
     pub(crate) number: usize,
-    /// The number of the layer among the MoE layers of its stack; none in a dense layer.
+    /// The index of the layer among the MoE layers of its stack; none in a dense layer.
     pub(crate) moe_index: Option<usize>,
     pub(crate) attention: AttentionBlock,
-    /// The attention to sources, in a decoder with an encoder.
+    /// Cross-attention, in a decoder with an encoder.
     pub(crate) cross: Option<CrossBlock>,
     pub(crate) feed_forward: FeedForwardBlock,
-    /// As `Variant::expert_capacity`.
+    /// The configured `Variant::expert_capacity`.
     pub(crate) expert_capacity: usize,
 }
 
-/// The values that go from layer to layer, and over a cut between two stages. On the way back it holds their gradients.
+/// The values that pass from layer to layer, and across a cut between stages. In a backward pass it holds their
+/// gradients.
 #[derive(Clone)]
 pub struct ResidualStream {
     /// `[T, D]` f32: the residual stream.
     pub x: Tensor,
-    /// `[T, E]` f32: the logits of the MoE layer before, with gating residuals; none otherwise, and before the first MoE layer.
+    /// `[T, E]` f32: the logits of the previous MoE layer, with gating residuals; none otherwise, and before the
+    /// first MoE layer.
     pub router_logits: Option<Tensor>,
 }
 
-/// The next layer and its weights, for what is known of it before it is its turn.
+/// The next layer and its weights, for the prediction of its experts.
 pub(crate) struct NextLayer<'a, 'w> {
     pub(crate) layer: &'a Layer,
     pub(crate) weights: &'a dyn Fn() -> Cow<'w, LayerWeights>,
 }
 
-/// Experts of the next layer that a token will probably go to.
+/// The experts of the next layer that tokens will probably be routed to.
 struct PredictedExperts<'a, 'w> {
     layer: &'a Layer,
     weights: Cow<'w, LayerWeights>,
     ids: Tensor,
 }
 
-/// The values of a layer's forward pass that its backward pass needs.
+/// The activations of a layer's forward pass that its backward pass needs.
 pub(crate) struct LayerSaved {
     attention: Option<AttentionSaved>,
     cross: Option<CrossSaved>,
@@ -64,51 +66,51 @@ pub(crate) struct LayerSaved {
 }
 
 impl LayerSaved {
-    /// The router's decisions; none in a dense layer.
+    /// Returns the routing; none in a dense layer.
     pub(crate) fn moe(&self) -> Option<&MoeSaved> {
         self.feed_forward.moe()
     }
 }
 
-/// A layer's input and what it left for backward, unless that is to be computed again.
+/// A layer's input, and its activations for backward unless they are recomputed.
 pub(crate) struct LayerRecord {
     input: ResidualStream,
     saved: Option<LayerSaved>,
 }
 
 impl LayerRecord {
-    /// The record of a layer that took `input` and left `saved`.
+    /// Makes the record of a layer from its input and its activations.
     pub(crate) fn new(input: ResidualStream, saved: Option<LayerSaved>) -> Self {
         Self { input, saved }
     }
 
-    /// The statistics of the layer's router, if it has one and they are still there: who looks at them waits for a GPU.
+    /// Returns the statistics of the layer's router, if it has one and they were kept. Reading them waits for a GPU.
     pub(crate) fn stats(&self) -> Option<LayerStats> {
         self.saved.as_ref()?.moe().map(MoeSaved::stats)
     }
 }
 
-/// The gradients that go back from layer to layer.
+/// The gradients that pass from layer to layer in the backward pass.
 pub(crate) struct Flow {
     /// `[T, D]`: the gradient of the residual stream.
     pub(crate) dx: Tensor,
-    /// `[T, E]`: that of the logits of the next MoE layer before, with gating residuals.
+    /// `[T, E]`: the gradient of the previous MoE layer's logits, with gating residuals.
     pub(crate) d_router_logits: Option<Tensor>,
-    /// The gradient of the numbers that relative positions add to scores, the sum of the layers'.
+    /// The gradient of the relative position bias, summed over layers.
     pub(crate) d_bias: Option<Vec<f32>>,
-    /// The encoder's result, which a decoder's layers attend to, and its gradient.
+    /// The encoder's output, which a decoder's layers attend to, and its gradient.
     pub(crate) sources: Option<EncodedGrad>,
-    /// The gradients of the losses on the routers of the MoE layers still to come, in the order of the layers.
+    /// The gradients of the losses on the routers of the remaining MoE layers, in the order of the layers.
     pub(crate) loss_grads: Vec<LossGrad>,
 }
 
 impl Flow {
-    /// The way back begins with the gradient `dx` of the residual stream behind the last layer.
+    /// Begins the backward pass with the gradient `dx` of the residual stream after the last layer.
     pub(crate) fn new(dx: Tensor, loss_grads: Vec<LossGrad>) -> Self {
         Self { dx, d_router_logits: None, d_bias: None, sources: None, loss_grads }
     }
 
-    /// The way back of a decoder whose layers attend to `encoded`.
+    /// Adds the encoder's output `encoded` that a decoder's layers attend to.
     pub(crate) fn with_sources(self, ctx: &Context, encoded: Option<&Tensor>) -> Self {
         let sources = encoded
             .map(|encoded| EncodedGrad { encoded: encoded.clone(), d_encoded: ctx.zeros(encoded.shape(), DType::F32) });
@@ -125,10 +127,11 @@ impl Flow {
 }
 
 impl Layer {
-    /// The stream behind the layer, and what backward needs: with [`Mode::Train`](crate::Mode::Train) everything.
+    /// Returns the residual stream after the layer, and the activations that backward needs, all of them in
+    /// [`Mode::Train`](crate::Mode::Train).
     ///
-    /// With `cache` the tokens are the next ones of the sequences there; with `next`, in use, experts of that layer are on their way to a
-    /// GPU at the end, if it holds some of them alone.
+    /// With `cache` the tokens continue the sequences there. With `next`, in inference, experts that the next layer
+    /// will probably need are copied to a GPU that caches only some of them.
     pub(crate) fn forward(
         &self,
         pass: &Pass<'_>,
@@ -158,7 +161,8 @@ impl Layer {
         (ResidualStream { x, router_logits }, LayerSaved { attention, cross: saved_cross, feed_forward })
     }
 
-    /// Takes `flow` back through the layer. The gradients of norms are written to `grads`, those of matrices are tasks that `sink` takes.
+    /// Runs `flow` backward through the layer. The gradients of norms are written to `grads`; those of matrices are
+    /// tasks for `sink`.
     pub(crate) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -192,9 +196,9 @@ impl Layer {
 }
 
 impl<'a, 'w> NextLayer<'a, 'w> {
-    /// Predicts experts from the residual stream `middle` of the layer before, which is much like what the router will see ("Fast Inference
-    /// of Mixture-of-Experts Language Models with Offloading", 2312.17238, section 3.2). They are in the host before those of the layer at
-    /// work are computed. None where all experts are on the device.
+    /// Predicts experts from the residual stream `middle` of the previous layer, which resembles the router's input
+    /// ("Fast Inference of Mixture-of-Experts Language Models with Offloading", 2312.17238, section 3.2). The host
+    /// has them before the previous layer's experts are computed. None if all experts are on the device.
     fn predict_experts(self, pass: &Pass<'_>, middle: &Tensor) -> Option<PredictedExperts<'a, 'w>> {
         let has_room = pass.ctx.gpu().is_some_and(|gpu| gpu.expert_cache_stats().is_some());
         // Experts that are handed in need no prediction.
@@ -205,7 +209,7 @@ impl<'a, 'w> NextLayer<'a, 'w> {
         let (layer, weights) = (self.layer, (self.weights)());
         let input = pass.router_input(layer, None);
         let ids = layer.feed_forward.predict_next_experts(pass, &weights, middle, &input)?;
-        // They are in the host when the experts before them begin.
+        // Waits until the host has them, before the experts of the previous layer begin.
         let _: &[u32] = ids.u32s();
         Some(PredictedExperts { layer, weights, ids })
     }

@@ -1,4 +1,4 @@
-//! The facts that all layers of one pass share.
+//! The context of a pass, which all layers share.
 
 use std::sync::Arc;
 
@@ -17,29 +17,29 @@ use crate::mode::Mode;
 use crate::pass::{PassOptions, RouterNoise};
 use crate::tensor_ranks::TensorRanks;
 
-/// The sequences of a pass. Whatever is known of their number, lengths and places is here.
+/// The sequences of a pass, of equal length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sequences {
-    /// Sequences.
+    /// The number of sequences.
     pub(crate) count: usize,
-    /// Tokens of each.
+    /// The number of tokens of each.
     pub(crate) len: usize,
     /// The position of the first of these tokens in its sequence.
     pub(crate) start: usize,
 }
 
 impl Sequences {
-    /// Whole sequences, from their first token on.
+    /// Returns whole sequences, from their first token on.
     pub(crate) fn whole(count: usize, len: usize) -> Self {
         Self { count, len, start: 0 }
     }
 
-    /// T: tokens of the pass.
+    /// Returns the number of tokens, T.
     pub(crate) fn num_tokens(&self) -> usize {
         self.count * self.len
     }
 
-    /// The position behind the last token of each sequence.
+    /// Returns the position after the last token of each sequence.
     pub(crate) fn end(&self) -> usize {
         self.start + self.len
     }
@@ -57,7 +57,7 @@ impl Sequences {
 /// The inputs of routers that are the same in all layers of a pass.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RouterRules<'a> {
-    /// `[T]`, or none where the host does not know them yet.
+    /// `[T]`; empty while the host does not know them.
     token_ids: &'a [u32],
     first_token: usize,
     progress: f64,
@@ -66,7 +66,7 @@ pub(crate) struct RouterRules<'a> {
     has_gshard_loss: bool,
 }
 
-/// The random streams of a pass, one for each layer.
+/// The random streams of a pass, one per layer.
 #[derive(Clone, Copy, Debug)]
 struct NoiseStreams {
     seed: u64,
@@ -75,7 +75,7 @@ struct NoiseStreams {
 }
 
 impl<'a> RouterRules<'a> {
-    /// The rules of a training pass over a model of `num_layers` layers.
+    /// Returns the rules of a training pass over a model of `num_layers` layers.
     pub(crate) fn training(token_ids: &'a [u32], options: &PassOptions, num_layers: usize) -> Self {
         // Each pass has as many consecutive streams as there are layers.
         let streams = |RouterNoise { seed, step }| NoiseStreams { seed, first: step.wrapping_mul(num_layers as u64) };
@@ -89,19 +89,19 @@ impl<'a> RouterRules<'a> {
         }
     }
 
-    /// The rules of a pass without losses and without noise over tokens of `sequences`.
+    /// Returns the rules of a pass over `sequences` without losses and noise.
     pub(crate) fn plain(token_ids: &'a [u32], sequences: &Sequences) -> Self {
         let first_token = sequences.start * sequences.count;
         Self { token_ids, first_token, progress: 1.0, noise: None, has_sequence_loss: false, has_gshard_loss: false }
     }
 
-    /// The rules of the pass of a rank without tokens.
+    /// Returns the rules of the pass of a rank without tokens.
     pub(crate) fn without_tokens(has_gshard_loss: bool) -> Self {
         let none = Sequences { count: 0, len: 0, start: 0 };
         RouterRules { has_gshard_loss, ..RouterRules::plain(&[], &none) }
     }
 
-    /// The input of the router of the layer of this number. The flags that the router reads follow from `mode` here and nowhere else.
+    /// Returns the input of the router of layer `number`. This alone derives the flags that routers read from `mode`.
     pub(crate) fn input<'b>(&self, mode: Mode, number: usize) -> RouterInput<'b>
     where
         'a: 'b,
@@ -121,33 +121,33 @@ impl<'a> RouterRules<'a> {
     }
 }
 
-/// The facts that all layers of one pass share.
+/// The context of a pass, which all layers share.
 pub(crate) struct Pass<'a> {
     pub(crate) ctx: &'a Context,
-    /// The rules of the pass, and whether a backward pass follows.
+    /// The mode of the pass.
     pub(crate) mode: Mode,
     pub(crate) sequences: Sequences,
-    /// The pieces that do not see each other, where these are not the sequences.
+    /// The segments that do not attend to each other, if these are not the sequences.
     pub(crate) pieces: Option<Pieces>,
     /// `[T]` u32: the position of each token in its sequence.
     pub(crate) positions: Tensor,
     /// The rotary table; none without a rotary embedding.
     pub(crate) rope: Option<Arc<RopeTable>>,
-    /// The numbers that are added to scores by distance, where positions are relative.
+    /// The relative position bias, if there is one.
     pub(crate) relative: Option<Relative>,
-    /// The sources that a decoder's layers attend to besides.
+    /// The encoder's output, in a decoder with an encoder.
     pub(crate) encoder_output: Option<EncoderOutput>,
-    /// The ranks that hold the matrices between them and make the same pass, if there are several.
+    /// The ranks of tensor parallelism, if any.
     pub(crate) tensor: Option<&'a TensorRanks>,
-    /// A dense feed-forward as one expert that takes every row.
+    /// The rows of a dense feed-forward, which is a single expert that takes all of them.
     pub(crate) all_rows: Arc<AllRows>,
-    /// The experts that tokens go to in place of the routers' choice, for each MoE layer of the decoder; empty where routers choose.
+    /// The experts to use instead of the routers' choice, for each MoE layer of the decoder; empty if routers choose.
     pub(crate) expert_ids: &'a [ExpertIds],
     router: RouterRules<'a>,
 }
 
 impl<'a> Pass<'a> {
-    /// A pass over `sequences`, without positions in scores, without ranks and without sources.
+    /// Begins a pass over `sequences` without a position bias, ranks or encoder output.
     pub(crate) fn new(ctx: &'a Context, mode: Mode, sequences: Sequences, router: RouterRules<'a>) -> Self {
         Self {
             ctx,
@@ -165,12 +165,12 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The ids of the tokens; none where the host does not know them yet.
+    /// Returns the token ids; empty while the host does not know them.
     pub(crate) fn token_ids(&self) -> &'a [u32] {
         self.router.token_ids
     }
 
-    /// The input of the router of `layer`. `previous` are the logits of the MoE layer before.
+    /// Returns the input of the router of `layer`. `previous` are the logits of the previous MoE layer.
     pub(crate) fn router_input<'b>(&'b self, layer: &Layer, previous: Option<&'b Tensor>) -> RouterInput<'b> {
         let group_tokens = self.sequences.len;
         let capacity = FixedCapacity { num_tokens: layer.expert_capacity as u32, group_tokens };
@@ -183,7 +183,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Writes the gradient of the weights of relative positions, where there are such, from the sum over the layers.
+    /// Computes the gradient of the relative position bias, if there is one, from its sum over layers.
     pub(crate) fn relative_backward(&self, flow: &Flow, write: Write, grads: Option<&mut Tensor>) {
         if let (Some(relative), Some(d_bias), Some(grads)) = (&self.relative, &flow.d_bias, grads) {
             relative.backward(d_bias, write, grads);

@@ -9,7 +9,7 @@ use crate::config::PositionKind;
 use crate::pass::{BatchError, ExpertIdShape, TokenBatch};
 
 impl Stage {
-    /// Checks the sequences of a batch, their pieces and their targets.
+    /// Checks a batch's sequences, segments, expert ids and targets.
     pub(crate) fn check_batch(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
         self.check_shape(batch)?;
         self.check_expert_ids(batch.inputs.len(), batch.expert_ids)?;
@@ -20,7 +20,7 @@ impl Stage {
         }
     }
 
-    /// Checks the sequences of a batch and their targets.
+    /// Checks a batch's sequences and targets.
     pub(crate) fn check_shape(&self, batch: &TokenBatch<'_>) -> Result<(), BatchError> {
         let TokenBatch { inputs, targets, num_sequences, seq_len, .. } = *batch;
         for (what, len) in [("inputs", inputs.len()), ("targets", targets.len())] {
@@ -40,11 +40,12 @@ impl Stage {
         }
     }
 
-    /// Checks lists of expert ids, `[num_tokens, K]` for each MoE layer of the model's decoder, first to last, for
-    /// [`TokenBatch::expert_ids`].
+    /// Checks lists of expert ids to use in [`TokenBatch::expert_ids`]: `[num_tokens, K]` for each MoE layer of the
+    /// decoder, in order.
     ///
     /// # Errors
-    /// If there is not a list for each layer, or a layer cannot take its list ([`MoeLayer::expert_ids`](moeworks_moe::MoeLayer::expert_ids)).
+    /// If the number of lists is not that of the MoE layers, or if a layer does not accept its list
+    /// ([`MoeLayer::expert_ids`](moeworks_moe::MoeLayer::expert_ids)).
     pub(crate) fn expert_ids(
         &self,
         ctx: &Context,
@@ -62,7 +63,8 @@ impl Stage {
         moe_layers.into_iter().zip(lists).map(checked).collect()
     }
 
-    /// Checks that `expert_ids` are of the MoE layers of the model's decoder and of `num_tokens` tokens, unless there are none.
+    /// Checks that `expert_ids` are for the MoE layers of the decoder and for `num_tokens` tokens, unless they are
+    /// empty.
     pub(crate) fn check_expert_ids(&self, num_tokens: usize, expert_ids: &[ExpertIds]) -> Result<(), BatchError> {
         if expert_ids.is_empty() {
             return Ok(());
@@ -81,7 +83,7 @@ impl Stage {
         Ok(())
     }
 
-    /// The reason why the stage's passes cannot hold sequences of different lengths; none if they can.
+    /// Returns the reason why the stage cannot pass sequences of different lengths; none if it can.
     pub(crate) fn why_not_ragged(&self) -> Option<&'static str> {
         let variant = &self.config.variant;
         if variant.encoder.is_some() {
@@ -93,17 +95,18 @@ impl Stage {
         (variant.expert_capacity > 0).then_some("the model's experts take a share of each sequence, all equally long")
     }
 
-    /// Whether the positions of a sequence have an end.
+    /// Returns true if positions are limited.
     fn is_limited(&self) -> bool {
         !matches!(self.config.variant.positions, PositionKind::Relative { .. })
     }
 
-    /// Tokens that a sequence of `len` can still get; [`usize::MAX`] where positions have no end.
+    /// Returns the number of tokens that a sequence of `len` can still get; [`usize::MAX`] if positions are
+    /// unlimited.
     pub(crate) fn room(&self, len: usize) -> usize {
         if self.is_limited() { self.config.max_seq_len.saturating_sub(len) } else { usize::MAX }
     }
 
-    /// Refuses a sequence of `len` tokens that is longer than the positions reach.
+    /// Fails if a sequence of `len` tokens is longer than positions allow.
     pub(crate) fn check_len(&self, len: usize) -> Result<(), BatchError> {
         let max_seq_len = self.config.max_seq_len;
         if self.is_limited() && len > max_seq_len { Err(BatchError::TooLong { len, max_seq_len }) } else { Ok(()) }

@@ -19,7 +19,7 @@ use crate::layers::norm::{Norm, NormBackward};
 use crate::tensor_ranks::TensorRanks;
 use crate::weights::DecoderWeights;
 
-/// Ids of tokens: the host's, or drawn and perhaps not known to it yet.
+/// Token ids: known to the host, or sampled and possibly not known to it yet.
 #[derive(Clone, Copy)]
 pub(crate) enum Ids<'a> {
     Known(&'a [u32]),
@@ -27,7 +27,7 @@ pub(crate) enum Ids<'a> {
 }
 
 impl<'a> Ids<'a> {
-    /// The ids, which the host may have to wait for.
+    /// Returns the ids; the host may have to wait for them.
     pub(crate) fn in_host(self) -> Cow<'a, [u32]> {
         match self {
             Self::Known(ids) => ids.into(),
@@ -35,7 +35,7 @@ impl<'a> Ids<'a> {
         }
     }
 
-    /// Tokens.
+    /// Returns the number of tokens.
     pub(crate) fn len(self) -> usize {
         match self {
             Self::Known(ids) => ids.len(),
@@ -43,7 +43,7 @@ impl<'a> Ids<'a> {
         }
     }
 
-    /// Those that the host has.
+    /// Returns the ids that the host knows.
     pub(crate) fn known(self) -> &'a [u32] {
         match self {
             Self::Known(ids) => ids,
@@ -53,17 +53,17 @@ impl<'a> Ids<'a> {
 }
 
 impl Stage {
-    /// The ranks that have the other parts of the embedding, if it is cut.
+    /// Returns the ranks that shard the embedding, if any.
     fn embedding_ranks(&self) -> Option<&TensorRanks> {
         self.tensor.as_ref().filter(|_| self.cut_ends.embedding)
     }
 
-    /// The ranks that have the other parts of the output projection, if it is cut.
+    /// Returns the ranks that shard the output projection, if any.
     fn head_ranks(&self) -> Option<&TensorRanks> {
         self.tensor.as_ref().filter(|_| self.cut_ends.head)
     }
 
-    /// The embedded tokens `[T, D]` f32.
+    /// Embeds tokens, `[T, D]` f32.
     pub(crate) fn embed(&self, pass: &Pass<'_>, weights: &DecoderWeights, ids: Ids<'_>) -> Tensor {
         let mut x = match (self.embedding_ranks(), ids) {
             (None, Ids::Known(ids)) => embedding(pass.ctx, ids, &weights.embedding, DType::F32),
@@ -81,8 +81,8 @@ impl Stage {
         x
     }
 
-    /// Writes the gradients of embedding and positions from that of the embedded tokens. Where the output projection is the embedding,
-    /// its share is there.
+    /// Computes the gradients of embedding and positions from that of the embedded tokens. A tied output projection
+    /// has already written its share, to which this is added.
     pub(crate) fn embed_backward(&self, pass: &Pass<'_>, mut dx: Tensor, write: Write, grads: &mut DecoderWeights) {
         if let Some(d_positions) = &mut grads.positions {
             if write == Write::Replace {
@@ -106,7 +106,7 @@ impl Stage {
         }
     }
 
-    /// The logits `[T, V]` f32 of the residual stream after the last layer.
+    /// Returns the logits `[T, V]` f32 of the residual stream after the last layer.
     pub(crate) fn head_logits(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor) -> Tensor {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
@@ -120,7 +120,7 @@ impl Stage {
         }
     }
 
-    /// The loss of the residual stream after the last layer.
+    /// Computes the loss from the residual stream after the last layer.
     pub(crate) fn head_loss(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, targets: &[u32]) -> HeadLoss {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
@@ -131,7 +131,8 @@ impl Stage {
         }
     }
 
-    /// What the output projection multiplies: the last norm's result over the logits' divisor, and the norm's statistics.
+    /// Returns the input of the output projection, the final norm's output over the logits' divisor, and the norm's
+    /// statistics.
     fn head_input(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, dtype: DType) -> (Tensor, Tensor) {
         let (mut normed, statistics) = self.final_norm().forward(ctx, &weights.final_norm, x, dtype);
         let divisor = self.config.variant.logits_divisor;
@@ -145,8 +146,8 @@ impl Stage {
         Norm { eps: self.config.norm_eps }
     }
 
-    /// The loss and the gradient of the residual stream `x` after the last layer; the gradients of the last norm and of the output
-    /// projection are written.
+    /// Computes the loss, and the gradient of the residual stream `x` after the last layer. The gradients of the
+    /// final norm and the output projection are written.
     pub(crate) fn head_backward(
         &self,
         ctx: &Context,
@@ -184,11 +185,11 @@ impl Stage {
     }
 }
 
-/// The tokens that a loss is taken of.
+/// The targets of a loss.
 #[derive(Clone, Copy)]
 pub(crate) struct LossTargets<'a> {
-    /// `[T]`: the id to be predicted at each position.
+    /// `[T]`: the id to predict at each position.
     pub(crate) targets: &'a [u32],
-    /// Multiplies the gradient of the sum of the losses.
+    /// The factor of the gradient of the summed losses.
     pub(crate) grad_scale: f32,
 }

@@ -1,4 +1,5 @@
-//! A stage in training: forward with everything that backward needs, and backward with the gradients of weights at once or as tasks.
+//! Training of a stage: a forward pass that keeps activations, and a backward pass that computes the gradients of
+//! weights at once or as tasks.
 
 use moeworks_moe::{LayerStats, LossGrad};
 use moeworks_ops::Context;
@@ -20,22 +21,22 @@ use crate::weights::{DecoderWeights, LayerWeights};
 pub(crate) struct TrainingPass<'a> {
     stage: &'a Stage,
     pub(crate) pass: Pass<'a>,
-    /// Whether each layer's input alone is kept and the layer computed again in backward.
+    /// Keeps only each layer's input and recomputes the layer in backward.
     checkpoint_layers: bool,
-    /// The stream behind the last layer so far; none once the way forward has ended.
+    /// The residual stream after the layers so far; none after the forward pass.
     stream: Option<ResidualStream>,
     records: Vec<LayerRecord>,
     stats: Vec<LayerStats>,
 }
 
 impl<'a> TrainingPass<'a> {
-    /// A pass that begins with `stream`.
+    /// Begins a pass with `stream`.
     pub(crate) fn new(stage: &'a Stage, pass: Pass<'a>, stream: ResidualStream, options: &PassOptions) -> Self {
         let checkpoint_layers = options.checkpoint_layers;
         Self { stage, pass, checkpoint_layers, stream: Some(stream), records: Vec::new(), stats: Vec::new() }
     }
 
-    /// Goes through the next layer, `index`.
+    /// Runs forward through the next layer, `index`.
     pub(crate) fn forward(&mut self, index: usize, w: &LayerWeights) {
         let input = self.stream.take().expect("a way forward that has not ended");
         let (behind, saved) = self.stage.layer_block(index).forward(&self.pass, w, &input, None, None);
@@ -49,7 +50,7 @@ impl<'a> TrainingPass<'a> {
         self.records.push(LayerRecord::new(input, saved));
     }
 
-    /// Ends the way forward: the stream behind the last layer.
+    /// Ends the forward pass; returns the residual stream after the last layer.
     pub(crate) fn finish_forward(&mut self) -> ResidualStream {
         if !self.checkpoint_layers {
             self.stats = self.records.iter().filter_map(LayerRecord::stats).collect();
@@ -57,12 +58,12 @@ impl<'a> TrainingPass<'a> {
         self.stream.take().expect("a way forward that has not ended")
     }
 
-    /// The statistics of the MoE layers, after the way forward.
+    /// Returns the statistics of the MoE layers, after the forward pass.
     pub(crate) fn stats(&self) -> &[LayerStats] {
         &self.stats
     }
 
-    /// Takes `flow` back through layer `index`, the last that it has not been through.
+    /// Runs backward through layer `index`, the last one that is left.
     pub(crate) fn backward(
         &mut self,
         index: usize,
@@ -78,64 +79,64 @@ impl<'a> TrainingPass<'a> {
 
 /// The result of a stage's forward pass.
 pub struct StageForward<'a> {
-    /// The stream for the stage behind it; none with an output projection.
+    /// The residual stream for the next stage; none if this one has the head.
     pub stream: Option<ResidualStream>,
-    /// The values that its backward pass needs.
+    /// The activations that its backward pass needs.
     pub saved: StageSaved<'a>,
 }
 
-/// The values of a stage's forward pass that its backward pass needs.
+/// The activations of a stage's forward pass that its backward pass needs.
 pub struct StageSaved<'a> {
     training: TrainingPass<'a>,
-    /// The stream behind the last layer, for the output projection.
+    /// The residual stream after the last layer, for the head.
     last: Option<ResidualStream>,
     loss: LossTargets<'a>,
 }
 
 impl StageSaved<'_> {
-    /// The statistics of the stage's MoE layers, first to last, of which the losses on routers are made: those of all stages together, by
-    /// [`router_losses`](crate::router_losses).
+    /// Returns the statistics of the stage's MoE layers, in order. [`router_losses`](crate::router_losses) computes
+    /// the losses on routers from those of all stages together.
     #[must_use]
     pub fn stats(&self) -> &[LayerStats] {
         self.training.stats()
     }
 }
 
-/// The gradients that a stage's backward pass begins with.
+/// The gradients that a stage's backward pass starts from.
 #[derive(Default)]
 pub struct StageOutputGrads {
-    /// The gradient of the stream behind it; none with an output projection, where the loss is.
+    /// The gradient of the residual stream after it; none if the stage has the head, whose loss it starts from.
     pub stream: Option<ResidualStream>,
-    /// The gradients of the losses on the routers of its MoE layers, first to last.
+    /// The gradients of the losses on the routers of its MoE layers, in order.
     pub loss_grads: Vec<LossGrad>,
 }
 
 /// The result of a stage's backward pass.
 pub struct StageBackward {
-    /// The gradient of the stream before it; none with an embedding.
+    /// The gradient of the residual stream before it; none if the stage has the embedding.
     pub stream: Option<ResidualStream>,
-    /// The loss; none without an output projection.
+    /// The loss; none unless the stage has the head.
     pub loss: Option<HeadLoss>,
-    /// The gradients of matrices that are still to be computed; empty with [`WeightGrads::AtOnce`].
+    /// The tasks of matrices' gradients that are still to be computed; empty with [`WeightGrads::AtOnce`].
     pub tasks: WeightGradTasks,
 }
 
-/// A hook that is told that the gradients of a layer are whole.
+/// A hook that is called when the gradients of a layer are complete.
 pub type LayerDone<'a> = &'a mut dyn FnMut(usize, &mut DecoderWeights);
 
 /// The gradients of weights that a backward pass writes.
 pub struct GradTarget<'a> {
-    /// Whether they replace what is there or are added to it.
+    /// Replaces gradients or adds to them.
     pub write: Write,
     /// The gradients, f32.
     pub grads: &'a mut DecoderWeights,
-    /// A hook that is told that the gradients of a layer (its number) are whole, but for those that are tasks, last layer first. It runs
-    /// before the backward pass of the layers below.
+    /// A hook that is called with each layer's number when its gradients are complete, except those that are tasks,
+    /// last layer first. It runs before the backward pass of the layers below.
     pub done: Option<LayerDone<'a>>,
 }
 
 impl<'a> GradTarget<'a> {
-    /// The gradients `grads`, of which nobody is told.
+    /// Returns a target without a hook.
     #[must_use]
     pub fn new(write: Write, grads: &'a mut DecoderWeights) -> Self {
         Self { write, grads, done: None }
@@ -143,11 +144,11 @@ impl<'a> GradTarget<'a> {
 }
 
 impl Stage {
-    /// The way forward of `batch` in training. A stage without embedding takes the stream `from` the stage before; all look at the tokens,
-    /// by which some routers choose. The loss of a stage with an output projection is found with its gradient, in
-    /// [`backward`](Self::backward).
+    /// Runs the forward pass of `batch` in training. A stage without embedding takes the residual stream `from` the
+    /// stage before; all stages need the token ids, by which some routers choose. The loss of a stage with head is
+    /// computed with its gradient, in [`backward`](Self::backward).
     ///
-    /// Fails if the batch is not one for the model, or a stream is missing or not wanted.
+    /// Fails if the batch does not fit the model, or if a residual stream is missing or unexpected.
     pub fn forward<'a>(
         &'a self,
         ctx: &'a Context,
@@ -171,7 +172,7 @@ impl Stage {
         Ok(StageForward { stream, saved: StageSaved { training, last, loss } })
     }
 
-    /// A training pass that has come to the first layer.
+    /// Begins a training pass at the first layer.
     pub(crate) fn training_pass<'a>(
         &'a self,
         ctx: &'a Context,
@@ -190,11 +191,11 @@ impl Stage {
         TrainingPass::new(self, pass, stream, options)
     }
 
-    /// The way back from the loss, or from the gradients of the stage behind; the gradients of the layers' matrices are computed as
-    /// `weight_grads` says. Where the output projection is the embedding and this stage
-    /// has only the latter, its gradient is added to what the stage with the projection wrote, whatever `target` says.
+    /// Runs the backward pass from the loss, or from the gradients of the next stage. The gradients of matrices are
+    /// computed as `weight_grads` says. If embedding and head are tied and this stage has only the embedding, its
+    /// gradient is added to that of the stage with the head, whatever `target` says.
     ///
-    /// Fails if a gradient of the stream is missing or not wanted.
+    /// Fails if a gradient of the residual stream is missing or unexpected.
     pub fn backward(
         &self,
         ctx: &Context,
@@ -233,7 +234,7 @@ impl Stage {
         Ok(StageBackward { stream, loss, tasks })
     }
 
-    /// The end of the way back: the gradient for the stage before, or that of the embedding.
+    /// Ends the backward pass: returns the gradient for the stage before, or computes that of the embedding.
     fn leave(
         &self,
         pass: &Pass<'_>,
@@ -248,15 +249,15 @@ impl Stage {
         None
     }
 
-    /// Refuses a stream that is missing, or that a stage with an end there does not take.
+    /// Fails if a residual stream is missing, or given to a stage with an end of the model on that side.
     pub(super) fn check_stream(&self, is_missing: bool, has_end: bool) -> Result<(), BatchError> {
         if is_missing == has_end { Ok(()) } else { Err(BatchError::Stream { is_missing }) }
     }
 
-    /// The stream behind the stage for the inputs of `batch` in a pass that keeps nothing, by the rules of `mode`. A stage without
-    /// embedding takes the stream `from` the stage before.
+    /// Returns the residual stream after the stage for the inputs of `batch` in a pass that keeps nothing, by the
+    /// rules of `mode`. A stage without embedding takes the stream `from` the stage before.
     ///
-    /// Fails if the batch is not one for the model, or a stream is missing or not wanted.
+    /// Fails if the batch does not fit the model, or if a residual stream is missing or unexpected.
     pub fn infer(
         &self,
         ctx: &Context,
@@ -291,13 +292,13 @@ impl Stage {
         Ok(self.forward_layers(&pass, weights, stream, None, hook))
     }
 
-    /// The logits `[T, V]` f32 of the stream behind the last layer. The stage has the output projection.
+    /// Returns the logits `[T, V]` f32 of the residual stream after the last layer. The stage must have the head.
     #[must_use]
     pub fn logits(&self, ctx: &Context, weights: &DecoderWeights, stream: &ResidualStream) -> Tensor {
         self.head_logits(ctx, weights, &stream.x)
     }
 
-    /// The loss of `targets` for the stream behind the last layer. The stage has the output projection.
+    /// Computes the loss of `targets` from the residual stream after the last layer. The stage must have the head.
     #[must_use]
     pub fn loss(&self, ctx: &Context, weights: &DecoderWeights, stream: &ResidualStream, targets: &[u32]) -> HeadLoss {
         self.head_loss(ctx, weights, &stream.x, targets)
