@@ -35,7 +35,7 @@ enum Spelling {
     ByteLevel,
     /// A sign for blanks, and `<0xE2>` for single bytes (SentencePiece).
     SentencePiece,
-    /// As text.
+    /// Plain text.
     Plain,
 }
 
