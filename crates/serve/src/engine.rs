@@ -35,7 +35,7 @@ pub struct Request {
     pub stop_ids: Vec<u32>,
     /// Lower ones are served first.
     pub priority: i32,
-    /// Whether special tokens are part of the text, as those that say where a call of a tool begins.
+    /// Says whether special tokens are part of the text, as those that say where a call of a tool begins.
     pub shows_special: bool,
     /// Requests of different salts share no keys and values.
     pub salt: Vec<u8>,
@@ -77,7 +77,7 @@ struct Answering<'a> {
     logprobs: Option<WantedLogprobs>,
     /// The log-probabilities of the prompt's tokens as far as they are known, where they are wanted.
     of_prompt: Option<PromptLogprobs>,
-    /// Whether it has no token yet.
+    /// Says whether it has no token yet.
     is_new: bool,
 }
 
@@ -129,7 +129,7 @@ impl<'a> Engine<'a> {
         self.cache.num_bytes()
     }
 
-    /// Whether a request is waiting or running.
+    /// Returns whether a request is waiting or running.
     #[must_use]
     pub fn has_requests(&self) -> bool {
         self.scheduler.has_sequences()
@@ -234,8 +234,8 @@ impl<'a> Engine<'a> {
         Ok(logits)
     }
 
-    /// Takes in the logits of a part: the log-probabilities of its prompt, and the next token if it draws one. A result that is no number
-    /// fails this request alone.
+    /// Takes in the logits of a part: the log-probabilities of its prompt, and the next token if it draws one. A
+    /// result that is no number fails this request alone.
     fn take_rows(
         &mut self,
         logits: &Tensor,

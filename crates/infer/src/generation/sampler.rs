@@ -97,7 +97,8 @@ impl Sampler {
         self.constraint.as_ref().is_some_and(Constraint::is_complete)
     }
 
-    /// The reason why the sequence cannot keep to its form, once it cannot: the token that was drawn last is none then.
+    /// The reason why the sequence cannot keep to its form, once it cannot: the token that was drawn last is none
+    /// then.
     #[must_use]
     pub fn failure(&self) -> Option<&ConstraintError> {
         self.failure.as_ref()

@@ -22,7 +22,7 @@ pub enum ToolChoice {
     /// None.
     #[default]
     None,
-    /// As the model likes.
+    /// Any number, also none.
     Auto,
     /// At least one.
     Required,

@@ -1,4 +1,4 @@
-//! What the engine's turns give.
+//! The results of the engine's turns.
 
 use moeworks_infer::InferError;
 use moeworks_infer::generation::{End, TokenLogprobs};
@@ -29,7 +29,7 @@ pub struct Output {
     pub end: Option<End>,
     /// The token's log-probabilities, where they are wanted.
     pub logprobs: Option<TokenLogprobs>,
-    /// What is known of the prompt, with the first token of an answer.
+    /// Facts about the prompt, with the first token of an answer.
     pub prompt: Option<Box<PromptOutput>>,
     /// The experts, where they are wanted, of tokens that were passed since the last output: with the first token those of
     /// the prompt, then those of the token before. The last token of an answer is not passed.
@@ -38,7 +38,7 @@ pub struct Output {
     pub failure: Option<String>,
 }
 
-/// What is known of a prompt once it is computed.
+/// Facts about a prompt once it is computed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PromptOutput {
     /// Tokens whose keys and values others had computed.

@@ -8,7 +8,7 @@ use crate::scheduler::TurnPart;
 pub(super) struct PromptLogprobs {
     prompt: Vec<u32>,
     num_top: usize,
-    /// Those of the second token and of the ones behind it.
+    /// Log-probabilities of the second token and of the ones behind it.
     found: Vec<TokenLogprobs>,
 }
 

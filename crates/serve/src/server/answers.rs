@@ -21,7 +21,7 @@ pub(crate) struct Job {
     pub(crate) common: Common,
     pub(crate) envelope: Envelope,
     prompt_tokens: usize,
-    /// Whether the prompt alone is wanted, and the token behind it is left out.
+    /// Says whether the prompt alone is wanted, and the token behind it is left out.
     is_prompt_only: bool,
     /// An answer before its first token.
     empty: Choice,
@@ -37,7 +37,7 @@ struct Prompts {
     echoed: Option<Vec<String>>,
     /// An answer before its first token.
     empty: Choice,
-    /// Whether special tokens are part of the text.
+    /// Says whether special tokens are part of the text.
     shows_special: bool,
 }
 

@@ -17,7 +17,7 @@ pub(crate) struct Choice {
     pub(crate) end: Option<End>,
     /// Log-probabilities of the tokens, where they are wanted.
     pub(crate) logprobs: Vec<TokenLogprobs>,
-    /// What is known of the prompt.
+    /// Facts about the prompt.
     pub(crate) prompt: PromptOutput,
     /// The experts of the tokens so far, where they are wanted.
     pub(crate) experts: Option<RoutedExperts>,

@@ -59,7 +59,7 @@ pub(crate) struct Piece {
     pub(crate) experts: Option<RoutedExperts>,
     /// Its log-probabilities, where they are wanted.
     pub(crate) logprobs: Option<TokenLogprobs>,
-    /// What is known of the prompt, with the first token.
+    /// Facts about the prompt, with the first token.
     pub(crate) prompt: Option<Box<PromptOutput>>,
 }
 

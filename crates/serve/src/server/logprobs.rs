@@ -12,7 +12,7 @@ const LEAST: f32 = -9999.0;
 pub(crate) struct CompletionTokens<'a> {
     /// The prompt's tokens, where they stand before the answer, with the log-probabilities of all but the first.
     pub(crate) prompt: Option<(&'a [u32], &'a [TokenLogprobs])>,
-    /// Those of the answer.
+    /// Tokens of the answer.
     pub(crate) answer: &'a [TokenLogprobs],
 }
 

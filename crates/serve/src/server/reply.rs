@@ -18,7 +18,7 @@ pub(crate) enum Kind {
     Completion,
     /// A message. Where answers come in channels, it is that of the channel `final`.
     Chat {
-        /// Whether they do.
+        /// Says whether they do.
         has_channels: bool,
     },
 }
@@ -79,7 +79,7 @@ pub(crate) struct Delta<'a> {
     pub(crate) finish_reason: Option<&'static str>,
     /// Log-probabilities of the tokens; null where there are none.
     pub(crate) logprobs: Value,
-    /// Whether it is the first of its answer.
+    /// Says whether it is the first of its answer.
     pub(crate) is_first: bool,
     /// The experts of tokens before it, where they are wanted.
     pub(crate) experts: Option<&'a RoutedExperts>,
@@ -138,8 +138,9 @@ impl Envelope {
         self.echoes.as_ref()?.get(index / self.num_choices)
     }
 
-    /// The log-probabilities of an answer's tokens from the one numbered `start` on, with those of the prompt before the first; null where
-    /// they are not wanted. `offset` is the place in the text at which they begin, and becomes that at which they end.
+    /// The log-probabilities of an answer's tokens from the one numbered `start` on, with those of the prompt before
+    /// the first; null where they are not wanted. `offset` is the place in the text at which they begin, and becomes
+    /// that at which they end.
     pub(crate) fn logprobs(&self, index: usize, choice: &Choice, start: usize, offset: &mut usize) -> Value {
         let Some(table) = &self.table else { return Value::Null };
         let answer = choice.logprobs.get(start..).unwrap_or_default();
