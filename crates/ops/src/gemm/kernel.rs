@@ -84,8 +84,9 @@ pub(crate) struct TileArgs {
 }
 
 /// # Safety
-/// The machine must have the instructions of the kernel; `a` must be readable at `depth` units for each of the kernel's
-/// rows, `b` at `depth` times its width (or as said of [`Kernels::run_packing`]), and `tile` must be a [`Tile`].
+/// The machine must have the instructions of the kernel; `a` must be readable at `depth` units for each of the
+/// kernel's rows, `b` at `depth` times its width (or as said of [`Kernels::run_packing`]), and `tile` must be a
+/// [`Tile`].
 type Kernel = unsafe fn(&TileArgs);
 
 /// Lists all tile sizes of a kernel function. Sizes with more rows than the instruction set's largest tile (`up to`

@@ -285,7 +285,8 @@ in_vectors! {
 /// Interleaves two rows of elements of 16 bits, two vectors at a time; the last two may overlap those before.
 ///
 /// # Safety
-/// The machine must have the instructions; each row must have as many elements as there are places, whole vectors and at least two.
+/// The machine must have the instructions; each row must have as many elements as there are places, whole vectors and
+/// at least two.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,bmi2")]
 unsafe fn pairs_in_place([low, high]: [*const u16; 2], to: &mut [u32]) {

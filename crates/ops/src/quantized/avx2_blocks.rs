@@ -33,7 +33,8 @@ pub(super) trait Avx2Blocks: Block {
     const OFFSET: u8 = 0;
     /// True if the numbers are signed bytes.
     const IS_SIGNED: bool = false;
-    /// True if the first vector holds the even numbers of each part and the second the odd ones, instead of its halves.
+    /// True if the first vector holds the even numbers of each part and the second the odd ones, instead of its
+    /// halves.
     const IS_PAIRED: bool = false;
 
     /// True if a unit is one block.

@@ -55,8 +55,8 @@ pub(super) trait Avx512Blocks: Block {
     const FIRST_MIN: i32 = if Self::IS_LONG && Self::SHARED == PART { 8 } else { 0 };
 
     /// Returns scales and minima of a unit. For short blocks each comes four times; for a long one they are in the
-    /// order of its elements, and if there are eight of each, one vector holds both and is returned twice. `split_scale`
-    /// points at the unit's scales if they are in a tensor of their own.
+    /// order of its elements, and if there are eight of each, one vector holds both and is returned twice.
+    /// `split_scale` points at the unit's scales if they are in a tensor of their own.
     ///
     /// # Safety
     /// As the trait says, also for `split_scale`.

@@ -216,8 +216,9 @@ mod vectors {
     ///
     /// # Safety
     /// The machine must have the instructions that [`is_fast`](super::is_fast) checks. Rows of activations must be in
-    /// the format [`ActivationFormat::InterleavedFloats`](crate::quantized::rows::ActivationFormat::InterleavedFloats), with as many quads as a row
-    /// of weights has blocks.
+    /// the format
+    /// [`ActivationFormat::InterleavedFloats`](crate::quantized::rows::ActivationFormat::InterleavedFloats), with as
+    /// many quads as a row of weights has blocks.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")]
     pub(in crate::quantized) unsafe fn run(panel: Panel<'_>, tiles: &mut [Tile]) {
         // SAFETY: the caller's promise.

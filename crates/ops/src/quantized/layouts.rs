@@ -45,8 +45,8 @@ pub(super) trait Block: Pod + Send + Sync {
     /// Returns the integers of the 32 elements from `32 * part` on.
     fn ints(&self, part: usize) -> [i8; PART];
 
-    /// Returns scale and minimum of the elements from [`SHARED`](Self::SHARED) times `index` on; `split_scale` holds the
-    /// scale's bytes if it is split.
+    /// Returns scale and minimum of the elements from [`SHARED`](Self::SHARED) times `index` on; `split_scale` holds
+    /// the scale's bytes if it is split.
     fn scale(&self, index: usize, split_scale: &[u8]) -> Scale;
 }
 /// The scale of some consecutive elements, and the minimum that is taken from them.

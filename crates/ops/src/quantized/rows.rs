@@ -38,8 +38,8 @@ pub(super) enum ActivationFormat {
     Offset(u8),
     /// Like `Offset`, but the halves of a block are its even numbers and its odd ones.
     Pairs(u8),
-    /// Like `Offset`, but the corrections of each block are the scale times the sum of its first half, the same for the
-    /// second half, and two zeros.
+    /// Like `Offset`, but the corrections of each block are the scale times the sum of its first half, the same for
+    /// the second half, and two zeros.
     Min,
     /// For weights in blocks of 256: in every other quad the scales of the 8 parts, then minus the scale times the
     /// sum of each part; the rest are zeros.
