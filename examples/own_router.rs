@@ -1,7 +1,7 @@
 //! A routing rule of your own: expert ids are handed in, their weights come from the layer's router.
 //!
-//! The rule here sends each token to the two experts whose index follows from the sign pattern of its first numbers (a
-//! locality-sensitive hash). A scheme that is to be named in configurations is one file in the library instead:
+//! The rule here sends each token to the two experts whose index follows from the sign pattern of its first numbers
+//! (a locality-sensitive hash). A scheme that is to be named in configurations is one file in the library instead:
 //! docs/add-a-routing-scheme.md.
 //!
 //! `cargo run --release --example own_router`

@@ -60,8 +60,8 @@ impl Nvrtc {
         Self::find_for(c_int::MAX, options)
     }
 
-    /// Finds the library for a driver that knows this major version of CUDA, since drivers take no code of a newer one
-    /// (CUDA Compatibility Guide, "Minor Version Compatibility").
+    /// Finds the library for a driver that knows this major version of CUDA, since drivers take no code of a newer
+    /// one (CUDA Compatibility Guide, "Minor Version Compatibility").
     pub(crate) fn find_for(driver_major: c_int, options: &GpuOptions) -> Result<Self, GpuError> {
         let mut tried = Vec::new();
         for path in Functions::candidates(options) {

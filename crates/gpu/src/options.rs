@@ -28,8 +28,8 @@ pub struct GpuOptions {
     pub cublaslt_library: Option<PathBuf>,
     /// The folder of compiled kernels; none for one among temporary files.
     pub kernel_folder: Option<PathBuf>,
-    /// Leaves out tensor copies (TMA): weights are copied 16 bytes a thread, like rows of activations. For comparisons, and for
-    /// drivers that have trouble with them.
+    /// Leaves out tensor copies (TMA): weights are copied 16 bytes a thread, like rows of activations. For
+    /// comparisons, and for drivers that have trouble with them.
     pub without_tensor_copies: bool,
     /// Lets the blocks of Hopper's products drift apart. For comparisons.
     pub without_pace: bool,

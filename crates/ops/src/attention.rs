@@ -1,18 +1,20 @@
 //! Grouped-query causal attention, computed block by block (Dao et al., 2205.14135): never S x S numbers in memory.
-//! With a sliding window (Beltagy et al., 2004.05150) and with sinks (Xiao et al., 2309.17453) where a model has them.
+//! With a sliding window (Beltagy et al., 2004.05150) and with sinks (Xiao et al., 2309.17453) where a model has
+//! them.
 //!
 //! Query head `n` uses key and value head `n / (H / G)`. The last query is aligned with the last key, so query i sees
 //! keys `0..=i + kv_len - seq_len`: that serves training (`kv_len = seq_len`), prefill in pieces and decoding from a
 //! cache alike.
 //!
-//! All queries that share a key head, ordered by position and then by head, form the rows of one matrix, cut into blocks
-//! of 64: so keys and values are read once for a whole group of heads, and copied once for the several blocks of a task. A
-//! single query, a step of decoding, has code of its own. Scores are held transposed, keys by rows: then neither keys nor
-//! values need a transposed copy, and the softmax runs down columns without sums across lanes. Softmax and sums are f32
-//! whatever the tensors' types. Products of bf16 tensors are bf16 where the machine has that product in vectors or in tiles: then
-//! the softmax's weights and the gradient of the scores are rounded before they are multiplied, as Dao et al. do; elsewhere
-//! products are f32. Blocks that the causal mask or the window hides are skipped, down to panels of 8 keys at the causal end, of 32
-//! with tiles, which have outputs and gradients of queries transposed, too.
+//! All queries that share a key head, ordered by position and then by head, form the rows of one matrix, cut into
+//! blocks of 64: so keys and values are read once for a whole group of heads, and copied once for the several blocks
+//! of a task. A single query, a step of decoding, has code of its own. Scores are held transposed, keys by rows: then
+//! neither keys nor values need a transposed copy, and the softmax runs down columns without sums across lanes.
+//! Softmax and sums are f32 whatever the tensors' types. Products of bf16 tensors are bf16 where the machine has that
+//! product in vectors or in tiles: then the softmax's weights and the gradient of the scores are rounded before they
+//! are multiplied, as Dao et al. do; elsewhere products are f32. Blocks that the causal mask or the window hides are
+//! skipped, down to panels of 8 keys at the causal end, of 32 with tiles, which have outputs and gradients of queries
+//! transposed, too.
 
 mod backward;
 mod biased;
@@ -36,8 +38,8 @@ use crate::linear::Write;
 use crate::parallel::Lent;
 use crate::simd::{Float, with_float};
 
-/// Keys that the forward pass sums up before it rescales, at most. Keys that lie a multiple of this further on are summed in the same
-/// order.
+/// Keys that the forward pass sums up before it rescales, at most. Keys that lie a multiple of this further on are
+/// summed in the same order.
 pub const KEYS_OF_BLOCK: usize = blocks::MAX_KEYS;
 
 pub use biased::{BiasedGrads, ScoreRule, attention_biased, attention_biased_backward};
@@ -85,17 +87,17 @@ pub struct AttentionInputs<'a> {
     pub sinks: Option<&'a Tensor>,
 }
 
-/// `softmax(scale q k^T, causal) v`. `q` `[batch seq_len, H h]`, `k` `[batch kv_capacity, G h]` and `v` `[batch
-/// kv_capacity, G value_dim]`, each f32 or bf16. Returns `o` `[batch seq_len, H value_dim]` in the type of `q`, and the log
-/// of each softmax's sum, `[batch, H, seq_len]` f32, which backward needs.
+/// `softmax(scale q k^T, causal) v`. `q` `[batch seq_len, H h]`, `k` `[batch kv_capacity, G h]` and `v`
+/// `[batch kv_capacity, G value_dim]`, each f32 or bf16. Returns `o` `[batch seq_len, H value_dim]` in the type of
+/// `q`, and the log of each softmax's sum, `[batch, H, seq_len]` f32, which backward needs.
 #[must_use]
 pub fn attention(ctx: &Context, q: &Tensor, k: &Tensor, v: &Tensor, shape: &AttentionShape) -> (Tensor, Tensor) {
     attention_with_sinks(ctx, (q, k, v), None, shape)
 }
 
-/// As [`attention`] with a further score for each head, `sinks [H]` (f32), that takes part in the softmax and has no value
-/// (GPT-OSS). The gradients of the others are those of [`attention_backward`], as the log-sums contain the sinks; that of
-/// the sinks is [`sinks_backward`].
+/// Computes [`attention`] with a further score for each head, `sinks [H]` (f32), that takes part in the softmax and
+/// has no value (GPT-OSS). The gradients of the others are those of [`attention_backward`], as the log-sums contain
+/// the sinks; that of the sinks is [`sinks_backward`].
 #[must_use]
 pub fn attention_with_sinks(
     ctx: &Context,
@@ -131,7 +133,8 @@ fn run(ctx: &Context, inputs: &AttentionInputs<'_>, sequences: &[Sequence<'_>], 
     });
 }
 
-/// Runs the tasks of all sequences together: one parallel section, and another that joins the parts of single queries if there are any.
+/// Runs the tasks of all sequences together: one parallel section, and another that joins the parts of single queries
+/// if there are any.
 fn run_tasks<T: Float>(
     ctx: &Context,
     inputs: &AttentionInputs<'_>,
@@ -155,8 +158,8 @@ fn run_tasks<T: Float>(
     ctx.threads().run(ranges.num_rows(), |row| ranges.join(row, parts.f32s(), outputs));
 }
 
-/// Writes the gradient of the sinks `[H]` (f32) to `d_sinks` as `write` says: `-sum over queries of p (d_o . o)`, with `p` the sink's
-/// share of the softmax. `d_o` and `o` are f32 or bf16.
+/// Writes the gradient of the sinks `[H]` (f32) to `d_sinks` as `write` says: `-sum over queries of p (d_o . o)`,
+/// with `p` the sink's share of the softmax. `d_o` and `o` are f32 or bf16.
 pub fn sinks_backward(
     ctx: &Context,
     d_o: &Tensor,
@@ -175,8 +178,8 @@ pub fn sinks_backward(
     sinks::write(sinks::grads(ctx, inputs, &shape.heads(), &Sequence::all(shape)), write, d_sinks);
 }
 
-/// Whether one head of keys of so many elements, which are values as well, is the host's though `ctx` has a GPU: what is kept of
-/// them had better stay there.
+/// Returns whether a head whose keys are its values, of `head_dim` elements, is computed on the host although `ctx`
+/// has a GPU. A cache of such keys is best kept on the host.
 #[must_use]
 pub fn is_for_host(ctx: &Context, head_dim: usize, dtype: DType) -> bool {
     On::of(ctx).is_some_and(|on| !cuda::attention::takes_kept(on, head_dim, dtype))
@@ -208,7 +211,8 @@ pub fn attention_backward(
     (grads.dq, grads.dk, grads.dv)
 }
 
-/// Computes the gradients on the host: `num_pairs` as in [`backward::run`]. Rows of keys and values that no query sees get zeros.
+/// Computes the gradients on the host: `num_pairs` as in [`backward::run`]. Rows of keys and values that no query
+/// sees get zeros.
 fn run_backward(
     ctx: &Context,
     [d_o, o, lse]: [&Tensor; 3],

@@ -1,12 +1,12 @@
 //! The experts of an MoE layer: rows gathered, two grouped products with the activation between, weighted combine.
 //!
-//! Backward needs only the pre-activation `h` and the row map (expert outputs are not saved). With `u = W2^T dy` for the
-//! row's token: `d weight = <u, a>`, `da = weight u`, `dh = act'(h) da`, `dx += W1^T dh`; the weights' gradients are
-//! `dW2 += weight dy a^T` and `dW1 += dh x^T`, a task of their own.
+//! Backward needs only the pre-activation `h` and the row map (expert outputs are not saved). With `u = W2^T dy` for
+//! the row's token: `d weight = <u, a>`, `da = weight u`, `dh = act'(h) da`, `dx += W1^T dh`; the weights' gradients
+//! are `dW2 += weight dy a^T` and `dW1 += dh x^T`, a task of their own.
 //!
-//! The activation is computed where the first product's sums leave the kernel, its derivative and `<u, a>` where those of
-//! `u` do. Expert outputs of all rows wait in one buffer `[R, D]` and are then added up token by token, in the order of
-//! the token's choices, so that no two threads ever write the same element.
+//! The activation is computed where the first product's sums leave the kernel, its derivative and `<u, a>` where
+//! those of `u` do. Expert outputs of all rows wait in one buffer `[R, D]` and are then added up token by token, in
+//! the order of the token's choices, so that no two threads ever write the same element.
 
 mod biases;
 mod epilogues;
@@ -38,16 +38,17 @@ pub use biases::{ExpertBiases, add_bias_row_weight_grads, experts_bias_grad};
 pub use rows::{AllRows, ExpertRows, NO_ROW};
 pub use weight_grad::{ExpertGrads, WeightGradInputs, experts_weight_grad, experts_weight_grad_of_used};
 
-/// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken. For
-/// inference they may be [`quantized`]. A stack [of pieces](Tensor::pieces), a matrix or two halves of one each, is read where
-/// these lie by the forward pass, and so are stacks that are [turned](Tensor::turned), of gate and up in turn.
+/// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken.
+/// For inference they may be [`quantized`]. A stack [of pieces](Tensor::pieces), a matrix or two halves of one each,
+/// is read where these lie by the forward pass, and so are stacks that are [turned](Tensor::turned), of gate and up
+/// in turn.
 #[derive(Clone, Copy)]
 pub struct ExpertWeights<'a> {
     /// `[E, A F, D]` with `A = activation.num_inputs()`; with a gated activation the gate's F rows come first.
     pub gate_up: &'a Tensor,
     /// `[E, D, F]`.
     pub down: &'a Tensor,
-    /// What stands between the two.
+    /// The activation between the two products.
     pub activation: Activation,
 }
 
@@ -78,7 +79,7 @@ impl RoundedWeights {
     }
 }
 
-/// What backward needs of forward.
+/// The values of a forward pass that its backward pass needs.
 pub struct ExpertsSaved {
     /// `[R, A F]`: before the activation, in the weights' type.
     pub h: Tensor,
@@ -92,13 +93,14 @@ pub struct ExpertsBackward {
     pub d_row_weights: Tensor,
     /// `[R, A F]`: gradient of `h`, for [`experts_weight_grad`], in the weights' type.
     pub dh: Tensor,
-    /// `[R, F]`: each row's weight times its activations, in the weights' type, where a GPU had them at hand; on the host they come of
-    /// `h` again.
+    /// `[R, F]`: each row's weight times its activations, in the weights' type, where a GPU had them at hand; on the
+    /// host they come of `h` again.
     pub weighed: Option<Tensor>,
 }
 
-/// `y [T, D] = sum over a token's rows of weight * W2 act(W1 x)`, in f32; with bf16 matrices each row is rounded to bf16 before it is
-/// added. A token without rows gets exact zeros; an expert without rows costs nothing. `x` is `[T, D]`, f32 or bf16.
+/// `y [T, D] = sum over a token's rows of weight * W2 act(W1 x)`, in f32; with bf16 matrices each row is rounded to
+/// bf16 before it is added. A token without rows gets exact zeros; an expert without rows costs nothing. `x` is
+/// `[T, D]`, f32 or bf16.
 #[must_use]
 pub fn experts_forward(
     ctx: &Context,
@@ -109,7 +111,7 @@ pub fn experts_forward(
     experts_forward_biased(ctx, x, weights, None, rows)
 }
 
-/// As [`experts_forward`] with biases: `sum of weight * (W2 act(W1 x + b1) + b2)`.
+/// Computes [`experts_forward`] with biases: `sum of weight * (W2 act(W1 x + b1) + b2)`.
 #[must_use]
 pub fn experts_forward_biased(
     ctx: &Context,
@@ -122,8 +124,8 @@ pub fn experts_forward_biased(
     (y, saved.expect("what a backward pass needs is kept"))
 }
 
-/// As [`experts_forward_biased`] with what `base [T, D]` (f32) has besides, if it is there. Where the pass is forward only nothing is saved,
-/// and `h` is not written; the result has the same bits.
+/// Computes [`experts_forward_biased`] and adds `base [T, D]` (f32), if it is given. A pass that is forward only
+/// saves nothing and does not write `h`; the result has the same bits.
 #[must_use]
 pub fn experts_forward_onto(
     ctx: &Context,
@@ -169,14 +171,15 @@ pub fn experts_forward_onto(
     (y, h.map(|h| ExpertsSaved { h }))
 }
 
-/// The type of experts' outputs until they are added up: that of the activations before them, as in PyTorch. They are the largest tensors
-/// of a pass of many choices, which in bf16 cost half the time.
+/// The type of experts' outputs until they are added up: that of the activations before them, as in PyTorch. They are
+/// the largest tensors of a pass of many choices, which in bf16 cost half the time.
 pub(crate) fn type_of_rows(weights: ExpertWeights<'_>) -> DType {
     let types = [weights.gate_up, weights.down].map(|weights| weights.dtype().of_activations());
     if types == [DType::BF16; 2] { DType::BF16 } else { DType::F32 }
 }
 
-/// The activations `[R, F]` of the first product, and what they are taken of, `h [R, A F]`, unless the pass is forward only.
+/// The activations `[R, F]` of the first product, and what they are taken of, `h [R, A F]`, unless the pass is
+/// forward only.
 fn activations(
     ctx: &Context,
     x: &Tensor,
@@ -206,16 +209,17 @@ fn activations(
     (a, h.filter(|_| !is_forward_only))
 }
 
-/// Sends the matrices of experts to a GPU ahead of the rows that will probably come to them, where experts otherwise stay in the host's
-/// memory ([`Gpu::with_expert_cache`](moeworks_gpu::Gpu::with_expert_cache)). `ids` are the experts, in any order and perhaps repeated.
+/// Sends the matrices of experts to a GPU ahead of the rows that will probably come to them, where experts otherwise
+/// stay in the host's memory ([`Gpu::with_expert_cache`](moeworks_gpu::Gpu::with_expert_cache)). `ids` are the
+/// experts, in any order and perhaps repeated.
 pub fn send_experts_ahead(ctx: &Context, weights: ExpertWeights<'_>, num_experts: usize, ids: &[u32]) {
     if let Some(on) = On::of(ctx).filter(|_| cuda::experts::takes(weights)) {
         cuda::experts::prefetch(on, weights, num_experts, ids);
     }
 }
 
-/// `A W^T` for each expert's rows of A (those of its tokens, or as they stand) and its rows of the stacked weights, as many
-/// as there are columns, or twice that.
+/// `A W^T` for each expert's rows of A (those of its tokens, or as they stand) and its rows of the stacked weights,
+/// as many as there are columns, or twice that.
 fn forward_product(
     ctx: &Context,
     (a, tokens): (&Tensor, Option<&[u32]>),
@@ -250,7 +254,8 @@ fn forward_product(
     gemm::run(ctx, &Product { form: Form::Nt, compute, groups: &groups, is_paired }, epilogue);
 }
 
-/// `[T K]` (f32): the gradient of each choice's weight from that of each row's, `[R]` (f32); a dropped choice has none.
+/// `[T K]` (f32): the gradient of each choice's weight from that of each row's, `[R]` (f32); a dropped choice has
+/// none.
 #[must_use]
 pub fn choice_weight_grads(ctx: &Context, rows: ExpertRows<'_>, d_row_weights: &Tensor) -> Tensor {
     if let Some(on) = On::of(ctx) {
@@ -278,9 +283,9 @@ pub fn experts_backward(
     backward(ctx, dy, weights, rows, saved, None)
 }
 
-/// [`experts_backward`] and then the gradients of the weights: as [`experts_weight_grad_of_used`] where `of_used` says so, or else as
-/// [`experts_weight_grad`] with `write`. Where experts have few rows the host reads weights while it writes gradients, which takes
-/// less time than one after the other.
+/// [`experts_backward`] and then the gradients of the weights: as [`experts_weight_grad_of_used`] where `of_used`
+/// says so, or else as [`experts_weight_grad`] with `write`. Where experts have few rows the host reads weights while
+/// it writes gradients, which takes less time than one after the other.
 pub fn experts_backward_with_weight_grad(
     ctx: &Context,
     (x, dy): (&Tensor, &Tensor),
@@ -444,8 +449,8 @@ fn row_outputs(
     outputs
 }
 
-/// Adds up the rows `[R, D]` (f32 or bf16) of each token in the order of its choices, each times its weight if there are weights `[R]`:
-/// `shape`, which is `[T, D]`. Of `rows` the offsets are not looked at.
+/// Adds up the rows `[R, D]` (f32 or bf16) of each token in the order of its choices, each times its weight if there
+/// are weights `[R]`: `shape`, which is `[T, D]`. Of `rows` the offsets are not looked at.
 #[must_use]
 pub fn combine(
     ctx: &Context,

@@ -78,7 +78,7 @@ fn dot(a: &[f64], b: impl Iterator<Item = f64>) -> (f64, f64) {
     a.iter().zip(b).fold((0.0, 0.0), |(sum, size), (a, b)| (sum + a * b, size + (a * b).abs()))
 }
 
-/// What a sum may be off, by the sum of its terms' sizes, besides the rounding of f32: Hopper adds up products of eight-bit floats in
+/// The relative error that a sum may have besides the rounding of f32: Hopper adds up products of eight-bit floats in
 /// about 14 bits (DeepSeek-V3's report, section 3.3.2), and those of 128 at a time in f32.
 fn sum_error(ctx: &Context) -> f64 {
     let is_emulated = |gpu: &Gpu| gpu.memory_bytes().is_none();
@@ -93,8 +93,8 @@ fn assert_close(what: &str, y: &Tensor, exact: &[(f64, f64)], depth: usize, sum_
     }
 }
 
-/// Every phase against products in f64 of what is rounded in f64, from what the phase before it left; the activation is ReLU, which
-/// rounds nothing, or only its input and the way back are compared.
+/// Every phase against products in f64 of what is rounded in f64, from what the phase before it left; the activation
+/// is ReLU, which rounds nothing, or only its input and the way back are compared.
 fn check(case: &Case, ctx: &Context) {
     let Case { d, f, e, activation, .. } = *case;
     let (inputs, af) = (case.inputs(), case.af());
@@ -151,7 +151,8 @@ fn fp8_kinds() -> impl Iterator<Item = Context> {
 #[test]
 fn products_are_those_of_rounded_operands_on_every_device() {
     for ctx in fp8_kinds() {
-        // More than a tile's rows, columns in two, a depth that is no whole block; then sizes without kernels of their own.
+        // More than a tile's rows, columns in two, a depth that is no whole block; then sizes without kernels of
+        // their own.
         check(&Case { t: 140, d: 144, f: 128, e: 3, activation: Activation::Relu }, &ctx);
         check(&Case { t: 20, d: 33, f: 70, e: 2, activation: Activation::Relu }, &ctx);
         check(&Case { t: 3, d: 144, f: 128, e: 2, activation: Activation::Relu }, &ctx);

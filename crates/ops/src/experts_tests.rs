@@ -53,8 +53,8 @@ impl Case {
     }
 }
 
-/// A sum with the sum of its terms' magnitudes, and by how much it may differ because rows were rounded to bf16 before they were added
-/// up.
+/// A sum with the sum of its terms' magnitudes, and by how much it may differ because rows were rounded to bf16
+/// before they were added up.
 #[derive(Clone, Copy, Default)]
 struct Sum {
     value: f64,
@@ -145,7 +145,8 @@ struct Run {
     backward: ExpertsBackward,
     replaced: [Tensor; 2],
     added: [Tensor; 2],
-    /// True if rows are rounded to bf16 before they are added up, and weighed activations in place of gradients: so on a GPU.
+    /// True if rows are rounded to bf16 before they are added up, and weighed activations in place of gradients: so
+    /// on a GPU.
     rounds_rows: bool,
 }
 
@@ -271,8 +272,8 @@ fn compare(case: &Case, inputs: &Inputs, run: &Run, x_type: DType, w_type: DType
             }
         }
     }
-    // The activation may round the other way where it lies between two numbers, and where it is small the error of its
-    // exponential grows with the argument: what follows it is less close.
+    // The activation may round the other way where it lies between two numbers, and where it is small the error of
+    // its exponential grows with the argument: what follows it is less close.
     let slack = |sums: Vec<Sum>| -> Vec<Sum> {
         let unit = if w_type == DType::BF16 { 1e3 } else { 16.0 };
         sums.into_iter().map(|sum| Sum { size: sum.size * unit, ..sum }).collect()
@@ -341,7 +342,8 @@ fn sizes_beyond_a_tile_match_f64() {
     check(&Case { t: 61, d: 67, f: 113, e: 3, choices, activation: Activation::SwiGlu });
 }
 
-/// Boxes of several blocks of columns, in tiles after the first and of matrices after the first, are there on GPUs that copy tensors.
+/// Boxes of several blocks of columns, in tiles after the first and of matrices after the first, are there on GPUs
+/// that copy tensors.
 #[test]
 fn several_tiles_of_whole_blocks_match_f64_on_every_gpu() {
     let (t, d, f, e) = (70, 320, 320, 2);
@@ -354,7 +356,8 @@ fn several_tiles_of_whole_blocks_match_f64_on_every_gpu() {
     }
 }
 
-/// Products more than one epoch deep, with tiles of the list that no group has: Hopper's blocks count how far each is.
+/// Products more than one epoch deep, with tiles of the list that no group has: Hopper's blocks count how far each
+/// is.
 #[test]
 fn blocks_that_keep_together_leave_their_counters_as_they_were() {
     let (t, d, f, e) = (90, 1032, 16, 5);
@@ -435,8 +438,8 @@ fn gradients_of_used_experts_alone_leave_the_others_as_they_are() {
     }
 }
 
-/// Gradients of megabytes, which are written where products of few rows read the matrices: one row, three, none and more than are few;
-/// rows of whole lines, and for matrices down also one row more than tiles have.
+/// Gradients of megabytes, which are written where products of few rows read the matrices: one row, three, none and
+/// more than are few; rows of whole lines, and for matrices down also one row more than tiles have.
 #[test]
 fn gradients_written_where_products_read_matrices_are_those_of_a_pass_of_their_own() {
     let choices: Vec<_> = [0, 1, 1, 1].into_iter().chain([3; 17]).map(|e| vec![Some(e)]).collect();

@@ -20,14 +20,14 @@ pub use part::{VocabularyPart, head_loss_backward_of_part, head_loss_of_part};
 /// The target of a token that does not count.
 pub const IGNORE: u32 = u32::MAX;
 
-/// What the loss says about a batch.
+/// The cross-entropy of a batch, and how often it was right.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HeadLoss {
     /// Sum over counted tokens of `-ln softmax(logits)[target]`, in nats.
     pub loss_sum: f64,
     /// Tokens that count.
     pub num_targets: usize,
-    /// Of these, tokens whose largest logit is the target's; the lowest index wins a tie.
+    /// Counted tokens whose largest logit is the target's; the lowest index wins a tie.
     pub num_correct: usize,
 }
 
@@ -38,7 +38,7 @@ pub fn head_loss(ctx: &Context, x: &Tensor, w: &Tensor, targets: &[u32]) -> Head
     head_loss_biased(ctx, x, (w, None), targets)
 }
 
-/// As [`head_loss`] with a bias `[V]` on the logits.
+/// Computes [`head_loss`] with a bias `[V]` on the logits.
 #[must_use]
 pub fn head_loss_biased(ctx: &Context, x: &Tensor, weights: (&Tensor, Option<&Tensor>), targets: &[u32]) -> HeadLoss {
     check(x, weights.0, targets);
@@ -46,7 +46,8 @@ pub fn head_loss_biased(ctx: &Context, x: &Tensor, weights: (&Tensor, Option<&Te
     forward(ctx, x, weights, (targets, step), &mut |logits, targets| softmax_rows(ctx, logits, targets, None))
 }
 
-/// What makes of a chunk's logits and targets its loss and, where they are asked for, the logits' gradients in their place.
+/// A function that returns the loss of a chunk's logits and targets, and overwrites the logits with their gradients
+/// where these are wanted.
 type Softmax<'a> = &'a mut dyn FnMut(&mut Tensor, &[u32]) -> Deferred<HeadLoss>;
 
 /// `step` tokens a chunk.
@@ -65,14 +66,15 @@ fn forward(
     total(&losses)
 }
 
-/// What is said of all chunks; looked at when all are under way, so that a GPU has no time between two of them.
+/// Adds up the losses of all chunks. It runs when all chunks are in flight, so that a GPU does not wait between two
+/// of them.
 fn total(losses: &[Deferred<HeadLoss>]) -> HeadLoss {
     let mut total = HeadLoss::default();
     losses.iter().for_each(|loss| total.add(**loss));
     total
 }
 
-/// Where the gradients of the output layer's weights go, f32.
+/// The gradients of the output layer's weights, f32.
 pub struct HeadGrads<'a> {
     /// `[V, D]`.
     pub weight: &'a mut Tensor,
@@ -104,7 +106,7 @@ pub fn head_loss_backward(
     head_loss_backward_biased(ctx, x, (w, None), targets, (grad_scale, write), grads)
 }
 
-/// As [`head_loss_backward`] with a bias `[V]` on the logits.
+/// Computes [`head_loss_backward`] with a bias `[V]` on the logits.
 #[must_use]
 pub fn head_loss_backward_biased(
     ctx: &Context,
@@ -158,7 +160,8 @@ fn backward(
     (total(&losses), dx)
 }
 
-/// The loss of a chunk; with a scale, the logits are replaced by their gradient, rounded to the type that products take them in.
+/// The loss of a chunk; with a scale, the logits are replaced by their gradient, rounded to the type that products
+/// take them in.
 fn softmax_rows(
     ctx: &Context,
     logits: &mut Tensor,
@@ -194,7 +197,7 @@ fn sum_losses(losses: &[RowLoss], targets: &[u32]) -> HeadLoss {
     total
 }
 
-/// What each row of logits gives, nothing for one that is ignored.
+/// Returns the loss of each row of logits; zeros for an ignored row.
 fn row_losses(ctx: &Context, logits: Rows<'_>, targets: &[u32], grad_scale: Option<f32>) -> Vec<RowLoss> {
     map_rows(ctx, logits, targets, |_, row, target| {
         if target != IGNORE {
@@ -211,8 +214,8 @@ fn row_losses(ctx: &Context, logits: Rows<'_>, targets: &[u32], grad_scale: Opti
 /// Logits, and where their rows are to be put in bf16.
 type Rows<'a> = (&'a mut Tensor, Option<&'a mut Tensor>);
 
-/// Where gradients of logits go in bf16, if products take them so: otherwise each of the two would round them again for every few of
-/// its columns.
+/// Returns memory for the logits' gradients in bf16, if products take bf16. Without it both products would round them
+/// again for every few columns.
 fn room_for_rounded(ctx: &Context, logits: &Tensor, dtype: DType) -> Option<Tensor> {
     let are_rounded = dtype == DType::BF16 && ctx.isa() >= Isa::Avx512Bf16;
     are_rounded.then(|| ctx.empty(logits.shape(), DType::BF16))
@@ -258,8 +261,8 @@ struct RowLoss {
     is_correct: bool,
 }
 
-/// Classes less likely than the likeliest by this factor get no gradient, 2^-80: nothing in f32 would show it, but products of such
-/// numbers are subnormal, which takes some processors a hundred times as long.
+/// Classes less likely than the likeliest by this factor get no gradient, 2^-80: nothing in f32 would show it, but
+/// products of such numbers are subnormal, which takes some processors a hundred times as long.
 const LEAST: f32 = 8.271_806e-25;
 
 kernel! {
@@ -322,14 +325,15 @@ impl HeadLoss {
 /// Tokens whose logits are in memory together.
 fn tokens_of_chunk(ctx: &Context, vocabulary: usize) -> usize {
     match ctx.device() {
-        // 8 Mi logits, 32 MiB, which caches may hold; but the weights are read, and their gradient is read and written, for each
-        // chunk: 512 tokens where that is at most 128 MiB, and never fewer than 256.
+        // 8 Mi logits, 32 MiB, which caches may hold; but the weights are read, and their gradient is read and
+        // written, for each chunk: 512 tokens where that is at most 128 MiB, and never fewer than 256.
         Device::Cpu => {
             let of_logits = |count: usize| count / vocabulary.max(1);
             of_logits(8 << 20).max(of_logits(32 << 20).min(512)).clamp(256, 4096)
         }
-        // A GPU has tiles for all of its multiprocessors only with thousands of tokens, and the weights' gradient is read and written
-        // for each chunk: at most 256 Mi logits, 1 GiB, and a power of two, so that there are no rests of tiles.
+        // A GPU has tiles for all of its multiprocessors only with thousands of tokens, and the weights' gradient is
+        // read and written for each chunk: at most 256 Mi logits, 1 GiB, and a power of two, so that there are no
+        // rests of tiles.
         Device::Cuda => 1 << ((256 << 20) / vocabulary.max(1)).clamp(256, 1 << 20).ilog2(),
     }
 }

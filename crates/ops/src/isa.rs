@@ -19,8 +19,8 @@ pub enum Isa {
     /// [`Isa::Avx512Bf16`] and the AMX tiles with their bf16 product, on Linux.
     Amx,
     /// [`Isa::Amx`], with f32 products of many rows in tiles as well, each as six bf16 products: as exact, and twice
-    /// as fast in a loop of its own. Chosen only [on demand](Isa::with_f32_tiles): on a host whose other guests use much
-    /// power, tiles take three times as long and multiply-adds one and a half times.
+    /// as fast in a loop of its own. Chosen only [on demand](Isa::with_f32_tiles): on a host whose other guests use
+    /// much power, tiles take three times as long and multiply-adds one and a half times.
     AmxF32,
 }
 

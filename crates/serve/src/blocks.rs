@@ -1,5 +1,5 @@
-//! Blocks of keys and values: who uses them, which are free, and which still hold a known prefix (PagedAttention, Kwon et al.,
-//! 2309.06180, section 4).
+//! Blocks of keys and values: who uses them, which are free, and which still hold a known prefix (PagedAttention,
+//! Kwon et al., 2309.06180, section 4).
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -9,8 +9,9 @@ use crate::hash::BlockHash;
 /// The number of a block, from 0.
 pub type BlockId = u32;
 
-/// The blocks that keys and values may lie in. A free block keeps its content, and can be found by its hash, until it is taken for
-/// something else: the block that has been free for longest first, blocks without a hash before all others.
+/// The blocks that keys and values may lie in. A free block keeps its content, and can be found by its hash, until it
+/// is taken for something else: the block that has been free for longest first, blocks without a hash before all
+/// others.
 #[derive(Debug)]
 pub struct BlockPool {
     blocks: Vec<Block>,
@@ -107,8 +108,8 @@ impl BlockPool {
         }
     }
 
-    /// Names the content of block `id`, which is used and will not be written again. Where another block has this content, that one
-    /// stays the one that is found.
+    /// Names the content of block `id`, which is used and will not be written again. Where another block has this
+    /// content, that one stays the one that is found.
     pub fn publish(&mut self, id: BlockId, hash: BlockHash) {
         let block = &mut self.blocks[id as usize];
         debug_assert!(block.num_users > 0 && block.hash.is_none_or(|old| old == hash), "block {id} is published twice");

@@ -1,7 +1,8 @@
 //! Serving many texts at once.
 //!
-//! Each turn of the loop is decided first and carried out then: [`Scheduler::next_turn`] makes a [`Turn`], a plain value that says which
-//! sequence passes which tokens and which blocks hold its keys and values; [`Engine`] carries it out with a model.
+//! Each turn of the loop is decided first and carried out then: [`Scheduler::next_turn`] makes a [`Turn`], a plain
+//! value that says which sequence passes which tokens and which blocks hold its keys and values; [`Engine`] carries
+//! it out with a model.
 
 pub mod api;
 pub mod batch;

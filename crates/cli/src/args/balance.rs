@@ -35,13 +35,14 @@ pub(crate) struct BalanceArgs {
     /// Slots for copies of experts, on all ranks together
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) spare: usize,
-    /// How the placement is found
+    /// The way in which the placement is found
     #[arg(long, value_enum, default_value_t = Policy::Eplb)]
     pub(crate) policy: Policy,
     /// Moves of experts in each layer at most, with --policy moves
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub(crate) moves: usize,
-    /// The placement that is compared with, and that --policy moves begins with (default: experts sharded in their order)
+    /// The placement that is compared with, and that --policy moves begins with (default: experts sharded in their
+    /// order)
     #[arg(long, value_name = "FILE")]
     pub(crate) from: Option<PathBuf>,
     /// Steps at the end of the run whose load counts

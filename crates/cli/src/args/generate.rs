@@ -96,7 +96,8 @@ pub(crate) struct GenerateArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Many prompts")]
 pub(crate) struct BatchArgs {
-    /// A file of prompts, a JSON object a line: prompt or messages, and perhaps id, max_tokens, seed and sampling settings
+    /// A file of prompts, a JSON object a line: prompt or messages, and perhaps id, max_tokens, seed and sampling
+    /// settings
     #[arg(long, value_name = "FILE", requires = "out", conflicts_with_all = ["prompt", "prompt_file"])]
     pub(crate) data: Option<PathBuf>,
     /// The file of answers, a JSON object a line in the order of the prompts; it is there when it is complete
@@ -111,7 +112,8 @@ pub(crate) struct BatchArgs {
     /// Answers that are computed at a time
     #[arg(long, value_name = "N", default_value_t = 64, requires = "data")]
     pub(crate) max_running: usize,
-    /// GB of memory for keys and values (default: as much as --max-running answers need, up to a quarter of the memory)
+    /// GB of memory for keys and values (default: as much as --max-running answers need, up to a quarter of the
+    /// memory)
     #[arg(long, value_name = "GB", requires = "data")]
     pub(crate) kv_memory: Option<f64>,
 }

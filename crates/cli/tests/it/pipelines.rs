@@ -1,4 +1,5 @@
-//! Training over the stages of a pipeline, as a user does it: threads of one process, and processes of `mpirun` where there is one.
+//! Training over the stages of a pipeline, as a user does it: threads of one process, and processes of `mpirun` where
+//! there is one.
 
 use std::fs;
 

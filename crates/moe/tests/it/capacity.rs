@@ -17,7 +17,7 @@ struct Case {
     config: MoeConfig,
     num_tokens: usize,
     saved: MoeSaved,
-    /// The same pass without a capacity.
+    /// Runs the pass without a capacity.
     unlimited: MoeSaved,
 }
 

@@ -2,8 +2,8 @@
 //! keys are divided as well (Dao et al., "Flash-Decoding", 2023).
 //!
 //! A task takes a range of keys for all heads and reads keys and values in the order of memory, some at a time. Few
-//! queries meet each key, as in [products of few rows](crate::skinny_gemm). A task leaves for each head the maximum of
-//! its scores, the sum of their exponentials and the weighted sum of values; these are joined in the order of the
+//! queries meet each key, as in [products of few rows](crate::skinny_gemm). A task leaves for each head the maximum
+//! of its scores, the sum of their exponentials and the weighted sum of values; these are joined in the order of the
 //! ranges. Ranges are cut by the number of keys alone. Scores are held times log2(e).
 
 use std::f32::consts::{LN_2, LOG2_E};

@@ -1,11 +1,12 @@
 //! DeepSeek's expert-parallel load balancer (EPLB, github.com/deepseek-ai/EPLB).
 //!
-//! Spare slots go to copies of the experts with the largest load per copy; slots are then packed on ranks, each rank with as many. Where
-//! groups of experts divide over nodes, groups are packed on nodes first and copies stay in their node (hierarchical), so that group-limited
-//! routing crosses few nodes; else all ranks are one node (global).
+//! Spare slots go to copies of the experts with the largest load per copy; slots are then packed on ranks, each rank
+//! with as many. Where groups of experts divide over nodes, groups are packed on nodes first and copies stay in their
+//! node (hierarchical), so that group-limited routing crosses few nodes; else all ranks are one node (global).
 //!
-//! EPLB may put two copies of an expert on one rank, where they are worth one. [`eplb`] gives no expert more copies than a node has ranks, and
-//! swaps a copy that would be the second of its rank for a slot of another rank of the node.
+//! EPLB may put two copies of an expert on one rank, where they are worth one. [`eplb`] gives no expert more copies
+//! than a node has ranks, and swaps a copy that would be the second of its rank for a slot of another rank of the
+//! node.
 
 use super::loads::{BalanceError, check_loads};
 use crate::Placement;
@@ -57,8 +58,8 @@ impl EplbSizes {
     }
 }
 
-/// Packs items on packs, `items / num_packs` on each, by descending weight to the lightest pack with room. Returns each item's pack and
-/// place there.
+/// Packs items on packs, `items / num_packs` on each, by descending weight to the lightest pack with room. Returns
+/// each item's pack and place there.
 fn pack(weights: &[f64], num_packs: usize) -> Vec<Packed> {
     let per_pack = weights.len() / num_packs;
     let mut packed = vec![Packed { pack: 0, place: 0 }; weights.len()];
@@ -86,8 +87,8 @@ struct Packed {
     place: usize,
 }
 
-/// The expert of each slot, and the copies of each expert: each expert once, then one more of that with the largest weight per copy, again
-/// and again. No expert gets more than `max_copies`.
+/// The expert of each slot, and the copies of each expert: each expert once, then one more of that with the largest
+/// weight per copy, again and again. No expert gets more than `max_copies`.
 fn replicate(weights: &[f64], num_slots: usize, max_copies: usize) -> (Vec<usize>, Vec<usize>) {
     let mut counts = vec![1_usize; weights.len()];
     let mut experts: Vec<usize> = (0..weights.len()).collect();
@@ -166,8 +167,8 @@ pub fn eplb(expert_loads: &[f64], sizes: EplbSizes) -> Result<Placement, Balance
     Ok(Placement::from_ranks(sizes.num_ranks, ranks))
 }
 
-/// Swaps the slots of a node's ranks until no rank has an expert twice, as far as swaps of two slots can. Each swap is the one that changes
-/// loads least.
+/// Swaps the slots of a node's ranks until no rank has an expert twice, as far as swaps of two slots can. Each swap
+/// is the one that changes loads least.
 fn spread_copies(slots: &mut [usize], expert_loads: &[f64], slots_per_rank: usize) {
     let copies = |slots: &[usize], expert: usize| slots.iter().filter(|&&other| other == expert).count().max(1);
     let rank_of = |slot: usize| slot / slots_per_rank * slots_per_rank..(slot / slots_per_rank + 1) * slots_per_rank;

@@ -3,7 +3,8 @@
 use super::loads::{BalanceError, RankLoads, check_loads};
 use crate::Placement;
 
-/// Two ranks that change experts: `expert` goes from rank `from` to rank `to`, and `back`, where it is there, the other way.
+/// Two ranks that change experts: `expert` goes from rank `from` to rank `to`, and `back`, where it is there, the
+/// other way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertMove {
     /// The expert that leaves the rank with more load.
@@ -27,9 +28,10 @@ struct Search<'a> {
     slots_per_rank: usize,
 }
 
-/// Improves a placement greedily by at most `max_moves` moves: each takes the move or the swap between the rank with the largest load and
-/// any other that leaves the smaller of the larger load of both. A rank holds at most `slots_per_rank` experts, or as many as it holds
-/// already. Stops where no move lowers the largest load. The largest load never rises, and no expert is on a rank twice.
+/// Improves a placement greedily by at most `max_moves` moves: each takes the move or the swap between the rank with
+/// the largest load and any other that leaves the smaller of the larger load of both. A rank holds at most
+/// `slots_per_rank` experts, or as many as it holds already. Stops where no move lowers the largest load. The largest
+/// load never rises, and no expert is on a rank twice.
 ///
 /// # Errors
 /// If there is not one load for each expert, or one is negative or not finite.
@@ -63,7 +65,8 @@ impl Search<'_> {
         self.ranks[expert].binary_search(&rank).is_ok()
     }
 
-    /// The move from the rank with the largest load that leaves the smallest larger load of its two ranks; none where that does not fall.
+    /// The move from the rank with the largest load that leaves the smallest larger load of its two ranks; none where
+    /// that does not fall.
     fn best_move(&self) -> Option<ExpertMove> {
         let from = (0..self.loads.len()).rev().max_by(|&a, &b| self.loads[a].total_cmp(&self.loads[b]))?;
         let mut best: Option<(f64, ExpertMove)> = None;

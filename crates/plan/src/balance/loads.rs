@@ -28,12 +28,13 @@ pub enum BalanceError {
         what: &'static str,
         /// Its value.
         value: usize,
-        /// What would be right.
+        /// The values that would be right.
         expected: String,
     },
 }
 
-/// The load of each rank: the sum over its experts of the expert's load, shared out evenly among the ranks that hold the expert.
+/// The load of each rank: the sum over its experts of the expert's load, shared out evenly among the ranks that hold
+/// the expert.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RankLoads {
     loads: Vec<f64>,
@@ -72,7 +73,8 @@ impl RankLoads {
         self.loads.iter().sum::<f64>() / self.loads.len() as f64
     }
 
-    /// `(max - mean) / mean`: how much longer the hottest rank takes than all would if they had the same; 0 without any load.
+    /// `(max - mean) / mean`: how much longer the hottest rank takes than all would if they had the same; 0 without
+    /// any load.
     #[must_use]
     pub fn imbalance(&self) -> f64 {
         let mean = self.mean();

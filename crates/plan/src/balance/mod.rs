@@ -1,7 +1,8 @@
 //! Placements that balance the load of experts over ranks, as pure functions of recorded loads.
 //!
-//! [`eplb`](fn@eplb) makes a placement anew: it copies hot experts to spare slots and packs the copies on ranks (DeepSeek's EPLB).
-//! [`improve`] goes on from a placement that is there, by few moves. [`RankLoads`] says what a placement gives.
+//! [`eplb`](fn@eplb) makes a placement anew: it copies hot experts to spare slots and packs the copies on ranks
+//! (DeepSeek's EPLB). [`improve`] goes on from a placement that is there, by few moves. [`RankLoads`] says what a
+//! placement gives.
 
 mod eplb;
 mod improve;

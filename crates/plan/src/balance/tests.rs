@@ -25,7 +25,8 @@ fn zipf(num_experts: usize, exponent: f64) -> Vec<f64> {
 
 #[test]
 fn thirty_two_spare_slots_bring_the_imbalance_of_thirty_two_ranks_below_fifteen_percent() {
-    // The published figures are 1.564 without spare slots and 0.109 with nine slots on each of 32 ranks, for DeepSeek-R1's 256 experts.
+    // The published figures are 1.564 without spare slots and 0.109 with nine slots on each of 32 ranks, for
+    // DeepSeek-R1's 256 experts.
     let loads = zipf(256, 0.9);
     let before = RankLoads::new(&Placement::sharded(256, 32), &loads).unwrap().imbalance();
     let sizes = EplbSizes { num_slots: 288, num_groups: 1, num_nodes: 1, num_ranks: 32 };

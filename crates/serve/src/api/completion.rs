@@ -18,9 +18,9 @@ const DEFAULT_TOKENS: usize = 16;
 /// A text to continue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Prompt {
-    /// As text.
+    /// A text.
     Text(String),
-    /// As tokens; at least one.
+    /// Token ids, at least one.
     Tokens(Vec<u32>),
 }
 

@@ -31,8 +31,8 @@ pub struct Output {
     pub logprobs: Option<TokenLogprobs>,
     /// Facts about the prompt, with the first token of an answer.
     pub prompt: Option<Box<PromptOutput>>,
-    /// The experts, where they are wanted, of tokens that were passed since the last output: with the first token those of
-    /// the prompt, then those of the token before. The last token of an answer is not passed.
+    /// The experts, where they are wanted, of tokens that were passed since the last output: with the first token
+    /// those of the prompt, then those of the token before. The last token of an answer is not passed.
     pub experts: Option<RoutedExperts>,
     /// Says why the answer cannot go on, if it cannot. There is no token then.
     pub failure: Option<String>,

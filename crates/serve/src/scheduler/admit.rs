@@ -14,8 +14,8 @@ struct CachedPrefix {
 }
 
 impl Scheduler {
-    /// Admits waiting sequences in order while there are tokens, places and blocks. The first that does not fit ends this, so that
-    /// none is overtaken for ever.
+    /// Admits waiting sequences in order while there are tokens, places and blocks. The first that does not fit ends
+    /// this, so that none is overtaken for ever.
     pub(super) fn admit(&mut self, turn: &mut Turn, budget: &mut usize) {
         self.raise_waiting();
         self.waiting.sort_by_key(|id| self.sequences[id].rank());
@@ -46,7 +46,8 @@ impl Scheduler {
         }
     }
 
-    /// Gives a waiting sequence blocks for all its known tokens, if there are enough and running sequences keep one each to grow into.
+    /// Gives a waiting sequence blocks for all its known tokens, if there are enough and running sequences keep one
+    /// each to grow into.
     fn give_blocks(&mut self, id: SequenceId, turn: &mut Turn) -> bool {
         let prefix = self.cached_prefix(id);
         let num_tokens = self.sequences[&id].tokens.len();

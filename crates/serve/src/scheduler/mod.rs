@@ -1,9 +1,10 @@
 //! The scheduler: which sequences pass which tokens in the next turn, and in which blocks their keys and values lie.
 //!
-//! It decides and does nothing: no clock, no threads, no random numbers, so that the same calls give the same turns. Sequences that draw
-//! go first, a token each; what is left of a turn's tokens goes to prompts, in pieces (chunked prefill, Agrawal et al., 2308.16369).
-//! A sequence gets the blocks for its prompt when it is admitted and one more when it comes to a block's end. If there is none, the
-//! sequence that would be served last gives up its blocks and is computed again later.
+//! It decides and does nothing: no clock, no threads, no random numbers, so that the same calls give the same turns.
+//! Sequences that draw go first, a token each; what is left of a turn's tokens goes to prompts, in pieces (chunked
+//! prefill, Agrawal et al., 2308.16369). A sequence gets the blocks for its prompt when it is admitted and one more
+//! when it comes to a block's end. If there is none, the sequence that would be served last gives up its blocks and
+//! is computed again later.
 
 mod admit;
 mod limits;
@@ -134,7 +135,8 @@ impl Scheduler {
         Ok(id)
     }
 
-    /// Takes a sequence out that is finished or no longer wanted; its blocks are free at once. Returns whether it was here.
+    /// Takes a sequence out that is finished or no longer wanted; its blocks are free at once. Returns whether it was
+    /// here.
     pub fn remove(&mut self, id: SequenceId) -> bool {
         let is_here = self.sequences.contains_key(&id);
         if is_here {
@@ -160,8 +162,8 @@ impl Scheduler {
         turn
     }
 
-    /// Takes in what a turn did: its blocks have their content, and the tokens that were drawn, by their sequences. Sequences that were
-    /// removed in the meantime are passed over.
+    /// Takes in what a turn did: its blocks have their content, and the tokens that were drawn, by their sequences.
+    /// Sequences that were removed in the meantime are passed over.
     pub fn complete(&mut self, turn: &Turn, drawn: &[(SequenceId, u32)]) {
         for part in &turn.parts {
             self.publish_full_blocks(part.sequence);
@@ -203,8 +205,8 @@ impl Scheduler {
         }
     }
 
-    /// Makes room for the next token of a running sequence, if need be by preempting those behind it. False if it had to give up its own
-    /// blocks.
+    /// Makes room for the next token of a running sequence, if need be by preempting those behind it. False if it had
+    /// to give up its own blocks.
     fn grow(&mut self, id: SequenceId, turn: &mut Turn) -> bool {
         let (block_len, num_computed) = (self.limits.block_len, self.sequences[&id].num_computed);
         while self.sequences[&id].blocks.len() * block_len <= num_computed {
@@ -254,8 +256,8 @@ impl Scheduler {
         self.sequences.get_mut(&id).expect("a sequence that waits or runs is kept")
     }
 
-    /// Checks what must always hold: each block has as many users as sequences hold it; what is still to be written has one; waiting
-    /// sequences hold none; running ones have blocks for what is computed.
+    /// Checks what must always hold: each block has as many users as sequences hold it; what is still to be written
+    /// has one; waiting sequences hold none; running ones have blocks for what is computed.
     ///
     /// # Errors
     /// The first thing that does not hold.

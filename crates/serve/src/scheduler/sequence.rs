@@ -13,12 +13,13 @@ pub struct NewSequence {
     pub max_new_tokens: usize,
     /// Lower ones are served first, as in vLLM; 0 is usual.
     pub priority: i32,
-    /// Sequences of different salts share no blocks, so that nobody learns from the time that an answer takes what others asked.
+    /// Sequences of different salts share no blocks, so that nobody learns from the time that an answer takes what
+    /// others asked.
     pub salt: Vec<u8>,
     /// The adapter that it is computed with.
     pub adapter: Option<u32>,
-    /// Whether blocks of others may stand for the beginning. Not where something is wanted of every token of the prompt, such as its
-    /// log-probability.
+    /// Whether blocks of others may stand for the beginning. Not where something is wanted of every token of the
+    /// prompt, such as its log-probability.
     pub uses_prefix_cache: bool,
 }
 
@@ -35,7 +36,8 @@ pub(super) struct Sequence {
     pub(super) class: i64,
     pub(super) adapter: Option<u32>,
     pub(super) uses_prefix_cache: bool,
-    /// The hash before the first block, then those behind each full block so far; the first alone without a prefix cache.
+    /// The hash before the first block, then those behind each full block so far; the first alone without a prefix
+    /// cache.
     pub(super) hashes: Vec<BlockHash>,
     pub(super) blocks: Vec<BlockId>,
     /// Tokens whose keys and values are in the blocks, or will be after the turn under way.

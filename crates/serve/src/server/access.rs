@@ -7,7 +7,8 @@ use axum::http::{HeaderMap, Version};
 
 use crate::api::{ApiError, ErrorKind, quoted};
 
-/// The keys of clients, as hashes: a comparison takes the same time whatever is wrong with a key. No keys let everybody in.
+/// The keys of clients, as hashes: a comparison takes the same time whatever is wrong with a key. No keys let
+/// everybody in.
 #[derive(Clone, Debug, Default)]
 pub struct ApiKeys(Vec<blake3::Hash>);
 
@@ -44,8 +45,8 @@ impl ApiKeys {
     }
 }
 
-/// The hosts that requests may mean. A page of another site can send requests to an address of this machine under its own name (DNS
-/// rebinding); such a name is refused.
+/// The hosts that requests may mean. A page of another site can send requests to an address of this machine under its
+/// own name (DNS rebinding); such a name is refused.
 #[derive(Clone, Debug)]
 pub(crate) struct Hosts {
     /// Names besides those of this machine.

@@ -1,4 +1,5 @@
-//! An executor that computes nothing: of each place in a block it keeps what the keys and values there would depend on.
+//! An executor that computes nothing: of each place in a block it keeps what the keys and values there would depend
+//! on.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -25,8 +25,8 @@ pub struct LoadWindow {
     pub layers: Vec<ExpertLoads>,
 }
 
-/// Reads `metrics.jsonl` at `path` and sums the loads of its last `num_steps` steps with records. Records of another model than the last
-/// one's (with other layers or experts) are left out.
+/// Reads `metrics.jsonl` at `path` and sums the loads of its last `num_steps` steps with records. Records of another
+/// model than the last one's (with other layers or experts) are left out.
 ///
 /// # Errors
 /// If the file cannot be read.

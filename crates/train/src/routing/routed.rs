@@ -61,8 +61,8 @@ pub struct TokenCount {
 }
 
 impl RoutedText {
-    /// Routes `token_ids` through the model in windows of `seq_len` tokens. In a training mode each window has its own
-    /// capacity.
+    /// Routes `token_ids` through the model in windows of `seq_len` tokens. In a training mode each window has its
+    /// own capacity.
     pub fn new(
         model: ModelRef<'_>,
         tokenizer: &Tokenizer,

@@ -43,8 +43,8 @@ impl Place {
         self.folder.path().join(name)
     }
 
-    /// Trains on `num_ranks` ranks that wait for each other for `timeout_s` seconds. `on_step` gets the rank and the step that it has finished, while the other ranks
-    /// continue.
+    /// Trains on `num_ranks` ranks that wait for each other for `timeout_s` seconds. `on_step` gets the rank and the
+    /// step that it has finished, while the other ranks continue.
     fn train(
         &self,
         name: &str,
