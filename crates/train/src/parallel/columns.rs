@@ -17,7 +17,7 @@ use crate::pipeline::PipelinePlan;
 pub(super) struct Columns {
     /// By the numbers of tensors.
     of_tensors: Vec<Vec<usize>>,
-    /// Of the sets of several columns that this rank's column is in.
+    /// This rank's groups, one for each set of several columns that its column is in.
     shared: Vec<SharedHolders>,
 }
 
@@ -27,11 +27,11 @@ pub(super) struct SharedHolders {
     columns: Vec<usize>,
     /// All their ranks.
     all: Box<dyn Communicator>,
-    /// Those with the same experts.
+    /// The ranks with the same experts.
     experts: Box<dyn Communicator>,
-    /// Those at the same place of tensor-parallel groups.
+    /// The ranks at the same place of tensor-parallel groups.
     same_place: Box<dyn Communicator>,
-    /// Those with the same heads of keys and values.
+    /// The ranks with the same heads of keys and values.
     same_keys: Box<dyn Communicator>,
 }
 
@@ -114,12 +114,12 @@ impl Ranks {
         self.columns.get().map(|columns| &*columns.of_tensors[spec.index])
     }
 
-    /// Whether this rank's column holds the tensor of `spec`.
+    /// Returns whether this rank's column holds the tensor of `spec`.
     pub(crate) fn holds(&self, spec: &WeightSpec) -> bool {
         self.columns_of(spec).is_none_or(|columns| columns.contains(&self.column_number()))
     }
 
-    /// Whether this rank's column is the first that holds the tensor of `spec`.
+    /// Returns whether this rank's column is the first that holds the tensor of `spec`.
     pub(super) fn is_first_column(&self, spec: &WeightSpec) -> bool {
         self.columns_of(spec).is_none_or(|columns| columns.first() == Some(&self.column_number()))
     }

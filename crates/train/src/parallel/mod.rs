@@ -45,13 +45,13 @@ pub struct Ranks {
     layout: Layout,
     /// All ranks.
     world: Box<dyn Communicator>,
-    /// Those of this rank's column of a pipeline; all without one.
+    /// The ranks of this rank's column of a pipeline; all ranks without one.
     column: Box<dyn Communicator>,
-    /// Those at this rank's place in each column of a pipeline, if there is one.
+    /// The ranks at this rank's place in each column of a pipeline, if there is one.
     line: Option<Box<dyn Communicator>>,
     /// The columns that hold each tensor, once the model is known, and this rank's groups over several columns.
     columns: OnceLock<Columns>,
-    /// Those of this column that hold the same experts.
+    /// The ranks of this column that hold the same experts.
     copies: Box<dyn Communicator>,
     experts: ExpertRanks,
     /// The tensor-parallel groups; none without tensor parallelism.

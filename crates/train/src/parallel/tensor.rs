@@ -24,11 +24,11 @@ pub(super) struct TensorGroups {
 pub(super) enum Holding {
     /// All of them.
     All,
-    /// Those with the same experts.
+    /// The ranks with the same experts.
     Experts,
-    /// Those at the same place of tensor-parallel groups.
+    /// The ranks at the same place of tensor-parallel groups.
     SamePlace,
-    /// Those with the same heads of keys and values.
+    /// The ranks with the same heads of keys and values.
     SameKeys,
 }
 
@@ -100,7 +100,7 @@ impl Ranks {
         }
     }
 
-    /// Which ranks of a column hold the tensor of `spec` as this one does.
+    /// Returns which ranks of a column hold the tensor of `spec` as this one does.
     fn holding(&self, spec: &WeightSpec) -> Holding {
         if spec.role.is_of_experts() {
             return Holding::Experts;
