@@ -115,7 +115,7 @@ impl Envelope {
         let mut json = json!({"index": index, "finish_reason": choice.finish_reason(), "logprobs": logprobs});
         match self.kind {
             Kind::Completion => {
-                json["text"] = (self.echo(index).map_or("", |echo| &echo.text).to_owned() + text).into()
+                json["text"] = (self.echo(index).map_or("", |echo| &echo.text).to_owned() + text).into();
             }
             Kind::Chat { .. } => json["message"] = self.message(index, choice, text),
         }

@@ -92,7 +92,7 @@ impl IntoResponse for ApiError {
         let headers = response.headers_mut();
         match self.kind {
             ErrorKind::QueueFull | ErrorKind::Unavailable | ErrorKind::Loading => {
-                drop(headers.insert(RETRY_AFTER, RETRY_SECONDS))
+                drop(headers.insert(RETRY_AFTER, RETRY_SECONDS));
             }
             ErrorKind::WrongKey => drop(headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),
             // What is left of the body is not read.
