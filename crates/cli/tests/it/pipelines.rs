@@ -109,6 +109,10 @@ fn pipelines_that_cannot_be_are_named() {
     let file = work.file("stuck.schedule", &stuck);
     let one = ["--pp", "2", "--set", &schedule(&file), "--set", "train.grad_accumulation=1"];
     train(&one, &["stuck.schedule", "rank 1"]);
+    let idle = "schedule s\nmicrobatches 0..1: stages on ranks 0 0\nrank 0: 0F0, 1F0, 1BW0, 0BW0\nrank 1:\n";
+    let file = work.file("idle.schedule", idle);
+    let one = ["--pp", "2", "--set", &schedule(&file), "--set", "train.grad_accumulation=1"];
+    train(&one, &["idle.schedule", "rank 1 holds no stage"]);
     train(&["--pp", "2", "--set", "parallel.zero=2"], &["parallel.zero = 2", "must be 0 or 1"]);
     train(&["--pp", "2", "--set", "parallel.moving=auto"], &["parallel.moving", "tokens"]);
     train(&["--pp", "2", "--dp", "9"], &["train.batch_size", "at least 9"]);

@@ -49,9 +49,13 @@ impl PipelinePlan {
         } else {
             Self::generated(config, given)?
         };
-        match plan.schedule.check() {
-            Ok(_) => Ok(Some(plan)),
-            Err(error) => Err(wrong(SCHEDULE, quoted(&parallel.schedule), error.to_string())),
+        let refused = |problem: String| Err(wrong(SCHEDULE, quoted(&parallel.schedule), problem));
+        if let Err(error) = plan.schedule.check() {
+            return refused(error.to_string());
+        }
+        match (0..parallel.pp).find(|&column| plan.stages_of(column).is_empty()) {
+            Some(column) => refused(format!("rank {column} holds no stage: each must hold one")),
+            None => Ok(Some(plan)),
         }
     }
 
