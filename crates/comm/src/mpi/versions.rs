@@ -55,7 +55,7 @@ impl<W: DerefMut<Target = Vec<Line>>> Versions<W> {
         let source = |rank: usize| start.wrapping_add(rank * self.bytes);
         // SAFETY: the versions lie one after another, each a whole number of numbers.
         with_short_list(self.num_ranks, source, |sources| unsafe {
-            number.reduce(reduce, sources, &[target], self.bytes)
+            number.reduce(reduce, sources, &[target], self.bytes);
         });
     }
 }

@@ -135,7 +135,8 @@ impl ToolParser {
         let rest = std::mem::take(&mut self.pending);
         // What is left of calls that are complete is signs and blanks.
         let is_sign = |text: &str| matches!(text.trim(), CALLS_END | ";");
-        if !rest.is_empty() && !(self.state == State::Calls && is_sign(&rest)) {
+        let is_only_sign = self.state == State::Calls && is_sign(&rest);
+        if !rest.is_empty() && !is_only_sign {
             events.push(ToolEvent::Text(rest));
         }
         events

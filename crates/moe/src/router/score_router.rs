@@ -365,7 +365,7 @@ impl ScoreRouter<'_> {
 
     /// Returns `[T, K]`: the experts that rank highest in `ranking [T, E]`.
     pub(super) fn highest(&self, ctx: &Context, ranking: &Tensor) -> Tensor {
-        self.rows(ctx, self.top_k(), ranking, &choice::top_k)
+        self.rows(ctx, self.top_k(), ranking, choice::top_k)
     }
 
     /// Returns `[T, width]`: the ids that `choose` writes for each row of `scores [T, E]`.

@@ -26,7 +26,7 @@ static DOC: SchemeDoc = SchemeDoc {
         default: "\"random\"",
         range: Range::Any,
         values: "random, balanced or clustered",
-            comment: "Experts of a token id under hash: random, balanced (by the ids' frequencies in the\n\
+        comment: "Experts of a token id under hash: random, balanced (by the ids' frequencies in the\n\
                       training text), or clustered (ids with near embeddings, data.hash_embeddings, share experts).",
     }],
     companions: &[("model.top_k", "1"), ("train.balance", "'none'"), ("train.z_coef", "0.0")],

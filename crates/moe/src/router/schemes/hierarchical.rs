@@ -13,11 +13,11 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
+use moeworks_ops::deferred::Deferred;
 use moeworks_ops::elementwise::{add_assign, sum_of_squares};
 use moeworks_ops::grouped_linear::{
     GroupedRows, grouped_linear, grouped_linear_backward_input, grouped_linear_backward_weight,
 };
-use moeworks_ops::deferred::Deferred;
 use moeworks_ops::linear::Write;
 use moeworks_ops::router_rows::{RowSums, softmax_rows};
 use moeworks_tensor::{DType, Tensor};
@@ -332,13 +332,7 @@ impl SavedLogits for TreeScores {
 
 impl Level {
     /// Scores the children of the nodes `parents [T, opened]`. Returns the level and its logits `[R, children]`.
-    fn score(
-        ctx: &Context,
-        at: LevelOf<'_>,
-        weights: &MoeWeights,
-        x: &Tensor,
-        parents: Tensor,
-    ) -> (Self, Tensor) {
+    fn score(ctx: &Context, at: LevelOf<'_>, weights: &MoeWeights, x: &Tensor, parents: Tensor) -> (Self, Tensor) {
         let num_parents = if at.index == 0 { 1 } else { at.tree.nodes(at.index - 1) };
         let sorted = sort_choices(ctx, &parents, &ctx.zeros(parents.shape(), DType::F32), num_parents, None);
         let (probs, lse) = (ctx.empty(&[0], DType::F32), ctx.empty(&[sorted.tokens.len()], DType::F32));
@@ -358,7 +352,11 @@ impl Level {
         (level, raw)
     }
 
-    fn groups<'a>(&'a self, LevelOf { tree, index }: LevelOf<'_>, weights: &'a MoeWeights) -> (&'a Tensor, GroupedRows<'a>) {
+    fn groups<'a>(
+        &'a self,
+        LevelOf { tree, index }: LevelOf<'_>,
+        weights: &'a MoeWeights,
+    ) -> (&'a Tensor, GroupedRows<'a>) {
         let (is_last, first) = tree.place(index);
         let groups = GroupedRows { rows: self.sorted.rows(), first, width: tree.arities[index] };
         (if is_last { &weights.router } else { weights.extra(TREE) }, groups)

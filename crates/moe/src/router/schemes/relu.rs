@@ -117,7 +117,7 @@ impl RoutingScheme for Relu {
 
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, scores: &Scores, _: &Tensor) -> Tensor {
         let gates = scores.gates();
-        let ids = router.rows(ctx, gates.cols(), gates, &choice::positive);
+        let ids = router.rows(ctx, gates.cols(), gates, choice::positive);
         let (ids, k) = choice::compact(ids.u32s(), gates.cols());
         Tensor::from_slice(ctx.pool(), &[gates.rows(), k], &ids)
     }

@@ -62,7 +62,8 @@ impl RoutingScheme for TopP {
 
     fn choose(&self, router: &ScoreRouter<'_>, ctx: &Context, scores: &Scores, _: &Tensor) -> Tensor {
         let e = scores.probs.cols();
-        let ids = router.rows(ctx, e, &scores.probs, &|probs: &[f32], ids: &mut [u32]| choice::top_p(probs, self.p, ids));
+        let ids =
+            router.rows(ctx, e, &scores.probs, |probs: &[f32], ids: &mut [u32]| choice::top_p(probs, self.p, ids));
         let (ids, k) = choice::compact(ids.u32s(), e);
         Tensor::from_slice(ctx.pool(), &[scores.probs.rows(), k], &ids)
     }
