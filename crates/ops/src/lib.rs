@@ -20,10 +20,12 @@
 //! The aarch64 kernels ([`Isa::Neon`]) have been run only under emulation, where these tests pass in 13 minutes,
 //! except for the one that measures speed. With Rust's target, a linker and `qemu-user` installed:
 //!
-//! ```sh export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc export
-//! CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu'
-//! MOEWORKS_NO_EMULATION=1 cargo test -p moeworks-ops --target aarch64-unknown-linux-gnu -- --skip
-//! every_rate_is_measured ```
+//! ```sh
+//! export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
+//! export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu'
+//! MOEWORKS_NO_EMULATION=1 cargo test -p moeworks-ops --target aarch64-unknown-linux-gnu -- \
+//!     --skip every_rate_is_measured
+//! ```
 // Most of the code around the x86-64 kernels is for them alone.
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports, unused_mut, unused_variables))]
 #![allow(unsafe_code)] // Vector kernels, lent memory between threads and mapped files live here and nowhere above.

@@ -98,7 +98,7 @@ mod tests {
         each(&mut commands, &mut |help| {
             let usage = help.lines().find_map(|line| line.strip_prefix("Usage: ")).expect("a usage line");
             let plain = usage.replace("[OPTIONS]", "").replace("[COMMAND]", "").replace(['[', ']', '<', '>'], "");
-            let plain = plain.replace("...", "").replace("SHELL", "bash").replace("KIND", "comm");
+            let plain = plain.replace("...", "").replace("SHELL", "bash").replace("KIND", "comm").replace(" N ", " 2 ");
             parse(words(&plain)).unwrap_or_else(|error| panic!("{usage}: {error}"));
             let examples =
                 help.lines().skip_while(|line| !line.starts_with("Usual use")).take_while(|line| !line.is_empty());

@@ -1,8 +1,8 @@
 //! Pipelines carried out: columns of ranks that hold stages of the model and go through the actions of a
 //! [`Schedule`](moeworks_plan::Schedule), whichever it is.
 //!
-//! A [`PipelinePlan`] is the decision: the schedule, and the part of the model that each stage has. [`Pipeline`] is
-//! a rank's place in it, with its stages; it takes a whole step's microbatches through them ([`Pipeline::step`])
+//! A [`PipelinePlan`] is the decision: the schedule, and the part of the model that each stage has. `Pipeline` is
+//! a rank's place in it, with its stages; it takes a whole step's microbatches through them (`Pipeline::step`)
 //! and evaluates, routes and writes texts with the same stages. Over a cut goes a residual stream with the
 //! statistics of the MoE layers before it, and back its gradient with the statistics of all MoE layers, from which
 //! each stage finds the losses on its routers.
