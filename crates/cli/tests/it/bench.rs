@@ -31,7 +31,7 @@ fn bench_says_of_each_case_which_limit_binds_it_and_how_much_of_it_is_reached() 
 #[test]
 fn bench_without_a_case_of_that_name_says_so() {
     let workplace = Workplace::new();
-    refused(&workplace, &["bench", "no such case"], &["\"no such case\"", "no case", "layers"]);
+    refused(&workplace, &["bench", "no such case"], &["\"no such case\"", "no name of a case", "layers"]);
     refused(&workplace, &["bench", "decode", "--types", "bf16,q3"], &["'q3'", "f32, bf16, q8, q4"]);
     refused(&workplace, &["bench", "layers", "--layers", "2"], &["--layers", "`bench decode`"]);
     refused(&workplace, &["bench", "decode", "--shape", "nowhere"], &["nowhere"]);

@@ -268,7 +268,7 @@ fn options_that_cannot_be_are_refused_with_what_would_be_right() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("an address").port().to_string();
     refused(&work, &["serve", "run", "--port", &port], &["--port", &port, "choose another"]);
-    refused(&work, &["serve", "run", "--port", "0", "--api-key-file", "empty.txt"], &["empty.txt", "one a line"]);
+    refused(&work, &["serve", "run", "--port", "0", "--api-key-file", "empty.txt"], &["empty.txt", "one key per line"]);
     refused(&work, &["serve", "run", "--port", "0", "--api-key", "a b"], &["key", "blanks"]);
     refused(&work, &["serve", "run", "--port", "0", "--shutdown-timeout", "nan"], &["--shutdown-timeout", "86400"]);
     refused(&work, &["serve", "run", "--port", "0", "--request-timeout=-1"], &["--request-timeout"]);
