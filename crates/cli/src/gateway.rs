@@ -18,7 +18,8 @@ pub(crate) fn run(args: &GatewayArgs, call: &Call<'_>) -> Result<ExitCode, Failu
     let options = options(args)?;
     let listener = bind(&Address { host: &args.host, port: args.port })?;
     let (address, count) = (listener.local_addr()?, options.replicas.len());
-    println!("passing requests on at http://{address} to {count} servers");
+    let servers = if count == 1 { "1 server" } else { &format!("{count} servers") };
+    println!("gateway at http://{address} to {servers}");
     crate::output::flush();
     let stop = StopSignal::default();
     let _receiving = call.interrupts().give_to_server(&stop);

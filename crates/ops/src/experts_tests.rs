@@ -496,7 +496,8 @@ fn no_tokens_or_no_rows_give_empty_results_and_zero_gradients() {
 fn one_token_matches_f64_whatever_its_experts() {
     let choices = [vec![Some(2), Some(6), None, Some(0), Some(3)], vec![Some(4)], vec![None, None]];
     // Sizes that are whole vectors and no whole chunks of what a GPU copies at a time, or several of them.
-    for ((d, f), choices) in [(40, 96), (64, 1184)].into_iter().flat_map(|sizes| choices.clone().map(|c| (sizes, c))) {
+    let several = choices[0].clone();
+    for (d, f, choices) in choices.map(|choices| (40, 96, choices)).into_iter().chain([(64, 1184, several)]) {
         check(&Case { t: 1, d, f, e: 7, choices: vec![choices], activation: Activation::SwiGlu });
     }
     // As many blocks as an emulated GPU has multiprocessors, each of which has much under way.
