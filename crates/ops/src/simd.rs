@@ -5,6 +5,7 @@
 //! depend on data and no calls that are not inlined. Sums keep [`LANES`] partial sums, so that every instruction set
 //! adds in the same order and results differ by fused rounding at most.
 
+mod lane_sum;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
 #[cfg(target_arch = "x86_64")]
@@ -20,6 +21,7 @@ mod totals;
 
 use moeworks_tensor::{DType, Element, bf16, f16};
 
+pub(crate) use lane_sum::sum_lanes;
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 #[cfg(target_arch = "x86_64")]
@@ -588,17 +590,3 @@ macro_rules! with_stored {
     };
 }
 pub(crate) use with_stored;
-
-/// Adds up the lanes of a reduction, halves first, in one order for every instruction set.
-#[inline(always)]
-pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
-    let mut lanes = lanes;
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            lanes[i] += lanes[i + width];
-        }
-        width /= 2;
-    }
-    lanes[0]
-}

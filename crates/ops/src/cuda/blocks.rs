@@ -6,7 +6,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
-use super::grouped::Scattered;
+use super::scattered::Scattered;
 use super::small_m_gemm::row_bytes;
 use super::{On, THREADS};
 use crate::deferred::List;

@@ -4,7 +4,8 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::e4m3::{self, Packed};
-use super::grouped::{COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct, Scattered};
+use super::grouped::{COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct};
+use super::scattered::Scattered;
 use super::tile_list::TileLists;
 use super::wgrad::WgradProduct;
 use super::{Listed, On, THREADS, WARPS, small_m_gemm, takes_weights};

@@ -8,6 +8,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::router::list_tiles;
+use super::scattered::Scattered;
 use super::small_m_gemm::{self, Layout};
 use super::tile_list::{TileLists, num_tiles};
 use super::{On, blocks, elementwise};
@@ -140,28 +141,6 @@ impl Kernel {
 /// Returns the grid of blocks that process many tiles each.
 fn in_one_dimension(tiles: [usize; 3], processors: usize) -> [usize; 3] {
     [tiles.iter().product::<usize>().min(processors), 1, 1]
-}
-
-/// The matrices of groups that are not in one stack.
-#[derive(Clone, Copy)]
-pub(super) struct Scattered<'a> {
-    /// `[E]` of 64 bits, as pairs of 32: the address of each group's matrix.
-    pub(super) addresses: &'a Tensor,
-    /// The groups that have an address.
-    pub(super) groups: &'a [u32],
-}
-
-impl Scattered<'_> {
-    /// Returns the addresses of these groups' matrices in a stack that has them alone, one behind the other.
-    fn in_stack(self, on: On<'_>, stack: &Tensor) -> Tensor {
-        let mut addresses = vec![0; self.addresses.len()];
-        let bytes = stack.num_bytes() / self.groups.len().max(1);
-        for (place, &group) in self.groups.iter().enumerate() {
-            let address = on.gpu.address(stack) + (place * bytes) as u64;
-            addresses[2 * group as usize..][..2].copy_from_slice(&[address as u32, (address >> 32) as u32]);
-        }
-        on.u32s(&addresses)
-    }
 }
 
 /// Products of rows: `A B_g^T` ([`Form::Nt`]) or `A B_g` ([`Form::Nn`]) for the rows of each group g.

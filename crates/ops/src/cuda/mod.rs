@@ -23,6 +23,7 @@ pub(crate) mod qkv_norm_rope_append;
 pub(crate) mod rms_norm;
 pub(crate) mod router;
 pub(crate) mod sampling;
+mod scattered;
 mod small_m_gemm;
 mod tile_list;
 mod wgrad;

@@ -43,6 +43,7 @@ use crate::{Context, Isa, skinny_gemm};
 use kernel::{Kernels, MAX_ROWS, Prefetch, Tile, TileArgs, widest};
 use plan::Chooser;
 use row_pieces::with_row_pieces;
+pub(crate) use scratch::tile_slice;
 use scratch::{ScratchPool, ScratchSlot};
 use source::{Block, Format, Source};
 use store::Scratch;
@@ -595,13 +596,4 @@ compiled! {
 #[inline(always)]
 fn packed_rows(panel: &[u32], rows: usize) -> [*const u32; MAX_ROWS] {
     std::array::from_fn(|row| panel.as_ptr().wrapping_add(row.min(rows - 1)))
-}
-
-/// Views memory as tiles. Scratch comes from the pool, whose blocks are aligned for tiles.
-#[inline(always)]
-pub(crate) fn tile_slice(memory: &mut [u32]) -> &mut [Tile] {
-    // SAFETY: every bit pattern is a valid f32, and `align_to_mut` returns only whole tiles at aligned addresses.
-    let (before, tiles, _) = unsafe { memory.align_to_mut::<Tile>() };
-    debug_assert!(before.is_empty(), "scratch is cut at multiples of a cache line");
-    tiles
 }

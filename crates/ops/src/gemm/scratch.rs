@@ -4,6 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use moeworks_tensor::Tensor;
 
+use super::kernel::Tile;
 use super::store::Scratch;
 use crate::parallel::Lent;
 
@@ -48,4 +49,13 @@ impl<'a> ScratchPool<'a> {
         run(unsafe { self.memory.range(slot * self.len..(slot + 1) * self.len) }, &mut held);
         lock().push(held);
     }
+}
+
+/// Views memory as tiles. Scratch comes from the pool, whose blocks are aligned for tiles.
+#[inline(always)]
+pub(crate) fn tile_slice(memory: &mut [u32]) -> &mut [Tile] {
+    // SAFETY: every bit pattern is a valid f32, and `align_to_mut` returns only whole tiles at aligned addresses.
+    let (before, tiles, _) = unsafe { memory.align_to_mut::<Tile>() };
+    debug_assert!(before.is_empty(), "scratch is cut at multiples of a cache line");
+    tiles
 }

@@ -105,7 +105,7 @@ impl Ranks {
         let joined = is_slice.then(|| self.start_joining(ctx, spec.index, tensor)?.finish()).transpose()?;
         let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
         if let Some(way) = self.way_to_root(spec) {
-            return self.whole_over_line(ctx, way, (spec, part), whole);
+            return self.whole_over_line(ctx, way, spec, part, whole);
         }
         match whole {
             Some(to) => self.collect_tensor(spec, part, to),
@@ -120,7 +120,8 @@ impl Ranks {
         &self,
         ctx: &Context,
         way: WayToRoot<'_>,
-        (spec, part): (&WeightSpec, &Tensor),
+        spec: &WeightSpec,
+        part: &Tensor,
         whole: Option<&mut Tensor>,
     ) -> Result<(), TrainError> {
         match (way, whole) {

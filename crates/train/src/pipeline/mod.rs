@@ -7,10 +7,10 @@
 //! statistics of the MoE layers before it, and back its gradient with the statistics of all MoE layers, from which
 //! each stage finds the losses on its routers.
 
-mod balance;
 mod execution;
 mod figures;
 mod inference;
+mod layer_split;
 mod messages;
 mod plan;
 

@@ -7,7 +7,7 @@ use moeworks_model::model_cost::layer_flops;
 use moeworks_model::{StagePart, WeightSpec};
 use moeworks_plan::{Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times};
 
-use super::balance::balanced;
+use super::layer_split::balanced;
 use crate::config::{ConfigError, RunConfig, wrong};
 
 const PP: &str = "parallel.pp";
@@ -35,7 +35,7 @@ impl PipelinePlan {
     /// vocabulary counts with the size that is set.
     ///
     /// # Errors
-    /// Where there is no such schedule, it cannot be carried out, or it does not fit the model and the columns.
+    /// If there is no such schedule, it cannot be carried out, or it does not fit the model and the columns.
     pub fn new(config: &RunConfig) -> Result<Option<Self>, ConfigError> {
         let parallel = &config.parallel;
         if parallel.pp == 1 {
