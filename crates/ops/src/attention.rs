@@ -87,27 +87,31 @@ pub struct AttentionInputs<'a> {
     pub sinks: Option<&'a Tensor>,
 }
 
+/// The results of an attention that its backward pass reads.
+#[derive(Clone, Copy)]
+pub struct AttentionSaved<'a> {
+    /// Outputs, `[rows, H value_dim]`, f32 or bf16.
+    pub o: &'a Tensor,
+    /// The log of each softmax's sum, f32.
+    pub lse: &'a Tensor,
+}
+
 /// `softmax(scale q k^T, causal) v`. `q` `[batch seq_len, H h]`, `k` `[batch kv_capacity, G h]` and `v`
 /// `[batch kv_capacity, G value_dim]`, each f32 or bf16. Returns `o` `[batch seq_len, H value_dim]` in the type of
 /// `q`, and the log of each softmax's sum, `[batch, H, seq_len]` f32, which backward needs.
 #[must_use]
 pub fn attention(ctx: &Context, q: &Tensor, k: &Tensor, v: &Tensor, shape: &AttentionShape) -> (Tensor, Tensor) {
-    attention_with_sinks(ctx, (q, k, v), None, shape)
+    attention_with_sinks(ctx, AttentionInputs { q, k, v, sinks: None }, shape)
 }
 
-/// Computes [`attention`] with a further score for each head, `sinks [H]` (f32), that takes part in the softmax and
+/// Computes [`attention`] with a further score for each head, the inputs' sinks, that takes part in the softmax and
 /// has no value (GPT-OSS). The gradients of the others are those of [`attention_backward`], as the log-sums contain
 /// the sinks; that of the sinks is [`sinks_backward`].
 #[must_use]
-pub fn attention_with_sinks(
-    ctx: &Context,
-    (q, k, v): (&Tensor, &Tensor, &Tensor),
-    sinks: Option<&Tensor>,
-    shape: &AttentionShape,
-) -> (Tensor, Tensor) {
+pub fn attention_with_sinks(ctx: &Context, inputs: AttentionInputs<'_>, shape: &AttentionShape) -> (Tensor, Tensor) {
+    let AttentionInputs { q, k, v, sinks } = inputs;
     shape.check(q, k, v);
     assert!(sinks.is_none_or(|sinks| sinks.len() == shape.num_heads), "attention: sinks, {shape:?}");
-    let inputs = AttentionInputs { q, k, v, sinks };
     if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, inputs, shape, false)) {
         return cuda::attention::forward(on, inputs, shape);
     }
@@ -163,15 +167,16 @@ fn run_tasks<T: Float>(
 pub fn sinks_backward(
     ctx: &Context,
     d_o: &Tensor,
-    (o, lse): (&Tensor, &Tensor),
+    saved: AttentionSaved<'_>,
     sinks: &Tensor,
-    (shape, write): (&AttentionShape, Write),
+    shape: &AttentionShape,
+    write: Write,
     d_sinks: &mut Tensor,
 ) {
+    let AttentionSaved { o, lse } = saved;
     let sizes = [(d_o.len(), o.len()), (sinks.len(), shape.num_heads), (d_sinks.len(), shape.num_heads)];
     assert!(sizes.iter().all(|(a, b)| a == b), "sinks backward: {shape:?}");
     if let Some(on) = On::taking(ctx, &[d_o.dtype(), o.dtype()]) {
-        let saved = cuda::attention::Saved { o, lse };
         return cuda::attention::sinks_backward(on, d_o, saved, sinks, shape, write, d_sinks);
     }
     let inputs = sinks::SinkInputs { d_o, o, lse, sinks: sinks.f32s() };
@@ -194,17 +199,18 @@ pub fn is_for_host(ctx: &Context, head_dim: usize, dtype: DType) -> bool {
 pub fn attention_backward(
     ctx: &Context,
     d_o: &Tensor,
-    (q, k, v): (&Tensor, &Tensor, &Tensor),
-    (o, lse): (&Tensor, &Tensor),
+    inputs: AttentionInputs<'_>,
+    saved: AttentionSaved<'_>,
     shape: &AttentionShape,
 ) -> (Tensor, Tensor, Tensor) {
-    shape.check(q, k, v);
+    let AttentionSaved { o, lse } = saved;
+    shape.check(inputs.q, inputs.k, inputs.v);
     let num_rows = shape.batch * shape.num_heads * shape.seq_len;
     let num_outputs = num_rows * shape.value_dim;
     assert_eq!((d_o.len(), o.len(), lse.len()), (num_outputs, num_outputs, num_rows), "attention backward: {shape:?}");
-    let inputs = AttentionInputs { q, k, v, sinks: None };
+    let inputs = AttentionInputs { sinks: None, ..inputs };
     if let Some(on) = On::of(ctx).filter(|&on| cuda::attention::takes(on, inputs, shape, true)) {
-        return cuda::attention::backward(on, d_o, inputs, cuda::attention::Saved { o, lse }, shape);
+        return cuda::attention::backward(on, d_o, inputs, saved, shape);
     }
     let num_pairs = shape.batch * shape.num_kv_heads;
     let grads = run_backward(ctx, [d_o, o, lse], &inputs, &Sequence::all(shape), num_pairs);

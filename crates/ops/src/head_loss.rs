@@ -17,6 +17,38 @@ use crate::{Context, Isa, vmath};
 
 pub use part::{VocabularyPart, head_loss_backward_of_part, head_loss_of_part};
 
+/// The weights of an output layer.
+#[derive(Clone, Copy)]
+pub struct HeadWeights<'a> {
+    /// `[V, D]`, f32 or bf16, which decides the precision of the products.
+    pub weight: &'a Tensor,
+    /// `[V]`, f32, where the layer has a bias.
+    pub bias: Option<&'a Tensor>,
+}
+
+impl<'a> From<&'a Tensor> for HeadWeights<'a> {
+    fn from(weight: &'a Tensor) -> Self {
+        Self { weight, bias: None }
+    }
+}
+
+impl HeadWeights<'_> {
+    /// Returns the type in which the gradients of the logits are kept: that of the products that read them, or f32
+    /// where they are also summed for a bias.
+    fn dtype_of_gradients(self) -> DType {
+        if self.bias.is_none() { self.weight.dtype() } else { DType::F32 }
+    }
+}
+
+/// The gradients of a chunk's logits that a softmax leaves in place of the logits.
+#[derive(Clone, Copy)]
+pub(crate) struct LogitGrads {
+    /// The factor of the gradients.
+    pub(crate) scale: f32,
+    /// The type in which products read them.
+    pub(crate) dtype: DType,
+}
+
 /// The target of a token that does not count.
 pub const IGNORE: u32 = u32::MAX;
 
@@ -35,15 +67,15 @@ pub struct HeadLoss {
 /// `[T]` are below V, or [`IGNORE`].
 #[must_use]
 pub fn head_loss(ctx: &Context, x: &Tensor, w: &Tensor, targets: &[u32]) -> HeadLoss {
-    head_loss_biased(ctx, x, (w, None), targets)
+    head_loss_biased(ctx, x, w.into(), targets)
 }
 
 /// Computes [`head_loss`] with a bias `[V]` on the logits.
 #[must_use]
-pub fn head_loss_biased(ctx: &Context, x: &Tensor, weights: (&Tensor, Option<&Tensor>), targets: &[u32]) -> HeadLoss {
-    check(x, weights.0, targets);
-    let step = tokens_of_chunk(ctx, weights.0.rows());
-    forward(ctx, x, weights, (targets, step), &mut |logits, targets| softmax_rows(ctx, logits, targets, None))
+pub fn head_loss_biased(ctx: &Context, x: &Tensor, weights: HeadWeights<'_>, targets: &[u32]) -> HeadLoss {
+    check(x, weights.weight, targets);
+    let step = tokens_of_chunk(ctx, weights.weight.rows());
+    forward(ctx, x, weights, targets, step, &mut |logits, targets| softmax_rows(ctx, logits, targets, None))
 }
 
 /// A function that returns the loss of a chunk's logits and targets, and overwrites the logits with their gradients
@@ -54,13 +86,14 @@ type Softmax<'a> = &'a mut dyn FnMut(&mut Tensor, &[u32]) -> Deferred<HeadLoss>;
 fn forward(
     ctx: &Context,
     x: &Tensor,
-    (w, bias): (&Tensor, Option<&Tensor>),
-    (targets, step): (&[u32], usize),
+    weights: HeadWeights<'_>,
+    targets: &[u32],
+    step: usize,
     softmax: Softmax<'_>,
 ) -> HeadLoss {
     let mut losses = Vec::new();
     for chunk in Chunk::all(x.rows(), step) {
-        let mut logits = biased_logits(ctx, &chunk.rows_of(ctx, x), w, bias);
+        let mut logits = biased_logits(ctx, &chunk.rows_of(ctx, x), weights);
         losses.push(softmax(&mut logits, &targets[chunk.range()]));
     }
     total(&losses)
@@ -80,11 +113,13 @@ pub struct HeadGrads<'a> {
     pub weight: &'a mut Tensor,
     /// `[V]`, where there is a bias.
     pub bias: Option<&'a mut Tensor>,
+    /// The gradients replace those that are there, or are added to them.
+    pub write: Write,
 }
 
-fn biased_logits(ctx: &Context, x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Tensor {
-    let mut logits = linear(ctx, x, w, DType::F32);
-    if let Some(bias) = bias {
+fn biased_logits(ctx: &Context, x: &Tensor, weights: HeadWeights<'_>) -> Tensor {
+    let mut logits = linear(ctx, x, weights.weight, DType::F32);
+    if let Some(bias) = weights.bias {
         add_rows(ctx, &mut logits, bias);
     }
     logits
@@ -102,8 +137,8 @@ pub fn head_loss_backward(
     write: Write,
     dw: &mut Tensor,
 ) -> (HeadLoss, Tensor) {
-    let grads = HeadGrads { weight: dw, bias: None };
-    head_loss_backward_biased(ctx, x, (w, None), targets, (grad_scale, write), grads)
+    let grads = HeadGrads { weight: dw, bias: None, write };
+    head_loss_backward_biased(ctx, x, w.into(), targets, grad_scale, grads)
 }
 
 /// Computes [`head_loss_backward`] with a bias `[V]` on the logits.
@@ -111,39 +146,46 @@ pub fn head_loss_backward(
 pub fn head_loss_backward_biased(
     ctx: &Context,
     x: &Tensor,
-    weights: (&Tensor, Option<&Tensor>),
+    weights: HeadWeights<'_>,
     targets: &[u32],
-    (grad_scale, write): (f32, Write),
+    grad_scale: f32,
     grads: HeadGrads<'_>,
 ) -> (HeadLoss, Tensor) {
-    check(x, weights.0, targets);
+    check(x, weights.weight, targets);
     // What only products take is rounded where it comes from, once.
-    let dtype = if weights.1.is_none() { weights.0.dtype() } else { DType::F32 };
-    let softmax: Softmax<'_> = &mut |logits, targets| softmax_rows(ctx, logits, targets, Some((grad_scale, dtype)));
-    let step = tokens_of_chunk(ctx, weights.0.rows());
-    backward(ctx, x, weights, (targets, step), (write, softmax), grads)
+    let gradient = LogitGrads { scale: grad_scale, dtype: weights.dtype_of_gradients() };
+    let softmax: Softmax<'_> = &mut |logits, targets| softmax_rows(ctx, logits, targets, Some(gradient));
+    let pass = BackwardPass { targets, step: tokens_of_chunk(ctx, weights.weight.rows()), softmax };
+    backward(ctx, x, weights, pass, grads)
 }
 
-/// `step` tokens a chunk.
+/// The work of a pass over all chunks that computes gradients.
+struct BackwardPass<'a> {
+    targets: &'a [u32],
+    /// Tokens a chunk.
+    step: usize,
+    softmax: Softmax<'a>,
+}
+
 fn backward(
     ctx: &Context,
     x: &Tensor,
-    (w, bias): (&Tensor, Option<&Tensor>),
-    (targets, step): (&[u32], usize),
-    (write, softmax): (Write, Softmax<'_>),
+    weights: HeadWeights<'_>,
+    pass: BackwardPass<'_>,
     grads: HeadGrads<'_>,
 ) -> (HeadLoss, Tensor) {
-    let HeadGrads { weight: dw, bias: mut d_bias } = grads;
+    let BackwardPass { targets, step, softmax } = pass;
+    let w = weights.weight;
+    let HeadGrads { weight: dw, bias: mut d_bias, mut write } = grads;
     let mut losses = Vec::new();
     let mut dx = ctx.empty_there(&[x.rows(), x.cols()], DType::F32);
     if write == Write::Replace && x.rows() == 0 {
         dw.f32s_mut().fill(0.0);
         d_bias.iter_mut().for_each(|d_bias| d_bias.f32s_mut().fill(0.0));
     }
-    let mut write = write;
     for chunk in Chunk::all(x.rows(), step) {
         let part = chunk.rows_of(ctx, x);
-        let mut logits = biased_logits(ctx, &part, w, bias);
+        let mut logits = biased_logits(ctx, &part, weights);
         losses.push(softmax(&mut logits, &targets[chunk.range()]));
         let part_dx = linear_backward_input(ctx, &logits, w, DType::F32);
         if chunk.end - chunk.start == x.rows() {
@@ -162,15 +204,10 @@ fn backward(
 
 /// The loss of a chunk; with a scale, the logits are replaced by their gradient, rounded to the type that products
 /// take them in.
-fn softmax_rows(
-    ctx: &Context,
-    logits: &mut Tensor,
-    targets: &[u32],
-    grads: Option<(f32, DType)>,
-) -> Deferred<HeadLoss> {
+fn softmax_rows(ctx: &Context, logits: &mut Tensor, targets: &[u32], grads: Option<LogitGrads>) -> Deferred<HeadLoss> {
     let Some(on) = On::of(ctx) else {
-        let mut rounded = grads.and_then(|(_, dtype)| room_for_rounded(ctx, logits, dtype));
-        let losses = row_losses(ctx, (logits, rounded.as_mut()), targets, grads.map(|(scale, _)| scale));
+        let mut rounded = grads.and_then(|grads| room_for_rounded(ctx, logits, grads.dtype));
+        let losses = row_losses(ctx, (logits, rounded.as_mut()), targets, grads.map(|grads| grads.scale));
         if let Some(rounded) = rounded {
             *logits = rounded;
         }
@@ -386,10 +423,11 @@ mod tests {
             let (x, w) = (tensor(&ctx, &[t, d], &x, dtype), tensor(&ctx, &[v, d], &w, dtype));
             let of = |step: usize| {
                 let mut dw = tensor(&ctx, &[v, d], &vec![f32::NAN; v * d], DType::F32);
-                let softmax: Softmax<'_> =
-                    &mut |logits, targets| softmax_rows(&ctx, logits, targets, Some((0.5, dtype)));
-                let grads = HeadGrads { weight: &mut dw, bias: None };
-                let (loss, dx) = backward(&ctx, &x, (&w, None), (&targets, step), (Write::Replace, softmax), grads);
+                let gradient = LogitGrads { scale: 0.5, dtype };
+                let softmax: Softmax<'_> = &mut |logits, targets| softmax_rows(&ctx, logits, targets, Some(gradient));
+                let grads = HeadGrads { weight: &mut dw, bias: None, write: Write::Replace };
+                let pass = BackwardPass { targets: &targets, step, softmax };
+                let (loss, dx) = backward(&ctx, &x, (&w).into(), pass, grads);
                 (loss, dx.f32s().to_vec(), dw.f32s().to_vec())
             };
             let whole = of(t);

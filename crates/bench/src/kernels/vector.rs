@@ -6,7 +6,7 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 use super::{Cost, Timing};
 use moeworks_ops::Context;
 use moeworks_ops::adamw::{AdamWStep, AdamWTensors, adamw};
-use moeworks_ops::attention::{AttentionShape, attention, attention_backward};
+use moeworks_ops::attention::{AttentionInputs, AttentionSaved, AttentionShape, attention, attention_backward};
 use moeworks_ops::elementwise::{add_assign, cast, cast_into, scale_assign, sum_of_squares};
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::head_loss::{head_loss, head_loss_backward};
@@ -109,7 +109,9 @@ fn attentions(timing: &mut Timing<'_>, dtype: DType, case: AttentionCase) {
     let d_o = normal(ctx, &[batch * seq_len, num_heads * head_dim], DType::F32);
     let (o, lse) = attention(ctx, &q, &k, &v, &shape);
     timing.case(backward, cost.times(2.5), || {
-        drop(attention_backward(ctx, &d_o, (&q, &k, &v), (&o, &lse), &shape));
+        let inputs = AttentionInputs { q: &q, k: &k, v: &v, sinks: None };
+        let saved = AttentionSaved { o: &o, lse: &lse };
+        drop(attention_backward(ctx, &d_o, inputs, saved, &shape));
     });
 }
 

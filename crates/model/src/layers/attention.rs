@@ -232,7 +232,7 @@ impl AttentionBlock {
         let Some(pieces) = &pass.pieces else {
             let shape = self.shape(pass, pass.sequences.len, pass.sequences.len);
             if let Some(SinkGrads { sinks, d_sinks }) = sinks {
-                sinks_backward(ctx, d_o, (&output.o, &output.lse), sinks, (&shape, write), d_sinks);
+                sinks_backward(ctx, d_o, output.saved(), sinks, &shape, write, d_sinks);
             }
             return attend_backward(pass, d_o, inputs, output, &shape);
         };
@@ -292,10 +292,10 @@ impl AttentionBlock {
 /// Attends by the rules of the pass; also returns the log-sum-exps that backward needs, empty with relative
 /// positions.
 pub(super) fn attend(pass: &Pass<'_>, inputs: RaggedInputs<'_>, shape: &AttentionShape) -> AttentionOutput {
-    let RaggedInputs { q, k, v, sinks } = inputs;
     let (o, lse) = match &pass.relative {
-        None => attention_with_sinks(pass.ctx, (q, k, v), sinks, shape),
+        None => attention_with_sinks(pass.ctx, inputs, shape),
         Some(relative) => {
+            let RaggedInputs { q, k, v, .. } = inputs;
             (attention_biased(pass.ctx, q, k, v, &relative.rule(), shape), pass.ctx.empty(&[0], DType::F32))
         }
     };
@@ -306,15 +306,14 @@ pub(super) fn attend(pass: &Pass<'_>, inputs: RaggedInputs<'_>, shape: &Attentio
 fn attend_backward(
     pass: &Pass<'_>,
     d_o: &Tensor,
-    RaggedInputs { q, k, v, .. }: RaggedInputs<'_>,
-    AttentionOutput { o, lse }: &AttentionOutput,
+    inputs: RaggedInputs<'_>,
+    output: &AttentionOutput,
     shape: &AttentionShape,
 ) -> ([Tensor; 3], Option<Vec<f32>>) {
-    let qkv = (q, k, v);
     match &pass.relative {
-        None => (attention_backward(pass.ctx, d_o, qkv, (o, lse), shape).into(), None),
+        None => (attention_backward(pass.ctx, d_o, inputs, output.saved(), shape).into(), None),
         Some(relative) => {
-            let (q, k, v) = qkv;
+            let RaggedInputs { q, k, v, .. } = inputs;
             let grads = attention_biased_backward(pass.ctx, d_o, q, k, v, &relative.rule(), shape);
             (grads.qkv, grads.bias)
         }

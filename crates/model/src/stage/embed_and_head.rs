@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use moeworks_moe::is_left_out;
 use moeworks_ops::embedding::{embedding, embedding_backward, embedding_of_drawn};
 use moeworks_ops::head_loss::{
-    HeadGrads, HeadLoss, VocabularyPart, head_loss_backward_biased, head_loss_backward_of_part, head_loss_biased,
-    head_loss_of_part,
+    HeadGrads, HeadLoss, HeadWeights, VocabularyPart, head_loss_backward_biased, head_loss_backward_of_part,
+    head_loss_biased, head_loss_of_part,
 };
 use moeworks_ops::linear::{Write, linear};
 use moeworks_ops::sampling::DrawnTokens;
@@ -124,7 +124,7 @@ impl Stage {
     pub(crate) fn head_loss(&self, ctx: &Context, weights: &DecoderWeights, x: &Tensor, targets: &[u32]) -> HeadLoss {
         let head = weights.head.as_ref().unwrap_or(&weights.embedding);
         let (normed, _) = self.head_input(ctx, weights, x, head.dtype().of_activations());
-        let head = (head, weights.head_bias.as_ref());
+        let head = HeadWeights { weight: head, bias: weights.head_bias.as_ref() };
         match self.head_ranks() {
             None => head_loss_biased(ctx, &normed, head, targets),
             Some(ranks) => ranks.with_vocabulary(|part| head_loss_of_part(ctx, &normed, head, targets, part)),
@@ -162,13 +162,14 @@ impl Stage {
             _ => (&weights.embedding, &mut grads.embedding),
         };
         let (normed, statistics) = self.head_input(ctx, weights, x, head.dtype());
-        let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut() };
-        let (head, how) = ((head, weights.head_bias.as_ref()), (loss.grad_scale, write));
+        let into = HeadGrads { weight: d_head, bias: grads.head_bias.as_mut(), write };
+        let head = HeadWeights { weight: head, bias: weights.head_bias.as_ref() };
+        let LossTargets { targets, grad_scale } = loss;
         let (loss, mut d_normed) = match self.head_ranks() {
-            None => head_loss_backward_biased(ctx, &normed, head, loss.targets, how, into),
+            None => head_loss_backward_biased(ctx, &normed, head, targets, grad_scale, into),
             Some(ranks) => {
                 let backward = |part: &mut VocabularyPart<'_>| {
-                    head_loss_backward_of_part(ctx, &normed, head, loss.targets, (how, part), into)
+                    head_loss_backward_of_part(ctx, &normed, head, targets, grad_scale, part, into)
                 };
                 let (loss, mut d_normed) = ranks.with_vocabulary(backward);
                 ranks.sum(&mut d_normed);

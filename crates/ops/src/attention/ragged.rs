@@ -4,7 +4,9 @@ use moeworks_tensor::{DType, Tensor};
 
 use super::sequences::{AttentionHeads, KeyRows, Sequence};
 use super::sinks::{self, SinkInputs};
-use super::{AttentionInputs, AttentionShape, attention_backward, attention_with_sinks, run, run_backward};
+use super::{
+    AttentionInputs, AttentionSaved, AttentionShape, attention_backward, attention_with_sinks, run, run_backward,
+};
 use crate::Context;
 use crate::cuda::On;
 use crate::elementwise::copy_rows;
@@ -38,6 +40,14 @@ pub struct AttentionOutput {
     pub o: Tensor,
     /// The log of each softmax's sum, f32, one sequence's `[H, num_queries]` behind the other's: `[H rows of q, 1]`.
     pub lse: Tensor,
+}
+
+impl AttentionOutput {
+    /// Returns the results for a backward pass.
+    #[must_use]
+    pub fn saved(&self) -> AttentionSaved<'_> {
+        AttentionSaved { o: &self.o, lse: &self.lse }
+    }
 }
 
 /// The gradients of queries, keys and values, f32 in their shapes.
@@ -145,7 +155,7 @@ pub fn attention_ragged(ctx: &Context, inputs: AttentionInputs<'_>, shape: &Ragg
     for sequence in shape.sequences().iter().filter(|sequence| sequence.num_queries > 0) {
         let own = OwnRows::copied(ctx, &inputs, sequence);
         let alone = shape.alone(sequence, sequence.num_keys);
-        let (own_o, own_lse) = attention_with_sinks(ctx, (&own.q, &own.k, &own.v), inputs.sinks, &alone);
+        let (own_o, own_lse) = attention_with_sinks(ctx, own.inputs(inputs.sinks), &alone);
         let (first, count) = (sequence.first_query, sequence.num_queries);
         copy_rows(ctx, &own_o, 0, &mut o, first, count);
         let own_lse = own_lse.reshaped(&[count * num_heads, 1]);
@@ -201,8 +211,8 @@ fn backward_one_by_one(
         let [own_d_o, own_o] = [d_o, &output.o].map(|x| rows_of(ctx, x, first, count));
         let own_lse = rows_of(ctx, &output.lse, first * num_heads, count * num_heads);
         let alone = shape.alone(sequence, sequence.num_keys);
-        let qkv = (&own.q, &own.k, &own.v);
-        let (own_dq, own_dk, own_dv) = attention_backward(ctx, &own_d_o, qkv, (&own_o, &own_lse), &alone);
+        let saved = AttentionSaved { o: &own_o, lse: &own_lse };
+        let (own_dq, own_dk, own_dv) = attention_backward(ctx, &own_d_o, own.inputs(None), saved, &alone);
         copy_rows(ctx, &own_dq, 0, &mut dq, first, count);
         copy_rows(ctx, &own_dk, 0, &mut dk, first_key, sequence.num_keys);
         copy_rows(ctx, &own_dv, 0, &mut dv, first_key, sequence.num_keys);
@@ -257,6 +267,11 @@ impl OwnRows {
         let own_k = embedding(ctx, &rows, k, k.dtype());
         let own_v = if std::ptr::eq(k, v) { own_k.clone() } else { embedding(ctx, &rows, v, v.dtype()) };
         Self { q: rows_of(ctx, q, sequence.first_query, sequence.num_queries), k: own_k, v: own_v }
+    }
+
+    /// Returns the copies as inputs of an attention with these sinks.
+    fn inputs<'a>(&'a self, sinks: Option<&'a Tensor>) -> AttentionInputs<'a> {
+        AttentionInputs { q: &self.q, k: &self.k, v: &self.v, sinks }
     }
 }
 

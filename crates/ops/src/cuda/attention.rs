@@ -8,7 +8,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::{On, elementwise, qkv_norm_rope_append};
-use crate::attention::{AttentionInputs, AttentionShape};
+use crate::attention::{AttentionInputs, AttentionSaved, AttentionShape};
 use crate::linear::Write;
 use moeworks_gpu::sources::{ATTENTION, ATTENTION_PLACED, ATTENTION_TENSOR, ATTENTION_WIDE};
 use moeworks_gpu::{Arg, Launch, Source};
@@ -54,13 +54,6 @@ const MAX_PLACED_BLOCKS: usize = 256;
 const FORWARD_TILES: usize = 1;
 /// Tiles of values and gradients of a block on the plain units, backward.
 const BACKWARD_TILES: usize = 2;
-
-/// The results of forward that backward needs.
-#[derive(Clone, Copy)]
-pub(crate) struct Saved<'a> {
-    pub(crate) o: &'a Tensor,
-    pub(crate) lse: &'a Tensor,
-}
 
 /// Returns whether there are kernels for heads of these sizes and the GPU has the shared memory that they need.
 pub(crate) fn takes(on: On<'_>, qkv: AttentionInputs<'_>, shape: &AttentionShape, is_backward: bool) -> bool {
@@ -324,7 +317,7 @@ fn row_dots(on: On<'_>, both: [&Tensor; 2], lse: &Tensor, shape: &AttentionShape
 pub(crate) fn sinks_backward(
     on: On<'_>,
     d_o: &Tensor,
-    Saved { o, lse }: Saved<'_>,
+    AttentionSaved { o, lse }: AttentionSaved<'_>,
     sinks: &Tensor,
     shape: &AttentionShape,
     write: Write,
@@ -345,7 +338,7 @@ pub(crate) fn backward(
     on: On<'_>,
     d_o: &Tensor,
     qkv: AttentionInputs<'_>,
-    Saved { o, lse }: Saved<'_>,
+    AttentionSaved { o, lse }: AttentionSaved<'_>,
     shape: &AttentionShape,
 ) -> (Tensor, Tensor, Tensor) {
     let AttentionInputs { q, k, v, .. } = qkv;

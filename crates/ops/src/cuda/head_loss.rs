@@ -3,6 +3,7 @@
 use moeworks_tensor::{DType, Tensor};
 
 use super::On;
+use crate::head_loss::LogitGrads;
 use moeworks_gpu::Arg;
 use moeworks_gpu::sources::HEAD_LOSS;
 
@@ -18,10 +19,10 @@ pub(crate) struct Row {
 
 /// Computes the terms of each row's loss, for [`rows`]. With `grads` the logits are replaced by their gradient, of
 /// its type. The terms of rows without a target are unspecified.
-pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], grads: Option<(f32, DType)>) -> Tensor {
-    let (columns, list, grad_scale) = (logits.cols(), on.u32s(targets), grads.map(|(scale, _)| scale));
+pub(crate) fn softmax_rows(on: On<'_>, logits: &mut Tensor, targets: &[u32], grads: Option<LogitGrads>) -> Tensor {
+    let (columns, list, grad_scale) = (logits.cols(), on.u32s(targets), grads.map(|grads| grads.scale));
     let mut results = on.empty(&[targets.len(), 3], DType::F32);
-    let mut rounded = grads.filter(|(_, dtype)| *dtype == DType::BF16).map(|_| on.empty(logits.shape(), DType::BF16));
+    let mut rounded = grads.filter(|grads| grads.dtype == DType::BF16).map(|_| on.empty(logits.shape(), DType::BF16));
     let args = [
         on.write(logits),
         rounded.as_mut().map_or(Arg::none(), |rounded| on.write(rounded)),

@@ -5,15 +5,14 @@
 //! each rank computes the loss and the gradients of its own logits. There is one collective for each chunk of tokens;
 //! the sums are rescaled to the largest logit of all ranks afterwards.
 
-use moeworks_tensor::{DType, Tensor};
+use moeworks_tensor::Tensor;
 
 use super::{
-    HeadGrads, HeadLoss, IGNORE, Softmax, backward, exponentials, forward, largest, map_rows, room_for_rounded,
-    tokens_of_chunk,
+    BackwardPass, HeadGrads, HeadLoss, HeadWeights, IGNORE, LogitGrads, Softmax, backward, exponentials, forward,
+    largest, map_rows, room_for_rounded, tokens_of_chunk,
 };
 use crate::Context;
 use crate::deferred::Deferred;
-use crate::linear::Write;
 use crate::simd::kernel;
 
 /// A rank's part of a vocabulary whose parts are consecutive in the order of ranks.
@@ -45,13 +44,13 @@ type Told = [f32; 4];
 pub fn head_loss_of_part(
     ctx: &Context,
     x: &Tensor,
-    weights: (&Tensor, Option<&Tensor>),
+    weights: HeadWeights<'_>,
     targets: &[u32],
     part: &mut VocabularyPart<'_>,
 ) -> HeadLoss {
     let step = part.tokens_of_chunk(ctx);
-    let softmax: Softmax<'_> = &mut |logits, targets| Deferred::now(softmax_rows(ctx, logits, targets, (None, part)));
-    forward(ctx, x, weights, (targets, step), softmax)
+    let softmax: Softmax<'_> = &mut |logits, targets| Deferred::now(softmax_rows(ctx, logits, targets, None, part));
+    forward(ctx, x, weights, targets, step, softmax)
 }
 
 /// Computes [`head_loss_backward_biased`](super::head_loss_backward_biased) of a sharded vocabulary. `w` `[V', D]`
@@ -62,17 +61,17 @@ pub fn head_loss_of_part(
 pub fn head_loss_backward_of_part(
     ctx: &Context,
     x: &Tensor,
-    weights: (&Tensor, Option<&Tensor>),
+    weights: HeadWeights<'_>,
     targets: &[u32],
-    ((grad_scale, write), part): ((f32, Write), &mut VocabularyPart<'_>),
+    grad_scale: f32,
+    part: &mut VocabularyPart<'_>,
     grads: HeadGrads<'_>,
 ) -> (HeadLoss, Tensor) {
     let step = part.tokens_of_chunk(ctx);
-    let dtype = if weights.1.is_none() { weights.0.dtype() } else { DType::F32 };
-    let softmax: Softmax<'_> = &mut |logits, targets| {
-        Deferred::now(softmax_rows(ctx, logits, targets, (Some((grad_scale, dtype)), &mut *part)))
-    };
-    backward(ctx, x, weights, (targets, step), (write, softmax), grads)
+    let gradient = LogitGrads { scale: grad_scale, dtype: weights.dtype_of_gradients() };
+    let softmax: Softmax<'_> =
+        &mut |logits, targets| Deferred::now(softmax_rows(ctx, logits, targets, Some(gradient), &mut *part));
+    backward(ctx, x, weights, BackwardPass { targets, step, softmax }, grads)
 }
 
 /// Computes the loss of a chunk. With `grads` the logits of this rank's classes are replaced by their gradient,
@@ -81,7 +80,8 @@ fn softmax_rows(
     ctx: &Context,
     logits: &mut Tensor,
     targets: &[u32],
-    (grads, part): (Option<(f32, DType)>, &mut VocabularyPart<'_>),
+    grads: Option<LogitGrads>,
+    part: &mut VocabularyPart<'_>,
 ) -> HeadLoss {
     let own = part.starts[part.rank]..part.starts[part.rank + 1];
     let place = |target: u32| own.contains(&(target as usize)).then(|| target as usize - own.start);
@@ -89,7 +89,7 @@ fn softmax_rows(
     let all = (part.gather)(told.as_flattened());
     let all: Vec<&[Told]> = all.as_chunks().0.chunks(targets.len()).collect();
     let (loss, factors) = combine(&all, targets, part);
-    let Some((scale, dtype)) = grads else { return loss };
+    let Some(LogitGrads { scale, dtype }) = grads else { return loss };
     let mut rounded = room_for_rounded(ctx, logits, dtype);
     map_rows(ctx, (logits, rounded.as_mut()), targets, |token, row, target| {
         row.iter_mut().for_each(|x| *x *= scale * factors[token]);

@@ -1,7 +1,10 @@
 //! Attention against a plain f64 reference, its gradients against finite differences of that.
 
 use moeworks_ops::Context;
-use moeworks_ops::attention::{AttentionShape, attention, attention_backward, attention_with_sinks, sinks_backward};
+use moeworks_ops::attention::{
+    AttentionInputs, AttentionSaved, AttentionShape, attention, attention_backward, attention_with_sinks,
+    sinks_backward,
+};
 use moeworks_ops::linear::Write;
 use moeworks_tensor::{DType, Tensor, bf16};
 use proptest::prelude::*;
@@ -116,9 +119,10 @@ impl Case {
     }
 
     fn run(&self, ctx: &Context) -> [Tensor; 5] {
-        let inputs = (&self.q, &self.k, &self.v);
-        let (o, lse) = attention_with_sinks(ctx, inputs, self.sinks.as_ref(), &self.shape);
-        let (dq, dk, dv) = attention_backward(ctx, &self.d_o, inputs, (&o, &lse), &self.shape);
+        let inputs = AttentionInputs { q: &self.q, k: &self.k, v: &self.v, sinks: self.sinks.as_ref() };
+        let (o, lse) = attention_with_sinks(ctx, inputs, &self.shape);
+        let saved = AttentionSaved { o: &o, lse: &lse };
+        let (dq, dk, dv) = attention_backward(ctx, &self.d_o, inputs, saved, &self.shape);
         [o, lse, dq, dk, dv]
     }
 
@@ -221,7 +225,8 @@ fn keys_that_are_values_agree_with_the_definition() {
         for (seed, shape) in shapes.into_iter().enumerate() {
             let case = Case::new(&ctx, shape, DType::BF16, 10 * seed as u64);
             let case = if seed % 2 == 0 { case } else { case.with_sinks(&ctx, seed as u64) };
-            let (o, lse) = attention_with_sinks(&ctx, (&case.q, &case.k, &case.k), case.sinks.as_ref(), &shape);
+            let inputs = AttentionInputs { q: &case.q, k: &case.k, v: &case.k, sinks: case.sinks.as_ref() };
+            let (o, lse) = attention_with_sinks(&ctx, inputs, &shape);
             let (q, k, sinks) = (doubles(&case.q), doubles(&case.k), case.sinks.as_ref().map(doubles));
             let (expected_o, expected_lse) = reference(&q, &k, &k, sinks.as_deref(), &shape);
             let sizes: Vec<f64> = k.iter().map(|k| k.abs()).collect();
@@ -258,7 +263,8 @@ fn gradients_of_sinks_are_those_of_finite_differences() {
         // What was there before does not matter, or is added to.
         let mut d_sinks = Tensor::from_slice(ctx.pool(), &[4], &[f32::NAN; 4]);
         for (write, times) in [(Write::Replace, 1.0), (Write::Add, 2.0)] {
-            sinks_backward(&ctx, &case.d_o, (&o, &lse), sinks, (&shape, write), &mut d_sinks);
+            let saved = AttentionSaved { o: &o, lse: &lse };
+            sinks_backward(&ctx, &case.d_o, saved, sinks, &shape, write, &mut d_sinks);
             let expected: Vec<f64> = expected.iter().map(|d| times * d).collect();
             assert_close(&format!("sinks on {name}"), &doubles(&d_sinks), &expected, 2e-5);
         }

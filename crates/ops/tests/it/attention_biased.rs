@@ -2,7 +2,8 @@
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{
-    AttentionShape, BiasedGrads, ScoreRule, attention, attention_backward, attention_biased, attention_biased_backward,
+    AttentionInputs, AttentionSaved, AttentionShape, BiasedGrads, ScoreRule, attention, attention_backward,
+    attention_biased, attention_biased_backward,
 };
 use moeworks_tensor::{DType, Tensor};
 use proptest::prelude::*;
@@ -206,7 +207,9 @@ fn without_bias_and_causal_it_is_plain_attention() {
     let [q, k, v] = &case.qkv;
     let (o, lse) = attention(&ctx, q, k, v, &case.shape);
     assert_close("o", &doubles(&case.run(&ctx)), &doubles(&o), 1e-5);
-    let (dq, dk, dv) = attention_backward(&ctx, &case.d_o(&ctx), (q, k, v), (&o, &lse), &case.shape);
+    let inputs = AttentionInputs { q, k, v, sinks: None };
+    let saved = AttentionSaved { o: &o, lse: &lse };
+    let (dq, dk, dv) = attention_backward(&ctx, &case.d_o(&ctx), inputs, saved, &case.shape);
     for (found, expected) in case.backward(&ctx).qkv.iter().zip([dq, dk, dv]) {
         assert_close("gradients", &doubles(found), &doubles(&expected), 1e-5);
     }

@@ -2,9 +2,9 @@
 //! alone.
 
 use moeworks_ops::attention::{
-    AttentionGrads, AttentionHeads, AttentionInputs, AttentionOutput, AttentionShape, KeyRows, RaggedSequence,
-    RaggedShape, attention_backward, attention_ragged, attention_ragged_backward, attention_with_sinks, sinks_backward,
-    sinks_ragged_backward,
+    AttentionGrads, AttentionHeads, AttentionInputs, AttentionOutput, AttentionSaved, AttentionShape, KeyRows,
+    RaggedSequence, RaggedShape, attention_backward, attention_ragged, attention_ragged_backward, attention_with_sinks,
+    sinks_backward, sinks_ragged_backward,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Context, Isa};
@@ -211,7 +211,8 @@ impl Case {
         let AttentionOutput { o, lse } = self.run(ctx);
         for index in self.with_queries() {
             let Alone { q, k, v, shape } = self.alone(ctx, index);
-            let (own_o, own_lse) = attention_with_sinks(ctx, (&q, &k, &v), self.sinks.as_ref(), &shape);
+            let (own_o, own_lse) =
+                attention_with_sinks(ctx, AttentionInputs { q: &q, k: &k, v: &v, sinks: self.sinks.as_ref() }, &shape);
             let width = shape.num_heads * shape.value_dim * o.dtype().size();
             let are_same = self.of_queries(index, o.bytes(), width) == own_o.bytes()
                 && self.of_queries(index, lse.bytes(), 4 * shape.num_heads) == own_lse.bytes();
@@ -294,7 +295,7 @@ fn keys_that_are_values_have_the_bits_of_each_sequence_alone() {
             let o = attention_ragged(&ctx, inputs, &shape).o;
             for index in case.with_queries() {
                 let Alone { q, k, shape, .. } = case.alone(&ctx, index);
-                let (own, _) = attention_with_sinks(&ctx, (&q, &k, &k), None, &shape);
+                let (own, _) = attention_with_sinks(&ctx, AttentionInputs { q: &q, k: &k, v: &k, sinks: None }, &shape);
                 assert!(case.of_queries(index, o.bytes(), 16 * 576 * 2) == own.bytes(), "{name}, sequence {index}");
             }
         }
@@ -360,8 +361,10 @@ fn check_bits_of_grads(name: &str, ctx: &Context, case: &Case) {
         let (Alone { q, k, v, shape }, sequence) = (case.alone(ctx, index), &case.sequences[index]);
         let first = case.first_query(index);
         let own_d_o = gathered(ctx, &d_o, first..first + sequence.num_queries);
-        let (o, lse) = attention_with_sinks(ctx, (&q, &k, &v), case.sinks.as_ref(), &shape);
-        let (own_dq, own_dk, own_dv) = attention_backward(ctx, &own_d_o, (&q, &k, &v), (&o, &lse), &shape);
+        let inputs = AttentionInputs { q: &q, k: &k, v: &v, sinks: case.sinks.as_ref() };
+        let (o, lse) = attention_with_sinks(ctx, inputs, &shape);
+        let saved = AttentionSaved { o: &o, lse: &lse };
+        let (own_dq, own_dk, own_dv) = attention_backward(ctx, &own_d_o, inputs, saved, &shape);
         let of_keys = |all: &Tensor, own: &Tensor| {
             all.f32s()[sequence.row(0) * own.cols()..][..own.len()]
                 .iter()
@@ -390,9 +393,11 @@ fn gradients_of_sinks_are_the_sums_over_sequences() {
             let (Alone { q, k, v, shape }, sequence) = (case.alone(&ctx, index), &case.sequences[index]);
             let first = case.first_query(index);
             let own_d_o = gathered(&ctx, &d_o, first..first + sequence.num_queries);
-            let (o, lse) = attention_with_sinks(&ctx, (&q, &k, &v), Some(sinks), &shape);
+            let inputs = AttentionInputs { q: &q, k: &k, v: &v, sinks: Some(sinks) };
+            let (o, lse) = attention_with_sinks(&ctx, inputs, &shape);
             let mut own = ctx.zeros(&[4], DType::F32);
-            sinks_backward(&ctx, &own_d_o, (&o, &lse), sinks, (&shape, Write::Replace), &mut own);
+            let saved = AttentionSaved { o: &o, lse: &lse };
+            sinks_backward(&ctx, &own_d_o, saved, sinks, &shape, Write::Replace, &mut own);
             expected.iter_mut().zip(doubles(&own)).for_each(|(sum, own)| *sum += own);
         }
         let sequences: Vec<_> = case.sequences.iter().map(Sequence::ragged).collect();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use moeworks_ops::adamw::{AdamWStep, AdamWTensors, adamw};
-use moeworks_ops::attention::{AttentionShape, attention, attention_backward};
+use moeworks_ops::attention::{AttentionInputs, AttentionSaved, AttentionShape, attention, attention_backward};
 use moeworks_ops::e4m3::{round_matrices, round_rows};
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::experts::{
@@ -131,7 +131,9 @@ fn attention_is_scaled_dot_product_attention_with_grouped_heads() {
         let (q, k, v) = (f.matrix("q"), f.matrix("k"), f.matrix("v"));
         let (o, lse) = attention(&f.ctx, &q, &k, &v, &shape);
         f.check("o", &o, 2e-6);
-        let (dq, dk, dv) = attention_backward(&f.ctx, &f.matrix("d_o"), (&q, &k, &v), (&o, &lse), &shape);
+        let inputs = AttentionInputs { q: &q, k: &k, v: &v, sinks: None };
+        let saved = AttentionSaved { o: &o, lse: &lse };
+        let (dq, dk, dv) = attention_backward(&f.ctx, &f.matrix("d_o"), inputs, saved, &shape);
         f.check("dq", &dq, 5e-6);
         f.check("dk", &dk, 5e-6);
         f.check("dv", &dv, 5e-6);

@@ -192,11 +192,10 @@ fn run_in_parts(tokens: usize, cols: usize, vocabulary: usize, num_parts: usize)
             all
         };
         let mut part = VocabularyPart { starts: &starts, rank, gather: &mut gather };
-        let forward = head_loss_of_part(&ctx, &x, (&w, None), &targets, &mut part);
+        let forward = head_loss_of_part(&ctx, &x, (&w).into(), &targets, &mut part);
         let mut dw = ctx.zeros(w.shape(), DType::F32);
-        let grads = HeadGrads { weight: &mut dw, bias: None };
-        let how = ((0.5, Write::Add), &mut part);
-        let (loss, dx) = head_loss_backward_of_part(&ctx, &x, (&w, None), &targets, how, grads);
+        let grads = HeadGrads { weight: &mut dw, bias: None, write: Write::Add };
+        let (loss, dx) = head_loss_backward_of_part(&ctx, &x, (&w).into(), &targets, 0.5, &mut part, grads);
         assert_eq!(loss, forward);
         (loss, dx.f32s().to_vec(), dw.f32s().to_vec())
     };

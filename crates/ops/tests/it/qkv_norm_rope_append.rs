@@ -1,7 +1,7 @@
 //! The fused operation on projections against the operations that it is made of, on the CPU.
 
 use moeworks_ops::Context;
-use moeworks_ops::attention::{AttentionShape, attention_with_sinks};
+use moeworks_ops::attention::{AttentionInputs, AttentionShape, attention_with_sinks};
 use moeworks_ops::elementwise::copy_rows_of_each;
 use moeworks_ops::qkv_norm_rope_append::{Kept, Placing, qkv_norm_rope_append};
 use moeworks_ops::rms_norm::rms_norm;
@@ -147,7 +147,8 @@ fn check_with_attention(ctx: &Context, s: Sizes, normed: Normed, shape: &Attenti
                 Placing { norms: norms.each_ref().map(Option::as_ref), eps: EPS, table: &table, positions: &positions };
             let mut kept = Kept { keys: &mut keys, values: &mut values, held, num_sequences };
             let queries = qkv_norm_rope_append(ctx, [q.clone(), k.clone(), v.clone()], &placing, &mut kept);
-            let (o, lse) = attention_with_sinks(ctx, (&queries, &keys, &values), Some(&sinks), shape);
+            let inputs = AttentionInputs { q: &queries, k: &keys, v: &values, sinks: Some(&sinks) };
+            let (o, lse) = attention_with_sinks(ctx, inputs, shape);
             [queries, o, lse]
         };
         let [queries, o, lse] = if is_step { ctx.capture_replay(both) } else { both() };
