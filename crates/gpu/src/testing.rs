@@ -13,9 +13,12 @@ impl GpuOptions {
 }
 
 impl Gpu {
-    /// Returns the devices that tests of operations run on besides the CPU, each with a name: the emulation in both
-    /// orders and with Hopper's kernels, and the first GPU. Says once which of them are missing.
-    /// `MOEWORKS_NO_EMULATION` leaves the emulation out.
+    /// Returns the devices that tests of operations run on besides the CPU, each with a name: the emulation of an
+    /// older GPU and of Hopper, and the first GPU. Says once which of them are missing.
+    ///
+    /// A test has one of them in the usual order of a block's threads and the other one in reverse. Which one is
+    /// reversed follows from the test's name, so that each kernel meets both orders in some test. With `MOEWORKS_FULL`
+    /// a test has both in both orders; `MOEWORKS_NO_EMULATION` leaves the emulation out.
     ///
     /// # Panics
     ///
@@ -31,13 +34,20 @@ impl Gpu {
             Some(_) => Err(GpuError::NoEmulation { reason: "MOEWORKS_NO_EMULATION is set".into() }),
             None => Self::emulated(Emulation { is_reversed, is_hopper, ..Emulation::default() }, options),
         };
-        let all = [
-            ("emulated GPU", emulation(false, false)),
-            ("emulated GPU in reverse", emulation(true, false)),
-            ("emulated Hopper", emulation(false, true)),
-            ("emulated Hopper in reverse", emulation(true, true)),
-            ("GPU", Self::open(0, options)),
+        let all_emulations = [
+            ("emulated GPU", false, false),
+            ("emulated Hopper in reverse", true, true),
+            ("emulated GPU in reverse", true, false),
+            ("emulated Hopper", false, true),
         ];
+        let emulations = match std::env::var_os("MOEWORKS_FULL") {
+            Some(_) => &all_emulations[..],
+            None if has_even_name() => &all_emulations[..2],
+            None => &all_emulations[2..],
+        };
+        let emulations =
+            emulations.iter().map(|&(name, is_reversed, is_hopper)| (name, emulation(is_reversed, is_hopper)));
+        let all: Vec<_> = emulations.chain([("GPU", Self::open(0, options))]).collect();
         // A compiler that is missing is no failure, one that finds an error is.
         for (name, gpu) in &all {
             if let Err(error @ GpuError::Compile { .. }) = gpu {
@@ -62,4 +72,10 @@ impl Gpu {
         let options = &GpuOptions::for_tests();
         Self::open(0, options).or_else(|_| Self::emulated(Emulation::default(), options))
     }
+}
+
+/// Returns whether the bytes of this thread's name, which is that of the test, have an even sum.
+fn has_even_name() -> bool {
+    let thread = std::thread::current();
+    thread.name().unwrap_or_default().bytes().fold(true, |is_even, byte| is_even == byte.is_multiple_of(2))
 }

@@ -235,14 +235,17 @@ fn layouts_that_cannot_be_are_named() {
     assert!(!work.path("runs").exists());
 }
 
-/// Finds the MPI launchers, each with a flag for Open MPI: the newest of each family in `.venv-mpi`, where `./test`
-/// installs them (the tests of `comm` use all), and the one on the path.
+/// Finds an MPI launcher, with a flag for Open MPI: MPICH's in `.venv-mpi`, where `./test` installs it (tests of `comm`
+/// use Open MPI's), or else another. With `MOEWORKS_FULL` it finds the newest of each family, and the one on the path.
 pub(crate) fn launchers() -> Vec<(PathBuf, bool)> {
     let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-mpi");
-    let kept = ["openmpi", "mpich"].map(|name| kept.join(name).join("bin/mpirun")).into_iter();
+    let kept = ["mpich", "openmpi"].map(|name| kept.join(name).join("bin/mpirun")).into_iter();
     let path = env::var_os("PATH").unwrap_or_default();
     let on_path = env::split_paths(&path).map(|folder| folder.join("mpirun"));
-    let found: Vec<PathBuf> = kept.chain(on_path).filter(|program| program.exists()).collect();
+    let mut found: Vec<PathBuf> = kept.chain(on_path).filter(|program| program.exists()).collect();
+    if env::var_os("MOEWORKS_FULL").is_none() {
+        found.truncate(1);
+    }
     if found.is_empty() {
         println!("SKIPPED: there is no mpirun, neither in .venv-mpi nor on the path");
     }

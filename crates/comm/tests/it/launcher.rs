@@ -30,8 +30,22 @@ pub(crate) struct Launcher {
     pub(crate) player: &'static str,
 }
 
-/// Returns all launchers that exist, for the ignored test `player`.
+/// The variable with which tests take every MPI library, as `./test full` does.
+const FULL: &str = "MOEWORKS_FULL";
+
+/// Returns a launcher for the ignored test `player`: Open MPI's if there is one, or another. With `MOEWORKS_FULL` it
+/// returns [all](all_launchers).
 pub(crate) fn launchers(player: &'static str) -> Vec<Launcher> {
+    let all = all_launchers(player);
+    if env::var_os(FULL).is_some() {
+        return all;
+    }
+    let one = all.iter().find(|launcher| launcher.is_open_mpi).or(all.first()).cloned();
+    one.into_iter().collect()
+}
+
+/// Returns all launchers that exist, for the ignored test `player`.
+pub(crate) fn all_launchers(player: &'static str) -> Vec<Launcher> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let kept = fs::read_dir(root.join(".venv-mpi")).into_iter().flatten().flatten();
     let mut programs: Vec<PathBuf> = kept.map(|entry| entry.path().join("bin/mpirun")).filter(|p| p.exists()).collect();

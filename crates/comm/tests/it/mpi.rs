@@ -22,8 +22,11 @@ use crate::paths::check_paths;
 /// The case of sums whose bits are those of threads.
 const IN_ORDER: &str = "collectives with sums in order";
 
+/// The test that plays a rank.
+const PLAYER: &str = "mpi::plays_a_rank";
+
 fn launchers() -> Vec<Launcher> {
-    launcher::launchers("mpi::plays_a_rank")
+    launcher::launchers(PLAYER)
 }
 
 impl Launcher {
@@ -69,7 +72,7 @@ fn collectives_give_among_processes_what_they_give_among_threads() {
 #[cfg(target_os = "linux")]
 #[test]
 fn the_library_is_the_launchers_wherever_that_lies() {
-    let launchers = launchers();
+    let launchers = launcher::all_launchers(PLAYER);
     let own: Vec<&Launcher> = launchers.iter().filter(|launcher| launcher.library.is_none()).collect();
     for (launcher, other) in own.iter().flat_map(|a| own.iter().map(move |b| (*a, b))) {
         let folder = other.program.parent().map(Path::to_path_buf);

@@ -54,8 +54,9 @@ fn every_kernel_compiles_for_every_architecture() {
 fn every_kernel_waits_for_those_before_it_prior_to_memory() {
     let Some(compiler) = compiler() else { return };
     let target = Target { is_virtual: true, ..Target::real(90) };
-    for source in SOURCES {
-        let ptx = compiler.compile(source, target).unwrap_or_else(|error| panic!("{error}"));
+    let jobs: Vec<_> = SOURCES.iter().map(|source| (*source, target)).collect();
+    for (source, ptx) in SOURCES.iter().zip(compiler.compile_all(&jobs)) {
+        let ptx = ptx.unwrap_or_else(|error| panic!("{error}"));
         let ptx = String::from_utf8_lossy(&ptx);
         let entries: Vec<&str> = ptx.split(".visible .entry ").skip(1).collect();
         assert_eq!(entries.len(), source.kernels.len(), "kernels of {}.cu", source.name);
