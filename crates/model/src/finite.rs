@@ -12,7 +12,7 @@ impl DecoderWeights {
         let is_finite = |part: &Tensor| match part.dtype().is_quantized() {
             true => elementwise::sum_of_squares(ctx, &quantized::dequantize(ctx, part, DType::F32)).is_finite(),
             false => {
-                let base = part.as_turned().map_or(part, |(base, _)| base);
+                let base = part.as_transposed().map_or(part, |(base, _)| base);
                 elementwise::sum_of_squares(ctx, base).is_finite()
             }
         };

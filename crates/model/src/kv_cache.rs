@@ -210,7 +210,7 @@ impl LayerCache {
     fn move_last(&mut self, ctx: &Context, count: usize, capacity: usize, types: &[RowType]) {
         let old = std::mem::take(&mut self.kept);
         let moved = |(i, &RowType { width, dtype }): (usize, &RowType)| {
-            let mut tensor = ctx.zeros_there(&[self.num_sequences * capacity, width], dtype);
+            let mut tensor = ctx.zeros_on_device(&[self.num_sequences * capacity, width], dtype);
             if let Some(old) = old.get(i) {
                 let (first, num_sequences) = (self.held - count, self.num_sequences);
                 copy_some_rows_of_each(ctx, old, first, &mut tensor, 0, count, num_sequences);

@@ -80,7 +80,7 @@ impl PagedKvCache {
     pub fn copy_block(&mut self, ctx: &Context, from: u32, to: u32) {
         let len = self.block_len;
         for kept in self.layers.iter_mut().flat_map(|layer| &mut layer.kept) {
-            let mut block = ctx.empty_there(&[len, kept.cols()], kept.dtype());
+            let mut block = ctx.empty_on_device(&[len, kept.cols()], kept.dtype());
             copy_rows(ctx, kept, from as usize * len, &mut block, 0, len);
             copy_rows(ctx, &block, 0, kept, to as usize * len, len);
         }
@@ -96,7 +96,7 @@ impl PagedLayer {
     /// Writes the rows of a pass, one per token in each tensor of `new`, to the rows given by `runs`.
     pub(crate) fn write(&mut self, ctx: &Context, new: &[&Tensor], runs: &[RowRun]) {
         if self.kept.is_empty() {
-            self.kept = new.iter().map(|new| ctx.zeros_there(&[self.num_rows, new.cols()], new.dtype())).collect();
+            self.kept = new.iter().map(|new| ctx.zeros_on_device(&[self.num_rows, new.cols()], new.dtype())).collect();
         }
         for (kept, new) in self.kept.iter_mut().zip(new) {
             for run in runs {

@@ -28,8 +28,8 @@ use crate::layers::cross::CrossBlock;
 use crate::layers::feed_forward::FeedForwardBlock;
 use crate::layers::layer::{Layer, NextLayer, ResidualStream};
 use crate::layers::norm::Norm;
-use crate::layers::pieces::Pieces;
 use crate::layers::relative::Relative;
+use crate::layers::segments::Segments;
 use crate::layers::{EncoderOutput, Pass, RouterRules, Sequences};
 use crate::mode::Mode;
 use crate::pass::{PassOptions, TokenBatch};
@@ -287,17 +287,17 @@ impl Stage {
         pass
     }
 
-    /// Divides the tokens of a pass into `pieces`.
-    pub(crate) fn set_pieces(&self, pass: &mut Pass<'_>, pieces: Pieces) {
-        pass.positions = pieces.positions(pass.ctx);
-        pass.rope = self.rope.get(&self.config, pieces.longest_end());
-        pass.pieces = Some(pieces);
+    /// Divides the tokens of a pass into `segments`.
+    pub(crate) fn set_segments(&self, pass: &mut Pass<'_>, segments: Segments) {
+        pass.positions = segments.positions(pass.ctx);
+        pass.rope = self.rope.get(&self.config, segments.longest_end());
+        pass.segments = Some(segments);
     }
 
     /// Keeps the segments of a batch's sequences apart in a pass.
     pub(crate) fn set_documents(&self, pass: &mut Pass<'_>, batch: &TokenBatch<'_>) {
         if batch.has_pieces() {
-            self.set_pieces(pass, Pieces::documents(batch.segments));
+            self.set_segments(pass, Segments::documents(batch.segments));
         }
     }
 

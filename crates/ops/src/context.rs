@@ -211,7 +211,7 @@ impl Context {
     /// Allocates a tensor with unspecified contents on the device, without a copy there. Only operations may write to
     /// it first.
     #[must_use]
-    pub fn empty_there(&self, shape: &[usize], dtype: DType) -> Tensor {
+    pub fn empty_on_device(&self, shape: &[usize], dtype: DType) -> Tensor {
         match &self.gpu {
             Some(gpu) => gpu.empty(&self.pool, shape, dtype),
             None => self.empty(shape, dtype),
@@ -220,11 +220,11 @@ impl Context {
 
     /// Allocates a tensor of zeros on the device, without a copy there.
     #[must_use]
-    pub fn zeros_there(&self, shape: &[usize], dtype: DType) -> Tensor {
+    pub fn zeros_on_device(&self, shape: &[usize], dtype: DType) -> Tensor {
         let is_whole = (shape.iter().product::<usize>() * dtype.size()).is_multiple_of(4);
         match On::of(self).filter(|_| is_whole) {
             Some(on) => {
-                let mut y = self.empty_there(shape, dtype);
+                let mut y = self.empty_on_device(shape, dtype);
                 cuda::elementwise::fill_with_zeros(on, &mut y);
                 y
             }

@@ -263,7 +263,7 @@ pub(crate) fn written_wide(ctx: &Context, x: &mut Tensor, is_read: bool, work: i
     if x.dtype() == DType::F32 {
         return work(x);
     }
-    let mut wide = if is_read { cast(ctx, x, DType::F32) } else { ctx.empty_there(x.shape(), DType::F32) };
+    let mut wide = if is_read { cast(ctx, x, DType::F32) } else { ctx.empty_on_device(x.shape(), DType::F32) };
     work(&mut wide);
     cast_into(ctx, &wide, x);
 }

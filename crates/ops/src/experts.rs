@@ -40,7 +40,7 @@ pub use weight_grad::{ExpertGrads, WeightGradInputs, experts_weight_grad, expert
 
 /// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken.
 /// For inference they may be [`quantized`]. A stack [of pieces](Tensor::pieces), a matrix or two halves of one each,
-/// is read where these lie by the forward pass, and so are stacks that are [turned](Tensor::turned), of gate and up
+/// is read where these lie by the forward pass, and so are stacks that are [turned](Tensor::transposed), of gate and up
 /// in turn.
 #[derive(Clone, Copy)]
 pub struct ExpertWeights<'a> {
@@ -191,7 +191,7 @@ fn activations(
     let (s, activation) = (Sizes::of(x, weights, rows), weights.activation);
     let (bias, is_paired) = (biases.map(|biases| biases.gate_up.f32s()), activation.num_inputs() == 2);
     let dtype = weights.gate_up.dtype().of_activations();
-    let in_turn = weights.gate_up.as_turned().filter(|&(_, is_in_turn)| is_in_turn && is_paired);
+    let in_turn = weights.gate_up.as_transposed().filter(|&(_, is_interleaved)| is_interleaved && is_paired);
     let mut a = ctx.empty(&[s.r, s.f], dtype);
     // Where columns come in turn the activation is a pass over them.
     let mut h = (!is_forward_only || in_turn.is_some()).then(|| ctx.empty(&[s.r, s.af], dtype));
@@ -228,7 +228,7 @@ fn forward_product(
     epilogue: &dyn Finish,
 ) {
     let num_weights = columns * if is_paired { 2 } else { 1 };
-    if let Some((base, false)) = weights.as_turned().filter(|_| !is_paired) {
+    if let Some((base, false)) = weights.as_transposed().filter(|_| !is_paired) {
         return transposed::product(ctx, a, tokens, base, experts, epilogue);
     }
     if weights.dtype().is_quantized() {

@@ -178,7 +178,7 @@ fn backward(
     let w = weights.weight;
     let HeadGrads { weight: dw, bias: mut d_bias, mut write } = grads;
     let mut losses = Vec::new();
-    let mut dx = ctx.empty_there(&[x.rows(), x.cols()], DType::F32);
+    let mut dx = ctx.empty_on_device(&[x.rows(), x.cols()], DType::F32);
     if write == Write::Replace && x.rows() == 0 {
         dw.f32s_mut().fill(0.0);
         d_bias.iter_mut().for_each(|d_bias| d_bias.f32s_mut().fill(0.0));
@@ -395,7 +395,7 @@ impl Chunk {
         if self.end - self.start == x.rows() {
             return x.clone();
         }
-        let mut rows = ctx.empty_there(&[self.end - self.start, x.cols()], x.dtype());
+        let mut rows = ctx.empty_on_device(&[self.end - self.start, x.cols()], x.dtype());
         copy_rows(ctx, x, self.start, &mut rows, 0, self.end - self.start);
         rows
     }

@@ -284,7 +284,7 @@ impl Answering<'_> {
         sequence: SequenceId,
     ) -> Result<Output, EngineError> {
         let ctx = &model.ctx;
-        let mut own = ctx.empty_there(&[1, logits.cols()], DType::F32);
+        let mut own = ctx.empty_on_device(&[1, logits.cols()], DType::F32);
         copy_rows(ctx, logits, row, &mut own, 0, 1);
         let drawn = self.sampler.sample(ctx, &own);
         if drawn.has_nan {

@@ -7,22 +7,22 @@ use std::sync::{Arc, OnceLock};
 
 use half::{bf16, f16};
 
-use crate::apart::{Apart, Lines, Place};
 use crate::dtype::{DType, Element};
-use crate::mirror::{DeviceBlock, DeviceBlocks, Mirrored};
+use crate::host_device::{DeviceBlock, DeviceBlocks, HostDeviceBytes};
 use crate::pool::MemoryPool;
-use crate::turned::Turned;
+use crate::split_scales::{Lines, Place, SplitScales};
+use crate::transposed::Transposed;
 
 /// Memory of another owner, such as a mapped file.
 pub type Bytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 #[derive(Clone)]
 enum Storage {
-    Pooled(Arc<Mirrored>),
+    Pooled(Arc<HostDeviceBytes>),
     Foreign { owner: Bytes, range: Range<usize>, device: Arc<DeviceBlocks> },
     Pieces(Arc<Pieces>),
-    Apart(Arc<Apart>),
-    Turned(Arc<Turned>),
+    SplitScales(Arc<SplitScales>),
+    Transposed(Arc<Transposed>),
 }
 
 /// Tensors that are consecutive pieces of one, and the contiguous copy made on first use.
@@ -71,7 +71,7 @@ impl Tensor {
         if !is_fresh {
             block.bytes_mut()[..bytes].fill(0);
         }
-        Self::over(Mirrored::in_host(pool, bytes, block), shape, dtype)
+        Self::over(HostDeviceBytes::in_host(pool, bytes, block), shape, dtype)
     }
 
     /// Returns a tensor with unspecified contents (the memory's last ones), for results that are written in full.
@@ -79,17 +79,17 @@ impl Tensor {
     pub fn empty(pool: &MemoryPool, shape: &[usize], dtype: DType) -> Self {
         let bytes = byte_len(shape, dtype);
         let (block, _) = pool.take(bytes);
-        Self::over(Mirrored::in_host(pool, bytes, block), shape, dtype)
+        Self::over(HostDeviceBytes::in_host(pool, bytes, block), shape, dtype)
     }
 
     /// Returns a tensor with the contents of `block`, on a device, which must have the size of the shape. The host's
     /// copy, made when the host first reads the tensor, comes from `pool`.
     #[must_use]
     pub fn from_device(pool: &MemoryPool, shape: &[usize], dtype: DType, block: DeviceBlock) -> Self {
-        Self::over(Mirrored::on_device(pool, byte_len(shape, dtype), block), shape, dtype)
+        Self::over(HostDeviceBytes::on_device(pool, byte_len(shape, dtype), block), shape, dtype)
     }
 
-    fn over(memory: Mirrored, shape: &[usize], dtype: DType) -> Self {
+    fn over(memory: HostDeviceBytes, shape: &[usize], dtype: DType) -> Self {
         Self { storage: Storage::Pooled(Arc::new(memory)), shape: shape.to_vec(), dtype }
     }
 
@@ -133,44 +133,49 @@ impl Tensor {
     ///
     /// Access by [lines](Self::lines) makes no copy; access by blocks makes a copy that is kept.
     #[must_use]
-    pub fn apart(pool: &MemoryPool, shape: &[usize], dtype: DType, [numbers, scales]: [Place; 2]) -> Option<Self> {
+    pub fn with_split_scales(
+        pool: &MemoryPool,
+        shape: &[usize],
+        dtype: DType,
+        [numbers, scales]: [Place; 2],
+    ) -> Option<Self> {
         checked_byte_len(shape, dtype)?;
         let (&cols, outer) = shape.split_last()?;
-        let apart = Apart::new(pool, (outer.iter().product(), cols), dtype, [numbers, scales])?;
-        Some(Self { storage: Storage::Apart(Arc::new(apart)), shape: shape.to_vec(), dtype })
+        let split = SplitScales::new(pool, (outer.iter().product(), cols), dtype, [numbers, scales])?;
+        Some(Self { storage: Storage::SplitScales(Arc::new(split)), shape: shape.to_vec(), dtype })
     }
 
     /// Returns the values and the scales of its rows, if they are separate.
     #[must_use]
     pub fn lines(&self) -> Option<[Lines<'_>; 2]> {
         match &self.storage {
-            Storage::Apart(apart) => Some(apart.lines(self.cols(), self.dtype)),
+            Storage::SplitScales(split) => Some(split.lines(self.cols(), self.dtype)),
             _ => None,
         }
     }
 
     /// Returns the read-only tensor `[E, N, K]` whose matrices are those of `base`, `[E, K, N]` floats, transposed,
-    /// without a copy. With `is_in_turn` the columns of `base` alternate between the first and the second half of the
+    /// without a copy. With `is_interleaved` the columns of `base` alternate between the first and the second half of the
     /// rows. `None` if `base` has another shape or type.
     ///
-    /// Access by [`as_turned`](Self::as_turned) makes no copy; access to elements makes a copy that is kept.
+    /// Access by [`as_transposed`](Self::as_transposed) makes no copy; access to elements makes a copy that is kept.
     #[must_use]
-    pub fn turned(pool: &MemoryPool, base: Self, is_in_turn: bool) -> Option<Self> {
+    pub fn transposed(pool: &MemoryPool, base: Self, is_interleaved: bool) -> Option<Self> {
         let &[matrices, depth, columns] = base.shape() else { return None };
-        let is_meant = !base.dtype.is_quantized() && depth > 0 && (!is_in_turn || columns.is_multiple_of(2));
+        let is_meant = !base.dtype.is_quantized() && depth > 0 && (!is_interleaved || columns.is_multiple_of(2));
         let dtype = base.dtype;
         is_meant.then(|| Self {
-            storage: Storage::Turned(Arc::new(Turned::new(pool, base, is_in_turn))),
+            storage: Storage::Transposed(Arc::new(Transposed::new(pool, base, is_interleaved))),
             shape: vec![matrices, columns, depth],
             dtype,
         })
     }
 
-    /// Returns the `base` of a [transposed](Self::turned) tensor, and true if its columns alternate.
+    /// Returns the `base` of a [transposed](Self::transposed) tensor, and true if its columns alternate.
     #[must_use]
-    pub fn as_turned(&self) -> Option<(&Self, bool)> {
+    pub fn as_transposed(&self) -> Option<(&Self, bool)> {
         match &self.storage {
-            Storage::Turned(turned) => Some((&turned.base, turned.is_in_turn)),
+            Storage::Transposed(stack) => Some((&stack.base, stack.is_interleaved)),
             _ => None,
         }
     }
@@ -278,8 +283,8 @@ impl Tensor {
     pub fn stored_bytes(&self) -> usize {
         match &self.storage {
             Storage::Pieces(pieces) => pieces.list.iter().map(Self::stored_bytes).sum(),
-            Storage::Apart(apart) => apart.stored_bytes(self.rows(), self.cols(), self.dtype),
-            Storage::Pooled(_) | Storage::Foreign { .. } | Storage::Turned(_) => self.num_bytes(),
+            Storage::SplitScales(split) => split.stored_bytes(self.rows(), self.cols(), self.dtype),
+            Storage::Pooled(_) | Storage::Foreign { .. } | Storage::Transposed(_) => self.num_bytes(),
         }
     }
 
@@ -301,8 +306,8 @@ impl Tensor {
         assert_eq!(self.len(), shape.iter().product::<usize>(), "reshape {:?} to {shape:?}", self.shape);
         let is_free = match self.storage {
             Storage::Pooled(_) | Storage::Foreign { .. } | Storage::Pieces(_) => true,
-            Storage::Apart(_) => shape.last().copied() == Some(self.cols()),
-            Storage::Turned(_) => shape == self.shape,
+            Storage::SplitScales(_) => shape.last().copied() == Some(self.cols()),
+            Storage::Transposed(_) => shape == self.shape,
         };
         assert!(is_free, "rows that lie otherwise in a file: reshape {:?} to {shape:?}", self.shape);
         self.shape = shape.to_vec();
@@ -325,8 +330,8 @@ impl Tensor {
             Storage::Pooled(memory) => memory.bytes(),
             Storage::Foreign { owner, range, .. } => &(**owner).as_ref()[range.clone()],
             Storage::Pieces(pieces) => pieces.whole().bytes(),
-            Storage::Apart(apart) => apart.joined(&self.shape, self.dtype).bytes(),
-            Storage::Turned(turned) => turned.whole().bytes(),
+            Storage::SplitScales(split) => split.joined(&self.shape, self.dtype).bytes(),
+            Storage::Transposed(stack) => stack.whole().bytes(),
         }
     }
 
@@ -335,7 +340,7 @@ impl Tensor {
     pub fn is_in_host(&self) -> bool {
         match &self.storage {
             Storage::Pooled(memory) => memory.is_in_host(),
-            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::Apart(_) | Storage::Turned(_) => true,
+            Storage::Foreign { .. } | Storage::Pieces(_) | Storage::SplitScales(_) | Storage::Transposed(_) => true,
         }
     }
 
@@ -347,8 +352,8 @@ impl Tensor {
             Storage::Pooled(memory) => memory.address(device, upload),
             Storage::Foreign { device: blocks, .. } => blocks.address(device, || upload(self.bytes())),
             Storage::Pieces(pieces) => pieces.whole().device_address(device, upload),
-            Storage::Apart(apart) => apart.joined(&self.shape, self.dtype).device_address(device, upload),
-            Storage::Turned(turned) => turned.whole().device_address(device, upload),
+            Storage::SplitScales(split) => split.joined(&self.shape, self.dtype).device_address(device, upload),
+            Storage::Transposed(stack) => stack.whole().device_address(device, upload),
         }
     }
 

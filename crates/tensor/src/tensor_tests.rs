@@ -77,7 +77,7 @@ fn eight_bits(rows: usize) -> Option<Tensor> {
         Place { owner: numbers, start: 3, step: 258, rows_each: 1 },
         Place { owner: scales, start: 0, step: 8, rows_each: 2 },
     ];
-    Tensor::apart(&MemoryPool::new(), &[rows, 256], DType::F8, places)
+    Tensor::with_split_scales(&MemoryPool::new(), &[rows, 256], DType::F8, places)
 }
 
 #[test]
@@ -99,7 +99,8 @@ fn numbers_and_scales_are_where_they_were_said_to_be_and_are_joined_only_when_as
 fn rows_that_are_not_there_make_no_tensor() {
     assert!(eight_bits(5).is_none() && eight_bits(0).is_some_and(|none| none.slice::<F8Block>().is_empty()));
     let place = |len: usize, step: usize| Place { owner: Arc::new(vec![0_u8; len]), start: 0, step, rows_each: 1 };
-    let tensor = |numbers: Place, dtype| Tensor::apart(&MemoryPool::new(), &[2, 128], dtype, [numbers, place(8, 4)]);
+    let tensor =
+        |numbers: Place, dtype| Tensor::with_split_scales(&MemoryPool::new(), &[2, 128], dtype, [numbers, place(8, 4)]);
     assert!(tensor(place(256, 128), DType::F8).is_some());
     assert!(tensor(place(255, 128), DType::F8).is_none());
     assert!(tensor(place(256, usize::MAX), DType::F8).is_none());
@@ -116,16 +117,16 @@ fn the_two_tensors_of_four_bit_floats_are_made_one_and_two_again() {
 }
 
 #[test]
-fn a_transposed_stack_is_turned_only_when_it_is_asked_for() {
+fn a_transposed_stack_is_copied_in_order_only_when_it_is_asked_for() {
     let pool = MemoryPool::new();
     // Two matrices of 3 x 4.
     let base = Tensor::from_slice(&pool, &[2, 3, 4], &(0..24).map(|x| x as f32).collect::<Vec<_>>());
-    let plain = Tensor::turned(&pool, base.clone(), false).unwrap();
-    assert_eq!((plain.shape(), plain.as_turned().unwrap().0.shape()), (&[2, 4, 3][..], &[2, 3, 4][..]));
+    let plain = Tensor::transposed(&pool, base.clone(), false).unwrap();
+    assert_eq!((plain.shape(), plain.as_transposed().unwrap().0.shape()), (&[2, 4, 3][..], &[2, 3, 4][..]));
     assert_eq!(plain.f32s()[..6], [0.0, 4.0, 8.0, 1.0, 5.0, 9.0]);
     assert_eq!(plain.f32s()[21..], [15.0, 19.0, 23.0]);
-    let in_turn = Tensor::turned(&pool, base.clone(), true).unwrap();
-    assert_eq!(in_turn.f32s()[..9], [0.0, 4.0, 8.0, 2.0, 6.0, 10.0, 1.0, 5.0, 9.0]);
-    assert!(Tensor::turned(&pool, base.clone().reshaped(&[8, 3]), false).is_none());
-    assert!(Tensor::turned(&pool, base.reshaped(&[2, 4, 3]), true).is_none());
+    let interleaved = Tensor::transposed(&pool, base.clone(), true).unwrap();
+    assert_eq!(interleaved.f32s()[..9], [0.0, 4.0, 8.0, 2.0, 6.0, 10.0, 1.0, 5.0, 9.0]);
+    assert!(Tensor::transposed(&pool, base.clone().reshaped(&[8, 3]), false).is_none());
+    assert!(Tensor::transposed(&pool, base.reshaped(&[2, 4, 3]), true).is_none());
 }

@@ -57,7 +57,7 @@ impl Optimizer {
     #[must_use]
     pub fn new(ctx: &Context, config: AdamWConfig, table: &Arc<WeightTable>, params: &dyn ParamSet) -> Self {
         let moment = |(spec, tensor): (&WeightSpec, &Tensor)| {
-            ctx.zeros_there(if spec.is_trainable { tensor.shape() } else { &[0] }, DType::F32)
+            ctx.zeros_on_device(if spec.is_trainable { tensor.shape() } else { &[0] }, DType::F32)
         };
         let moments = || table.specs().iter().zip(params.params()).map(moment).collect();
         Self { config, table: Arc::clone(table), first: moments(), second: moments(), updates: 0 }

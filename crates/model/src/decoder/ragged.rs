@@ -8,7 +8,7 @@ use moeworks_ops::elementwise::copy_rows;
 use moeworks_tensor::{DType, Tensor};
 
 use super::Decoder;
-use crate::layers::pieces::Pieces;
+use crate::layers::segments::Segments;
 use crate::layers::{ResidualStream, Sequences};
 use crate::mode::Mode;
 use crate::paged_kv_cache::PagedKvCache;
@@ -47,7 +47,7 @@ impl Decoder {
         let gathered = self.stage.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
         let num_rows = parts.iter().map(SequencePart::num_logits).sum();
-        let mut logits = ctx.zeros_there(&[num_rows, self.config().vocab_size], DType::F32);
+        let mut logits = ctx.zeros_on_device(&[num_rows, self.config().vocab_size], DType::F32);
         let mut first_rows = Vec::new();
         let mut next_row = 0;
         for part in parts {
@@ -84,10 +84,10 @@ impl Decoder {
         hook: Option<RoutingHook<'_>>,
     ) -> Tensor {
         let ids: Vec<u32> = parts.iter().flat_map(|part| part.ids).copied().collect();
-        let pieces = Pieces::paged(parts, cache.block_len());
+        let segments = Segments::paged(parts, cache.block_len());
         let sequences = Sequences::whole(1, ids.len());
         let mut pass = self.pass(ctx, weights, Mode::Infer, sequences, Ids::Known(&ids), None);
-        self.stage.set_pieces(&mut pass, pieces);
+        self.stage.set_segments(&mut pass, segments);
         let expert_ids = concat_expert_ids(ctx, parts);
         pass.expert_ids = &expert_ids;
         let stream = ResidualStream { x: self.stage.embed(&pass, weights, Ids::Known(&ids)), router_logits: None };
@@ -96,7 +96,7 @@ impl Decoder {
         if num_rows == 0 {
             return ctx.empty(&[0, self.config().vocab_size], DType::F32);
         }
-        let mut wanted = ctx.empty_there(&[num_rows, self.config().width], DType::F32);
+        let mut wanted = ctx.empty_on_device(&[num_rows, self.config().width], DType::F32);
         let (mut end, mut row) = (0, 0);
         for part in parts {
             end += part.ids.len();

@@ -68,7 +68,7 @@ pub(super) fn lent(ctx: &Context, reader: &SliceReader<'_>, slice: &TensorSlice)
     let owner: Bytes = Arc::new(scales);
     let scales = Place { owner, start: 0, step: cols / F8_BLOCK_LEN * 4, rows_each: F8_BLOCK_LEN };
     let numbers = reader.files.get(&slice.name)?.0.lines(&slice.name, cols)?;
-    Ok(Tensor::apart(ctx.pool(), &slice.shape, DType::F8, [numbers, scales]))
+    Ok(Tensor::with_split_scales(ctx.pool(), &slice.shape, DType::F8, [numbers, scales]))
 }
 
 /// Dequantizes a checked slice into `out`.

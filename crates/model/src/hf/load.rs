@@ -82,8 +82,8 @@ impl ModelFolder {
 ///
 /// Matrices are borrowed from the mapped files wherever no tensors have to be joined, and are then read-only: for
 /// training make a [`DecoderWeights::compute_copy`]. Experts stored one by one make a tensor [of
-/// pieces](Tensor::pieces). The values and scales of MXFP4 and FP8 matrices [stay where they are](Tensor::apart), and
-/// stacks that are transposed on disk [stay so](Tensor::turned).
+/// pieces](Tensor::pieces). The values and scales of MXFP4 and FP8 matrices [stay where they
+/// are](Tensor::with_split_scales), and stacks that are transposed on disk [stay so](Tensor::transposed).
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
     let ModelFolder { family, config, unknown_keys, .. } = ModelFolder::open(dir)?;
     warn_of_keys(&dir.join("config.json"), &unknown_keys);
@@ -257,7 +257,7 @@ impl Loader<'_> {
             return Ok(None);
         }
         let base = self.reader.lent(self.ctx, name)?;
-        Ok(base.and_then(|base| Tensor::turned(self.ctx.pool(), base, view.is_interleaved)))
+        Ok(base.and_then(|base| Tensor::transposed(self.ctx.pool(), base, view.is_interleaved)))
     }
 
     fn copy_together(&self, halves: &mut [Tensor; 2]) {

@@ -2,8 +2,8 @@
 //! 16]` with two neighbouring values a byte, the first in its low half, and `NAME_scales` is U8 `[E, rows, blocks]`.
 //! A block has 32 values.
 //!
-//! Products read values and scales [from the mapped file](Tensor::apart). A matrix whose gate and up rows alternate
-//! is read as two matrices with twice the row stride.
+//! Products read values and scales [from the mapped file](Tensor::with_split_scales). A matrix whose gate and up rows
+//! alternate is read as two matrices with twice the row stride.
 
 use moeworks_ops::Context;
 use moeworks_tensor::{BLOCK_LEN, DType, Mxfp4Block, Place, Tensor};
@@ -62,7 +62,7 @@ pub(super) fn read(
     let tensor = if view.is_interleaved {
         interleaved(ctx, &slice.shape, view, &places)
     } else {
-        Tensor::apart(ctx.pool(), &slice.shape, DType::Mxfp4, places)
+        Tensor::with_split_scales(ctx.pool(), &slice.shape, DType::Mxfp4, places)
     };
     Ok(tensor.expect("tensors whose shapes have been checked"))
 }
@@ -74,7 +74,12 @@ fn interleaved(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2]) 
             let start = place.start + first_row * place.step;
             Place { owner: place.owner.clone(), start, step: 2 * place.step, ..*place }
         };
-        Tensor::apart(ctx.pool(), &[view.rows / 2, view.cols], DType::Mxfp4, [&places[0], &places[1]].map(every_other))
+        Tensor::with_split_scales(
+            ctx.pool(),
+            &[view.rows / 2, view.cols],
+            DType::Mxfp4,
+            [&places[0], &places[1]].map(every_other),
+        )
     };
     let halves: Option<Vec<Tensor>> =
         (0..view.matrices).flat_map(|matrix| [0, 1].map(|turn| half(matrix * view.rows + turn))).collect();

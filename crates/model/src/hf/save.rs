@@ -311,10 +311,10 @@ impl<'a> OnDiskList<'a> {
     fn add_lent(&mut self, tensor: &'a Tensor, dtype: Option<FileDType>, slices: Vec<TensorSlice>) {
         let count = slices.len();
         let dtypes = DTypes { ours: tensor.dtype().into(), on_disk: dtype };
-        self.add(dtypes, slices, |part, slice| match (tensor.as_turned(), slice.view) {
+        self.add(dtypes, slices, |part, slice| match (tensor.as_transposed(), slice.view) {
             // A stack that is transposed in memory as on disk is written as it is.
-            (Some((base, is_in_turn)), Some(view))
-                if view.is_transposed() && view.is_interleaved == is_in_turn && base.shape() == slice.shape =>
+            (Some((base, is_interleaved)), Some(view))
+                if view.is_transposed() && view.is_interleaved == is_interleaved && base.shape() == slice.shape =>
             {
                 Part { bytes: PartBytes::Lent(base.bytes()), view: None }
             }

@@ -176,24 +176,24 @@ impl AttentionBlock {
     /// Attends among the tokens of the pass, separately in each sequence or segment.
     fn attend_own(&self, pass: &Pass<'_>, [q, k, v]: &[Tensor; 3], sinks: Option<&Tensor>) -> AttentionOutput {
         let inputs = RaggedInputs { q, k, v, sinks };
-        let Some(pieces) = &pass.pieces else {
+        let Some(segments) = &pass.segments else {
             let len = pass.sequences.len;
             return attend(pass, inputs, &self.shape(pass, len, len));
         };
-        let sequences = pieces.own_sequences();
+        let sequences = segments.own_sequences();
         let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
         attention_ragged(pass.ctx, inputs, &shape)
     }
 
     /// Writes the next tokens `normed [T, D]` of paged sequences to their blocks, and returns the heads' outputs.
     fn attend_paged(&self, pass: &Pass<'_>, w: &AttentionWeights, normed: &Tensor, layer: &mut PagedLayer) -> Tensor {
-        let pieces = pass.pieces.as_ref().expect("a paged pass has pieces");
+        let segments = pass.segments.as_ref().expect("a paged pass has segments");
         match (&self.inputs, &w.inputs) {
             (Inputs::Heads(heads), AttentionInputs::Heads(inputs)) => {
                 let ([q, k, v], _) = heads.forward(pass, inputs, normed);
-                layer.write(pass.ctx, &[&k, &v], pieces.runs());
+                layer.write(pass.ctx, &[&k, &v], segments.runs());
                 let [keys, values] = layer.kept() else { unreachable!("keys and values were written") };
-                let sequences = pieces.paged_sequences();
+                let sequences = segments.paged_sequences();
                 let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
                 let inputs = RaggedInputs { q: &q, k: keys, v: values, sinks: w.sinks.as_ref() };
                 attention_ragged(pass.ctx, inputs, &shape).o
@@ -229,14 +229,14 @@ impl AttentionBlock {
     ) -> ([Tensor; 3], Option<Vec<f32>>) {
         let ctx = pass.ctx;
         let inputs = RaggedInputs { q, k, v, sinks: sinks.as_ref().map(|grads| grads.sinks) };
-        let Some(pieces) = &pass.pieces else {
+        let Some(segments) = &pass.segments else {
             let shape = self.shape(pass, pass.sequences.len, pass.sequences.len);
             if let Some(SinkGrads { sinks, d_sinks }) = sinks {
                 sinks_backward(ctx, d_o, output.saved(), sinks, &shape, write, d_sinks);
             }
             return attend_backward(pass, d_o, inputs, output, &shape);
         };
-        let sequences = pieces.own_sequences();
+        let sequences = segments.own_sequences();
         let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
         let grads = attention_ragged_backward(ctx, d_o, inputs, output, &shape);
         if let Some(SinkGrads { sinks, d_sinks }) = sinks {

@@ -149,24 +149,24 @@ impl Latent {
         heads: AttentionHeads,
         sinks: Option<&Tensor>,
     ) -> Tensor {
-        let (ctx, pieces) = (pass.ctx, pass.pieces.as_ref().expect("a paged pass has pieces"));
+        let (ctx, segments) = (pass.ctx, pass.segments.as_ref().expect("a paged pass has segments"));
         let (q, _) = self.queries(pass, w, normed);
         let (kv, key) = self.narrowed(pass, w, normed);
         let row = self.joined(ctx, &kv.normed, &key);
         // A cache on the GPU would be copied to the host for each token.
         let place = &if is_for_host(ctx, row.cols(), row.dtype()) { ctx.on_host() } else { ctx.clone() };
-        layer.write(place, &[&row], pieces.runs());
-        let is_cheaper_wide = pieces.all(|count, held| self.should_widen(count, held));
-        if pieces.begin_here() && is_cheaper_wide && !ctx.is_batch_invariant() {
+        layer.write(place, &[&row], segments.runs());
+        let is_cheaper_wide = segments.all(|count, held| self.should_widen(count, held));
+        if segments.begin_here() && is_cheaper_wide && !ctx.is_batch_invariant() {
             let (k, v) = self.widened(ctx, w, &kv.normed, &key);
-            let sequences = pieces.own_sequences();
+            let sequences = segments.own_sequences();
             let shape = RaggedShape { heads, sequences: &sequences };
             return attention_ragged(ctx, RaggedInputs { q: &q, k: &k, v: &v, sinks }, &shape).o;
         }
         let kv = &*numbers_of_kv(place, w, q.dtype());
         let (q, kept, dim) = (self.narrow_queries(place, &q, kv), &layer.kept()[0], self.row_dim());
         let heads = AttentionHeads { num_kv_heads: 1, head_dim: dim, value_dim: dim, ..heads };
-        let sequences = pieces.paged_sequences();
+        let sequences = segments.paged_sequences();
         let shape = RaggedShape { heads, sequences: &sequences };
         let sums = attention_ragged(ctx, RaggedInputs { q: &q, k: kept, v: kept, sinks }, &shape).o;
         self.widened_sums(place, &sums, kv)
@@ -174,7 +174,7 @@ impl Latent {
 
     /// Up-projects the heads' sums of latent vectors to values, `[T, H w]`.
     fn widened_sums(&self, place: &Context, sums: &Tensor, kv: &Tensor) -> Tensor {
-        let mut o = place.empty_there(&[sums.rows(), self.num_heads * self.value_dim], sums.dtype());
+        let mut o = place.empty_on_device(&[sums.rows(), self.num_heads * self.value_dim], sums.dtype());
         let parts = HeadParts {
             count: self.num_heads,
             x: Columns { start: 0, step: self.row_dim() },
@@ -214,9 +214,9 @@ impl Latent {
     fn narrowed(&self, pass: &Pass<'_>, w: &LatentWeights, normed: &Tensor) -> (Narrow, Tensor) {
         let (ctx, dtype, rank) = (pass.ctx, attended_type(pass.ctx, w.q.dtype()), self.sizes.kv_rank);
         let down = project(ctx, normed, &w.kv_down, dtype);
-        let mut x = ctx.empty_there(&[normed.rows(), rank], dtype);
+        let mut x = ctx.empty_on_device(&[normed.rows(), rank], dtype);
         copy_columns(ctx, Blocks { count: 1, width: rank }, &down, at(0), &mut x, at(0));
-        let mut key = ctx.zeros_there(&[normed.rows(), self.key_dim()], dtype);
+        let mut key = ctx.zeros_on_device(&[normed.rows(), self.key_dim()], dtype);
         copy_columns(ctx, self.rotated_part(), &down, at(rank), &mut key, at(self.sizes.plain_dim));
         Self::turn(pass, &mut key, Rotation::Forward);
         (self.narrow(ctx, x, &w.kv_norm), key)
@@ -230,10 +230,10 @@ impl Latent {
     fn widened(&self, ctx: &Context, w: &LatentWeights, narrow: &Tensor, key: &Tensor) -> (Tensor, Tensor) {
         let (rows, plain) = (narrow.rows(), self.sizes.plain_dim);
         let heads = linear(ctx, narrow, &w.kv, narrow.dtype());
-        let mut k = ctx.empty_there(&[rows, self.num_heads * self.key_dim()], narrow.dtype());
+        let mut k = ctx.empty_on_device(&[rows, self.num_heads * self.key_dim()], narrow.dtype());
         copy_columns(ctx, self.per_head(plain), &heads, self.wide_columns(0), &mut k, self.key_columns(0));
         copy_columns(ctx, self.per_head(self.sizes.rotary_dim), key, at(plain), &mut k, self.key_columns(plain));
-        let mut v = ctx.empty_there(&[rows, self.num_heads * self.value_dim], narrow.dtype());
+        let mut v = ctx.empty_on_device(&[rows, self.num_heads * self.value_dim], narrow.dtype());
         let to = Columns { start: 0, step: self.value_dim };
         copy_columns(ctx, self.per_head(self.value_dim), &heads, self.wide_columns(plain), &mut v, to);
         (k, v)
@@ -242,7 +242,7 @@ impl Latent {
     /// Joins the cached row of tokens, `[T, L + R]`: the latent vector and the rotated part.
     fn joined(&self, ctx: &Context, narrow: &Tensor, key: &Tensor) -> Tensor {
         let rank = self.sizes.kv_rank;
-        let mut row = ctx.empty_there(&[narrow.rows(), self.row_dim()], narrow.dtype());
+        let mut row = ctx.empty_on_device(&[narrow.rows(), self.row_dim()], narrow.dtype());
         copy_columns(ctx, Blocks { count: 1, width: rank }, narrow, at(0), &mut row, at(0));
         copy_columns(ctx, self.rotated_part(), key, at(self.sizes.plain_dim), &mut row, at(rank));
         row
@@ -251,11 +251,11 @@ impl Latent {
     /// Splits the first `count` rows that [`joined`](Self::joined) made, which are in the memory of `place`.
     fn parted(&self, ctx: &Context, place: &Context, kept: &Tensor, count: usize) -> (Tensor, Tensor) {
         let (rank, dtype) = (self.sizes.kv_rank, kept.dtype());
-        let mut rows = place.empty_there(&[count, self.row_dim()], dtype);
+        let mut rows = place.empty_on_device(&[count, self.row_dim()], dtype);
         copy_rows(place, kept, 0, &mut rows, 0, count);
-        let mut narrow = ctx.empty_there(&[count, rank], dtype);
+        let mut narrow = ctx.empty_on_device(&[count, rank], dtype);
         copy_columns(ctx, Blocks { count: 1, width: rank }, &rows, at(0), &mut narrow, at(0));
-        let mut key = ctx.zeros_there(&[count, self.key_dim()], dtype);
+        let mut key = ctx.zeros_on_device(&[count, self.key_dim()], dtype);
         copy_columns(ctx, self.rotated_part(), &rows, at(rank), &mut key, at(self.sizes.plain_dim));
         (narrow, key)
     }
@@ -263,7 +263,7 @@ impl Latent {
     /// Down-projects queries to attend to cached rows, `[T, H (L + R)]`.
     fn narrow_queries(&self, ctx: &Context, q: &Tensor, kv: &Tensor) -> Tensor {
         let (rank, step) = (self.sizes.kv_rank, self.row_dim());
-        let mut narrow = ctx.empty_there(&[q.rows(), self.num_heads * step], q.dtype());
+        let mut narrow = ctx.empty_on_device(&[q.rows(), self.num_heads * step], q.dtype());
         let parts = HeadParts {
             count: self.num_heads,
             x: self.key_columns(0),
@@ -328,7 +328,7 @@ impl Latent {
         d_norm: &mut Tensor,
     ) -> (Tensor, Tensor) {
         let rows = dk.rows();
-        let mut d_heads = ctx.empty_there(&[rows, self.num_heads * self.wide_dim()], DType::F32);
+        let mut d_heads = ctx.empty_on_device(&[rows, self.num_heads * self.wide_dim()], DType::F32);
         let (plain, rank, rotary) = (self.sizes.plain_dim, self.sizes.kv_rank, self.sizes.rotary_dim);
         let (from, to) = (self.key_columns(0), self.wide_columns(0));
         copy_columns(ctx, self.per_head(plain), dk, from, &mut d_heads, to);
@@ -336,7 +336,7 @@ impl Latent {
         copy_columns(ctx, self.per_head(self.value_dim), dv, from, &mut d_heads, self.wide_columns(plain));
         let d_narrow = linear_backward_input(ctx, &d_heads, &w.kv, DType::F32);
         let d_narrow = rms_norm_backward(ctx, &d_narrow, &narrow.x, &w.kv_norm, &narrow.inv_rms, write, d_norm);
-        let mut d_down = ctx.zeros_there(&[rows, rank + rotary], DType::F32);
+        let mut d_down = ctx.zeros_on_device(&[rows, rank + rotary], DType::F32);
         copy_columns(ctx, Blocks { count: 1, width: rank }, &d_narrow, at(0), &mut d_down, at(0));
         let (from, to) = (self.key_columns(plain), at(rank));
         add_columns(ctx, self.per_head(rotary), dk, from, &mut d_down, to);

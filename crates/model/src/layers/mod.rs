@@ -12,9 +12,9 @@ mod latent;
 pub(crate) mod layer;
 pub(crate) mod norm;
 mod pass;
-pub(crate) mod pieces;
 mod projection;
 pub(crate) mod relative;
+pub(crate) mod segments;
 pub(crate) mod weight_grads;
 
 pub use cross::EncoderOutput;

@@ -11,8 +11,8 @@ use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
 use super::cross::EncoderOutput;
 use super::layer::{Flow, Layer};
-use super::pieces::Pieces;
 use super::relative::Relative;
+use super::segments::Segments;
 use crate::mode::Mode;
 use crate::pass::{PassOptions, RouterNoise};
 use crate::tensor_ranks::TensorRanks;
@@ -128,7 +128,7 @@ pub(crate) struct Pass<'a> {
     pub(crate) mode: Mode,
     pub(crate) sequences: Sequences,
     /// The segments that do not attend to each other, if these are not the sequences.
-    pub(crate) pieces: Option<Pieces>,
+    pub(crate) segments: Option<Segments>,
     /// `[T]` u32: the position of each token in its sequence.
     pub(crate) positions: Tensor,
     /// The rotary table; none without a rotary embedding.
@@ -152,7 +152,7 @@ impl<'a> Pass<'a> {
         Self {
             ctx,
             mode,
-            pieces: None,
+            segments: None,
             positions: sequences.positions(ctx),
             rope: None,
             relative: None,

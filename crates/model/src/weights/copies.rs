@@ -55,7 +55,7 @@ impl DecoderWeights {
     pub fn zero_gradients(&self, ctx: &Context, experts: DType) -> Self {
         self.map(|role, tensor| {
             let is_of_matrices = role.is_product() && role.is_of_experts();
-            ctx.zeros_there(tensor.shape(), if is_of_matrices { experts } else { DType::F32 })
+            ctx.zeros_on_device(tensor.shape(), if is_of_matrices { experts } else { DType::F32 })
         })
     }
 

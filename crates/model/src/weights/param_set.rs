@@ -99,7 +99,7 @@ pub trait ParamSet {
         let gradients = self.map_params(table, |spec, tensor| {
             let is_of_matrices = spec.role.is_product() && spec.role.is_of_experts();
             let shape = if table.skips_gradient(spec) { &[0] } else { tensor.shape() };
-            ctx.zeros_there(shape, if is_of_matrices { experts } else { DType::F32 })
+            ctx.zeros_on_device(shape, if is_of_matrices { experts } else { DType::F32 })
         });
         gradients.without_states(ctx)
     }

@@ -146,8 +146,8 @@ pub fn attention_ragged(ctx: &Context, inputs: AttentionInputs<'_>, shape: &Ragg
     shape.check(&inputs);
     let AttentionHeads { num_heads, value_dim, .. } = shape.heads;
     let rows = shape.num_queries();
-    let mut o = ctx.empty_there(&[rows, num_heads * value_dim], inputs.q.dtype());
-    let mut lse = ctx.empty_there(&[rows * num_heads, 1], DType::F32);
+    let mut o = ctx.empty_on_device(&[rows, num_heads * value_dim], inputs.q.dtype());
+    let mut lse = ctx.empty_on_device(&[rows * num_heads, 1], DType::F32);
     if On::of(ctx).is_none() {
         run(ctx, &inputs, &shape.sequences(), [&mut o, &mut lse]);
         return AttentionOutput { o, lse };
@@ -200,7 +200,7 @@ fn backward_one_by_one(
     output: &AttentionOutput,
     shape: &RaggedShape<'_>,
 ) -> AttentionGrads {
-    let [mut dq, mut dk, mut dv] = [inputs.q, inputs.k, inputs.v].map(|x| ctx.zeros_there(x.shape(), DType::F32));
+    let [mut dq, mut dk, mut dv] = [inputs.q, inputs.k, inputs.v].map(|x| ctx.zeros_on_device(x.shape(), DType::F32));
     let num_heads = shape.heads.num_heads;
     for sequence in shape.sequences().iter().filter(|sequence| sequence.num_queries > 0) {
         let KeyRows::Consecutive { first: first_key } = sequence.keys else {
@@ -277,7 +277,7 @@ impl OwnRows {
 
 /// Returns a copy of `count` rows from `first` on.
 fn rows_of(ctx: &Context, x: &Tensor, first: usize, count: usize) -> Tensor {
-    let mut rows = ctx.empty_there(&[count, x.cols()], x.dtype());
+    let mut rows = ctx.empty_on_device(&[count, x.cols()], x.dtype());
     copy_rows(ctx, x, first, &mut rows, 0, count);
     rows
 }

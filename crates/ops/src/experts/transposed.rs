@@ -124,8 +124,8 @@ mod tests {
         let (d, f, e) = (36, 70, 3);
         let x = tensor(ctx, &[num_tokens, d], &numbers(num_tokens * d, 1), DType::F32);
         let base = |shape: [usize; 3], seed| tensor(ctx, &shape, &numbers(shape.iter().product(), seed), dtype);
-        let gate_up = Tensor::turned(ctx.pool(), base([e, d, 2 * f], 2), true).expect("a stack");
-        let down = Tensor::turned(ctx.pool(), base([e, f, d], 3), false).expect("a stack");
+        let gate_up = Tensor::transposed(ctx.pool(), base([e, d, 2 * f], 2), true).expect("a stack");
+        let down = Tensor::transposed(ctx.pool(), base([e, f, d], 3), false).expect("a stack");
         let copies = [&gate_up, &down].map(|stack| stack.clone().copied(ctx.pool()));
         let biases =
             [(2 * f, 4), (d, 5)].map(|(len, seed)| tensor(ctx, &[e, len], &numbers(e * len, seed), DType::F32));

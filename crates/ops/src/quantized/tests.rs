@@ -92,7 +92,7 @@ fn parted(ctx: &Context, blocks: &Tensor) -> Option<Tensor> {
     }
     let place = |bytes: Vec<u8>, start, step| Place { owner: Arc::new(bytes), start, step, rows_each: 1 };
     let places = [place(numbers, 3, steps[0]), place(scales, 1, steps[1])];
-    Some(Tensor::apart(ctx.pool(), blocks.shape(), blocks.dtype(), places).expect("rows that are there"))
+    Some(Tensor::with_split_scales(ctx.pool(), blocks.shape(), blocks.dtype(), places).expect("rows that are there"))
 }
 
 #[test]

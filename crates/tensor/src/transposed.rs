@@ -6,17 +6,17 @@ use crate::pool::MemoryPool;
 use crate::tensor::Tensor;
 
 /// A stack in the file's order, and its transposed copy made on first use.
-pub(crate) struct Turned {
+pub(crate) struct Transposed {
     /// `[E, K, N]`
     pub(crate) base: Tensor,
-    pub(crate) is_in_turn: bool,
+    pub(crate) is_interleaved: bool,
     pool: MemoryPool,
     whole: OnceLock<Tensor>,
 }
 
-impl Turned {
-    pub(crate) fn new(pool: &MemoryPool, base: Tensor, is_in_turn: bool) -> Self {
-        Self { base, is_in_turn, pool: pool.clone(), whole: OnceLock::new() }
+impl Transposed {
+    pub(crate) fn new(pool: &MemoryPool, base: Tensor, is_interleaved: bool) -> Self {
+        Self { base, is_interleaved, pool: pool.clone(), whole: OnceLock::new() }
     }
 
     /// Returns the transposed copy, `[E, N, K]`.
@@ -36,7 +36,7 @@ impl Turned {
         let len = (columns * depth).max(1);
         for (from, to) in from.chunks_exact(len).zip(to.chunks_exact_mut(len)) {
             for (row, to) in to.chunks_exact_mut(depth).enumerate() {
-                let column = if self.is_in_turn { row % (columns / 2) * 2 + row / (columns / 2) } else { row };
+                let column = if self.is_interleaved { row % (columns / 2) * 2 + row / (columns / 2) } else { row };
                 to.iter_mut().zip(from[column..].iter().step_by(columns)).for_each(|(to, from)| *to = *from);
             }
         }

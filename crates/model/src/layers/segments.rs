@@ -9,7 +9,7 @@ use crate::pass::SequencePart;
 
 /// Consecutive tokens of a pass that belong to one sequence or document.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct Segment {
     /// The number of tokens.
     pub(crate) len: usize,
     /// The position of the first token in its sequence.
@@ -20,43 +20,43 @@ pub(crate) struct Piece {
 
 /// The segments of a pass, in the order of its tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Pieces {
-    pieces: Vec<Piece>,
+pub(crate) struct Segments {
+    segments: Vec<Segment>,
     /// The number of tokens of a block of the paged cache; 0 without one.
     block_len: usize,
     /// The rows of the paged cache that the tokens are written to.
     runs: Vec<RowRun>,
 }
 
-impl Pieces {
+impl Segments {
     /// Returns documents of these lengths, each from position 0 on.
     pub(crate) fn documents(lens: &[usize]) -> Self {
-        let pieces = lens.iter().map(|&len| Piece { len, start: 0, blocks: Vec::new() }).collect();
-        Self { pieces, block_len: 0, runs: Vec::new() }
+        let segments = lens.iter().map(|&len| Segment { len, start: 0, blocks: Vec::new() }).collect();
+        Self { segments, block_len: 0, runs: Vec::new() }
     }
 
     /// Returns the next tokens of sequences in a paged cache with blocks of `block_len` tokens.
     pub(crate) fn paged(parts: &[SequencePart<'_>], block_len: usize) -> Self {
         let mut runs = Vec::new();
         let mut first = 0;
-        let piece = |part: &SequencePart<'_>| {
+        let segment = |part: &SequencePart<'_>| {
             let SequencePart { ids, start, blocks, .. } = *part;
             runs.extend(row_runs(first, start, ids.len(), blocks, block_len));
             first += ids.len();
-            Piece { len: ids.len(), start, blocks: blocks.to_vec() }
+            Segment { len: ids.len(), start, blocks: blocks.to_vec() }
         };
-        let pieces = parts.iter().map(piece).collect();
-        Self { pieces, block_len, runs }
+        let segments = parts.iter().map(segment).collect();
+        Self { segments, block_len, runs }
     }
 
     /// Returns the number of tokens, T.
     pub(crate) fn num_tokens(&self) -> usize {
-        self.pieces.iter().map(|piece| piece.len).sum()
+        self.segments.iter().map(|segment| segment.len).sum()
     }
 
     /// Returns the position after the last token of the longest sequence.
     pub(crate) fn longest_end(&self) -> usize {
-        self.pieces.iter().map(|piece| piece.start + piece.len).max().unwrap_or(0)
+        self.segments.iter().map(|segment| segment.start + segment.len).max().unwrap_or(0)
     }
 
     /// Returns the rows of the paged cache that the tokens are written to.
@@ -66,37 +66,37 @@ impl Pieces {
 
     /// Returns true if every sequence begins in this pass.
     pub(crate) fn begin_here(&self) -> bool {
-        self.pieces.iter().all(|piece| piece.start == 0)
+        self.segments.iter().all(|segment| segment.start == 0)
     }
 
     /// Returns true if `rule` holds for every segment, given its number of tokens and that of its sequence so far.
     pub(crate) fn all(&self, rule: impl Fn(usize, usize) -> bool) -> bool {
-        self.pieces.iter().all(|piece| rule(piece.len, piece.start + piece.len))
+        self.segments.iter().all(|segment| rule(segment.len, segment.start + segment.len))
     }
 
     /// Returns the position of each token in its sequence, `[T]` u32.
     pub(crate) fn positions(&self, ctx: &Context) -> Tensor {
         let mut positions = ctx.empty(&[self.num_tokens()], DType::U32);
-        let of_pieces = self.pieces.iter().flat_map(|piece| piece.start..piece.start + piece.len);
-        positions.u32s_mut().iter_mut().zip(of_pieces).for_each(|(to, position)| *to = position as u32);
+        let each = self.segments.iter().flat_map(|segment| segment.start..segment.start + segment.len);
+        positions.u32s_mut().iter_mut().zip(each).for_each(|(to, position)| *to = position as u32);
         positions
     }
 
     /// Returns the sequences of attention with the rows of this pass as keys: all sequences begin in it.
     pub(crate) fn own_sequences(&self) -> Vec<RaggedSequence<'static>> {
         let mut first = 0;
-        let sequence = |piece: &Piece| {
+        let sequence = |segment: &Segment| {
             let keys = KeyRows::Consecutive { first };
-            first += piece.len;
-            RaggedSequence { num_queries: piece.len, num_keys: piece.len, keys }
+            first += segment.len;
+            RaggedSequence { num_queries: segment.len, num_keys: segment.len, keys }
         };
-        self.pieces.iter().map(sequence).collect()
+        self.segments.iter().map(sequence).collect()
     }
 
     /// Returns the sequences of attention with keys in the blocks of a paged cache.
     pub(crate) fn paged_sequences(&self) -> Vec<RaggedSequence<'_>> {
-        let mut sequences = Vec::with_capacity(self.pieces.len());
-        for Piece { len, start, blocks } in &self.pieces {
+        let mut sequences = Vec::with_capacity(self.segments.len());
+        for Segment { len, start, blocks } in &self.segments {
             let keys = KeyRows::Blocks { blocks, block_len: self.block_len };
             sequences.push(RaggedSequence { num_queries: *len, num_keys: start + len, keys });
         }
@@ -112,10 +112,10 @@ mod tests {
     fn positions_go_on_in_each_sequence() {
         let blocks = [3, 1];
         let part = |ids, start| SequencePart { ids, start, blocks: &blocks, ..SequencePart::default() };
-        let pieces = Pieces::paged(&[part(&[7, 8], 3), part(&[9], 0)], 4);
+        let segments = Segments::paged(&[part(&[7, 8], 3), part(&[9], 0)], 4);
         let ctx = Context::cpu(1);
-        assert_eq!(pieces.positions(&ctx).u32s(), [3, 4, 0]);
-        assert_eq!((pieces.num_tokens(), pieces.longest_end(), pieces.begin_here()), (3, 5, false));
-        assert_eq!(Pieces::documents(&[2, 3]).positions(&ctx).u32s(), [0, 1, 0, 1, 2]);
+        assert_eq!(segments.positions(&ctx).u32s(), [3, 4, 0]);
+        assert_eq!((segments.num_tokens(), segments.longest_end(), segments.begin_here()), (3, 5, false));
+        assert_eq!(Segments::documents(&[2, 3]).positions(&ctx).u32s(), [0, 1, 0, 1, 2]);
     }
 }

@@ -91,13 +91,13 @@ impl Place {
 }
 
 /// The storage of a tensor with separate values and scales, and the blocks made of them on first use.
-pub(crate) struct Apart {
+pub(crate) struct SplitScales {
     places: [Place; 2],
     pool: MemoryPool,
     joined: OnceLock<Tensor>,
 }
 
-impl Apart {
+impl SplitScales {
     /// Makes the storage; none if a line is missing, or for a type without separate scales.
     pub(crate) fn new(
         pool: &MemoryPool,
@@ -111,12 +111,12 @@ impl Apart {
     }
 
     pub(crate) fn lines(&self, cols: usize, dtype: DType) -> [Lines<'_>; 2] {
-        let lens = line_lens(dtype, cols).expect("types that can be apart");
+        let lens = line_lens(dtype, cols).expect("types with scales of their own");
         [self.places[0].lines(lens[0]), self.places[1].lines(lens[1])]
     }
 
     pub(crate) fn stored_bytes(&self, rows: usize, cols: usize, dtype: DType) -> usize {
-        let lens = line_lens(dtype, cols).expect("types that can be apart");
+        let lens = line_lens(dtype, cols).expect("types with scales of their own");
         self.places.iter().zip(lens).map(|(place, len)| rows.div_ceil(place.rows_each) * len).sum()
     }
 

@@ -61,14 +61,14 @@ impl DeviceBlocks {
 }
 
 /// Pooled host memory, with copies on devices.
-pub(crate) struct Mirrored {
+pub(crate) struct HostDeviceBytes {
     pool: MemoryPool,
     bytes: usize,
     host: OnceLock<PooledBytes>,
     device: DeviceBlocks,
 }
 
-impl Mirrored {
+impl HostDeviceBytes {
     /// Makes memory with its contents on the host.
     pub(crate) fn in_host(pool: &MemoryPool, bytes: usize, block: PooledBytes) -> Self {
         Self { pool: pool.clone(), bytes, host: OnceLock::from(block), device: DeviceBlocks::default() }
@@ -120,5 +120,5 @@ impl Mirrored {
 }
 
 #[cfg(test)]
-#[path = "mirror_tests.rs"]
+#[path = "host_device_tests.rs"]
 mod tests;
