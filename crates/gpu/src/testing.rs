@@ -17,8 +17,8 @@ impl Gpu {
     /// older GPU and of Hopper, and the first GPU. Says once which of them are missing.
     ///
     /// A test has one of them in the usual order of a block's threads and the other one in reverse. Which one is
-    /// reversed follows from the test's name, so that each kernel meets both orders in some test. With `MOEWORKS_FULL`
-    /// a test has both in both orders; `MOEWORKS_NO_EMULATION` leaves the emulation out.
+    /// reversed follows from the test's name, so that each kernel meets both orders in some test. With
+    /// `MOEWORKS_FULL` a test has both in both orders; `MOEWORKS_NO_EMULATION` leaves the emulation out.
     ///
     /// # Panics
     ///

@@ -40,8 +40,8 @@ pub use weight_grad::{ExpertGrads, WeightGradInputs, experts_weight_grad, expert
 
 /// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken.
 /// For inference they may be [`quantized`]. A stack [of pieces](Tensor::pieces), a matrix or two halves of one each,
-/// is read where these lie by the forward pass, and so are stacks that are [turned](Tensor::transposed), of gate and up
-/// in turn.
+/// is read where these lie by the forward pass, and so are stacks that are [turned](Tensor::transposed), of gate and
+/// up in turn.
 #[derive(Clone, Copy)]
 pub struct ExpertWeights<'a> {
     /// `[E, A F, D]` with `A = activation.num_inputs()`; with a gated activation the gate's F rows come first.

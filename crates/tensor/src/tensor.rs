@@ -155,8 +155,8 @@ impl Tensor {
     }
 
     /// Returns the read-only tensor `[E, N, K]` whose matrices are those of `base`, `[E, K, N]` floats, transposed,
-    /// without a copy. With `is_interleaved` the columns of `base` alternate between the first and the second half of the
-    /// rows. `None` if `base` has another shape or type.
+    /// without a copy. With `is_interleaved` the columns of `base` alternate between the first and the second half of
+    /// the rows. `None` if `base` has another shape or type.
     ///
     /// Access by [`as_transposed`](Self::as_transposed) makes no copy; access to elements makes a copy that is kept.
     #[must_use]

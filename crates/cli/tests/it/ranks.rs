@@ -235,8 +235,9 @@ fn layouts_that_cannot_be_are_named() {
     assert!(!work.path("runs").exists());
 }
 
-/// Finds an MPI launcher, with a flag for Open MPI: MPICH's in `.venv-mpi`, where `./test` installs it (tests of `comm`
-/// use Open MPI's), or else another. With `MOEWORKS_FULL` it finds the newest of each family, and the one on the path.
+/// Finds an MPI launcher, with a flag for Open MPI: MPICH's in `.venv-mpi`, where `./test` installs it (tests of
+/// `comm` use Open MPI's), or else another. With `MOEWORKS_FULL` it finds the newest of each family, and the one on
+/// the path.
 pub(crate) fn launchers() -> Vec<(PathBuf, bool)> {
     let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-mpi");
     let kept = ["mpich", "openmpi"].map(|name| kept.join(name).join("bin/mpirun")).into_iter();

@@ -1,6 +1,6 @@
 //! Weights of 8 or 4 bits for inference, in blocks of 32 with a scale: [`DType::Q8`] and [`DType::Q4`]. The other
-//! block types of GGUF files, and FP4 and FP8 with [scales in tensors of their own](Tensor::with_split_scales), are read and
-//! multiplied in place but never written here.
+//! block types of GGUF files, and FP4 and FP8 with [scales in tensors of their own](Tensor::with_split_scales), are
+//! read and multiplied in place but never written here.
 //!
 //! [`linear`](crate::linear::linear) and [`experts_forward`](crate::experts::experts_forward) take such weights in
 //! place of floats; there is no backward. Activations are f32.

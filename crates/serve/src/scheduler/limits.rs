@@ -15,7 +15,7 @@ pub struct Limits {
     pub max_waiting: usize,
     /// Turns after which a waiting sequence counts as one of the next higher priority, so that none waits for ever.
     pub turns_to_rise: u64,
-    /// Whether sequences use blocks of others with the same beginning.
+    /// True if sequences use blocks of others with the same beginning.
     pub has_prefix_cache: bool,
 }
 

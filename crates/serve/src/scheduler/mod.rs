@@ -84,7 +84,7 @@ impl Scheduler {
         Counts { waiting, running, free_blocks: self.pool.num_free(), ..self.counts }
     }
 
-    /// Whether there are sequences.
+    /// Returns whether there are sequences.
     #[must_use]
     pub fn has_sequences(&self) -> bool {
         !self.sequences.is_empty()
@@ -102,7 +102,8 @@ impl Scheduler {
         self.sequences.get(&id).and_then(|sequence| sequence.num_cached).unwrap_or(0)
     }
 
-    /// Whether a sequence has all tokens that it may have, so that no turn takes it any more; none if it is not here.
+    /// Returns whether a sequence has all tokens that it may have, so that no turn takes it any more; none if it is
+    /// not here.
     #[must_use]
     pub fn is_full(&self, id: SequenceId) -> Option<bool> {
         self.sequences.get(&id).map(Sequence::is_full)

@@ -18,7 +18,7 @@ pub struct NewSequence {
     pub salt: Vec<u8>,
     /// The adapter that it is computed with.
     pub adapter: Option<u32>,
-    /// Whether blocks of others may stand for the beginning. Not where something is wanted of every token of the
+    /// True if blocks of others may stand for the beginning. False where something is wanted of every token of the
     /// prompt, such as its log-probability.
     pub uses_prefix_cache: bool,
 }
@@ -80,7 +80,7 @@ impl Sequence {
         self.tokens.len() - self.num_computed
     }
 
-    /// Whether it has all tokens that it may have.
+    /// Returns whether it has all tokens that it may have.
     pub(super) fn is_full(&self) -> bool {
         self.tokens.len() >= self.max_len
     }

@@ -47,7 +47,7 @@ pub struct TurnPart {
     pub tokens: Vec<u32>,
     /// The blocks of the sequence's keys and values, from position 0 on.
     pub blocks: Vec<BlockId>,
-    /// Whether a token is drawn behind the last of these.
+    /// True if a token is drawn behind the last of these.
     pub draws: bool,
     /// The adapter that the sequence is computed with.
     pub adapter: Option<u32>,
@@ -60,7 +60,7 @@ impl Turn {
         self.parts.iter().map(|part| part.tokens.len()).sum()
     }
 
-    /// Whether there is nothing to do.
+    /// Returns whether there is nothing to do.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.parts.is_empty()

@@ -18,7 +18,7 @@ impl ApiKeys {
         Self(keys.into_iter().map(|key| blake3::hash(key.as_ref().as_bytes())).collect())
     }
 
-    /// Whether there are several, whose owners may not trust each other.
+    /// Returns whether there are several, whose owners may not trust each other.
     pub(crate) fn are_many(&self) -> bool {
         self.0.len() > 1
     }
@@ -51,7 +51,7 @@ impl ApiKeys {
 pub(crate) struct Hosts {
     /// Names besides those of this machine.
     allowed: Vec<String>,
-    /// Whether every name is right: the server is meant for other machines, which have their own names for it.
+    /// True if every name is right: the server is meant for other machines, which have their own names for it.
     allows_all: bool,
 }
 
@@ -84,7 +84,7 @@ impl Hosts {
     }
 }
 
-/// Whether a name always means this machine, or is no name but an address.
+/// Returns whether a name always means this machine, or is no name but an address.
 fn is_own(name: &str) -> bool {
     let address = name.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(name);
     name == "localhost" || name.ends_with(".localhost") || address.parse::<IpAddr>().is_ok()

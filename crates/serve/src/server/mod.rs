@@ -111,7 +111,7 @@ impl StopSignal {
         !was_told
     }
 
-    /// Whether the server was told to end.
+    /// Returns whether the server was told to end.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.0.is_told.load(Ordering::Acquire)

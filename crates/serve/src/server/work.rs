@@ -24,7 +24,7 @@ pub trait TurnEngine {
     /// If the model fails. Its requests are still there.
     fn turn(&mut self) -> Result<Vec<Output>, EngineError>;
 
-    /// Whether a request is waiting or running.
+    /// Returns whether a request is waiting or running.
     fn has_requests(&self) -> bool;
 
     /// Counts of what is waiting and running, for metrics.

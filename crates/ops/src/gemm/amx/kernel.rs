@@ -323,8 +323,8 @@ macro_rules! products {
 
 /// Defines the kernel of some rows and vectors for bf16x3.
 ///
-/// It computes six of the nine products of A's three parts with B's three: the other three are below 2^-26 of the sum.
-/// Tiles of B that are used once bypass the L1 cache.
+/// It computes six of the nine products of A's three parts with B's three: the other three are below 2^-26 of the
+/// sum. Tiles of B that are used once bypass the L1 cache.
 macro_rules! kernel_bf16x3 {
     ($name:ident, $rows:ident by $vectors:ident $number:literal, $sums:tt $(, $ask:tt)?) => {
         tile_kernel!(
