@@ -1,6 +1,8 @@
 //! The tests of the planner, one binary.
 
+mod clusters;
 mod layouts;
+mod models;
 mod placements;
 mod proposals;
 mod published;
