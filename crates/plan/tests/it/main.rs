@@ -7,4 +7,5 @@ mod placements;
 mod proposals;
 mod published;
 mod schedules;
+mod steps;
 mod topologies;
