@@ -1,8 +1,11 @@
 //! The tests of the planner, one binary.
 
+mod clusters;
 mod layouts;
+mod models;
 mod placements;
 mod proposals;
 mod published;
 mod schedules;
+mod steps;
 mod topologies;
