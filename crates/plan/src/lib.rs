@@ -1,6 +1,7 @@
 //! The plan of a distributed Mixture-of-Experts model as plain values: the layout on ranks, and its costs.
 //!
-//! Nothing here runs anything or knows a device. [`Topology`] describes ranks, nodes and the links between them.
+//! Nothing here runs anything or knows a device. [`Cluster`] describes devices and the links between them at any
+//! number of levels, [`Topology`] those of ranks and nodes, and [`Model`] a model on paper.
 //! [`Layout`] divides the ranks into groups, [`Placement`] gives the ranks that hold each expert of a layer, and
 //! [`Exchange`] the path of tokens between them. [`cost`] computes the bytes and the seconds of each,
 //! [`propose`](fn@propose) compares layouts, and [`weak_scaling`] makes the table of a growing cluster.
@@ -20,12 +21,14 @@
 
 mod balance;
 mod bill;
+pub mod cluster;
 pub mod cost;
 mod exchange;
 mod expert_fetch;
 mod hybrid_ep;
 mod layout;
 mod mesh;
+pub mod models;
 mod nodes;
 mod parts;
 mod placement;
@@ -43,6 +46,7 @@ mod tune;
 
 pub use balance::{BalanceError, EplbSizes, ExpertMove, RankLoads, eplb, eplb_slots, improve};
 pub use bill::{Bill, Rate};
+pub use cluster::{Cluster, ClusterError, Device, Level, Routing};
 pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::fabric::{Fabric, FabricLevel, Rates};
 pub use cost::memory::{RankMemory, rank_memory};
@@ -52,6 +56,7 @@ pub use expert_fetch::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
 pub use hybrid_ep::{Migration, Peer, domain_transfers, peer, token_share};
 pub use layout::{Group, Layout, LayoutError, RankOrder};
 pub use mesh::{Mesh, Recompute};
+pub use models::{Model, ModelError};
 pub use nodes::Nodes;
 pub use parts::ModelParts;
 pub use placement::{Placement, PlacementError};

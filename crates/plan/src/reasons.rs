@@ -185,8 +185,11 @@ impl Alternative {
             );
         }
         let more = cost.time.total() - best.time.total();
+        if more < 5e-4 * best.time.total() {
+            return format!("{dimension} {chosen}: the best with another {dimension} ({value}) takes as long.");
+        }
         let why = match grows {
-            Some((name, by)) if *by > 0.0 => format!("; its {name} takes {} more", seconds(*by)),
+            Some((name, by)) if *by > 0.0 => format!(", of which {name} {}", seconds(*by)),
             _ => String::new(),
         };
         let form = match cost.mesh.recompute {

@@ -6,7 +6,7 @@
 use std::ops::{Add, AddAssign};
 
 use super::collectives::parts_hit;
-use crate::{Algorithm, Link, Topology};
+use crate::{Algorithm, Cluster, Precision, Topology};
 
 /// The most levels whose costs are kept apart; those above are added to the last one.
 pub const MAX_LEVELS: usize = 6;
@@ -42,11 +42,6 @@ pub struct FabricLevel {
 }
 
 impl FabricLevel {
-    fn new(name: &str, num_ranks: usize, link: Link) -> Self {
-        let Link { latency_s, bytes_per_s } = link;
-        Self { name: name.to_owned(), num_ranks, latency_s: 0.0, message_s: latency_s, bytes_per_s }
-    }
-
     /// Returns the seconds of `messages` messages that follow each other, each sent once the one before has arrived.
     fn in_turn(&self, messages: f64, bytes: f64) -> f64 {
         messages * (self.latency_s + self.message_s) + bytes / self.bytes_per_s
@@ -145,27 +140,50 @@ fn gcd(a: usize, b: usize) -> usize {
 
 impl From<&Topology> for Fabric {
     fn from(topology: &Topology) -> Self {
-        let sizes = &topology.node_sizes;
-        // A last node with fewer ranks does not move the borders of the others.
-        let node = sizes[..sizes.len().max(2) - 1].iter().fold(0, |sum, &size| gcd(sum, size)).max(1);
-        let rank = topology.rank;
-        let num_ranks = topology.num_ranks();
-        let mut levels = vec![FabricLevel::new("node", node, topology.node_link)];
-        if num_ranks > node {
-            levels.push(FabricLevel::new("cluster", num_ranks, topology.cluster_link));
-        }
-        let rates = Rates {
-            flops: rank.flops,
-            fp8_flops: rank.flops,
-            peak_flops: rank.flops,
-            memory_bytes: rank.memory_bytes,
-            memory_bytes_per_s: rank.memory_bytes_per_s,
-        };
-        Self { num_ranks, rates, levels }
+        Self::new(&Cluster::from(topology), topology.num_ranks(), Precision::Bf16)
     }
 }
 
 impl Fabric {
+    /// Describes `num_ranks` ranks of a cluster, for products in `precision`. Outer levels grow as the ranks need, and
+    /// ranks are spread evenly over as few units as hold them, if they divide so: 256 ranks are 4 times 64 in racks of
+    /// 72.
+    #[must_use]
+    pub fn new(cluster: &Cluster, num_ranks: usize, precision: Precision) -> Self {
+        let device = &cluster.device;
+        let wide = if precision == Precision::F32 { Precision::F32 } else { Precision::Bf16 };
+        let rates = Rates {
+            flops: device.flops(wide),
+            fp8_flops: device.flops(if wide == Precision::F32 { wide } else { Precision::Fp8 }),
+            peak_flops: device.peak_flops(wide),
+            memory_bytes: device.memory_bytes,
+            memory_bytes_per_s: device.memory_bytes_per_s,
+        };
+        // A last node with fewer ranks does not move the borders of the others.
+        let sizes = &cluster.node_sizes;
+        let node =
+            sizes[..sizes.len().saturating_sub(1).max(1.min(sizes.len()))].iter().fold(0, |sum, &size| gcd(sum, size));
+        let mut levels = Vec::new();
+        for (place, level) in cluster.levels.iter().enumerate() {
+            let below = levels.last().map_or(1, |level: &FabricLevel| level.num_ranks);
+            if below >= num_ranks {
+                break;
+            }
+            let unit = if node > 0 && place == 0 { node } else { cluster.unit_ranks(place) };
+            let even = num_ranks / num_ranks.div_ceil(unit);
+            let is_even = node == 0 && even * num_ranks.div_ceil(unit) == num_ranks && even.is_multiple_of(below);
+            let unit = if is_even { even } else { unit };
+            levels.push(FabricLevel {
+                name: level.name.clone(),
+                num_ranks: if place + 1 == cluster.levels.len() { unit.max(num_ranks) } else { unit },
+                latency_s: level.latency_s,
+                message_s: level.message_s,
+                bytes_per_s: level.share_bytes_per_s(),
+            });
+        }
+        Self { num_ranks, rates, levels }
+    }
+
     /// Returns the number of ranks of the innermost unit.
     #[must_use]
     pub fn node_size(&self) -> usize {

@@ -1,6 +1,9 @@
 //! The tests of the planner, one binary.
 
+mod clusters;
 mod layouts;
+mod meshes;
+mod models;
 mod placements;
 mod proposals;
 mod published;

@@ -217,7 +217,8 @@ pub(super) struct Step<'a> {
 impl Step<'_> {
     /// Returns the tokens of a microbatch in a tensor-parallel group.
     fn tokens(&self) -> f64 {
-        (self.mesh.microbatch * self.job.seq_len) as f64 / self.mesh.cp as f64
+        let tokens = (self.mesh.microbatch * self.job.seq_len) as f64;
+        tokens * self.job.parts.token_share / self.mesh.cp as f64
     }
 
     /// Returns the ranks that hold the experts between them.

@@ -24,6 +24,14 @@ impl Part {
     fn sum(&self) -> f64 {
         self.forward + self.input_grad + self.weight_grad
     }
+
+    fn times(self, times: f64) -> Self {
+        Self {
+            forward: self.forward * times,
+            input_grad: self.input_grad * times,
+            weight_grad: self.weight_grad * times,
+        }
+    }
 }
 
 /// The seconds of a microbatch on a pipeline rank, by what they are spent on.
@@ -82,12 +90,13 @@ impl Step<'_> {
     }
 
     /// Returns the seconds of products with `params` parameters for each of `tokens` tokens, if the rank holds `held`
-    /// parameters.
-    fn products(&self, tokens: f64, params: f64, held: f64) -> Part {
+    /// parameters and a token has `elements` numbers in their inputs and outputs. A product takes its operations at the
+    /// rate of large ones, and the time to read and write its operands: so narrow ones reach less.
+    fn products(&self, tokens: f64, params: f64, held: f64, elements: f64) -> Part {
         let rates = &self.fabric.rates;
         let rate = if self.job.precision == Precision::Fp8 { rates.fp8_flops } else { rates.flops };
-        let bytes = held * self.job.precision.bytes() as f64 / rates.memory_bytes_per_s;
-        let seconds = (2.0 * tokens * params / rate).max(bytes);
+        let bytes = (held + tokens * elements) * self.job.precision.bytes() as f64 / rates.memory_bytes_per_s;
+        let seconds = 2.0 * tokens * params / rate + bytes;
         Part { forward: seconds, input_grad: seconds, weight_grad: seconds }
     }
 
@@ -96,15 +105,25 @@ impl Step<'_> {
         let (tokens, tp) = (self.tokens(), mesh.tp as f64);
         let own = tokens / tp;
         let (layers, moe) = ((parts.num_layers + parts.num_mtp_layers) as f64, self.moe_layers());
-        let cut = |params: f64| self.products(tokens, params / tp, params / tp);
-        let whole = |params: f64| self.products(own, params, params);
+        let width = parts.width as f64;
+        let cut = |params: f64, elements: f64| self.products(tokens, params / tp, params / tp, elements);
+        let whole = |params: f64| self.products(own, params, params, 2.0 * width + params / width);
+        // Inputs of the two kinds of products, and their outputs.
+        let around = |hidden: f64| 2.0 * width + (parts.activation_inputs as f64 + 1.0) * hidden;
+        let matrices = parts.activation_inputs as f64 + 1.0;
+        let dense_hidden = parts.dense_params / width / matrices / tp;
+        let attention = 2.0 * width + (parts.query_elements + parts.key_value_elements + parts.value_elements) / tp;
         let held = parts.num_experts.div_ceil(mesh.ep) as f64 * parts.expert_params / mesh.etp as f64;
-        let experts = self.products(own * self.hot.time, parts.top_k as f64 * parts.expert_params, held);
-        let head = cut(parts.head_params() * (1.0 + parts.num_mtp_layers as f64));
+        // The tokens of all ranks that share an expert's slices pass through each of them.
+        let rows = own * self.hot.time * parts.top_k as f64 * mesh.etp as f64;
+        let expert_width = parts.expert_width as f64 / mesh.etp as f64;
+        let experts = self.products(rows, parts.expert_params / mesh.etp as f64, held, around(expert_width));
+        let head = cut(parts.head_params(), width + parts.vocabulary as f64 / tp);
+        let head = head.times(1.0 + parts.num_mtp_layers as f64);
         let dense = layers - moe;
         let each = [
-            (layers, cut(parts.attention_params)),
-            (dense, cut(parts.dense_params)),
+            (layers, cut(parts.attention_params, attention)),
+            (dense, cut(parts.dense_params, around(dense_hidden))),
             (moe, whole(parts.shared_params + parts.router_params)),
             (moe, experts),
         ];
