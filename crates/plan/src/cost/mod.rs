@@ -2,6 +2,8 @@
 
 pub mod collectives;
 pub mod estimate;
+pub mod fabric;
 pub mod memory;
 pub mod pipeline;
+pub mod training;
 pub mod tutel;

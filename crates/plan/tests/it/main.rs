@@ -2,6 +2,7 @@
 
 mod clusters;
 mod layouts;
+mod meshes;
 mod models;
 mod placements;
 mod proposals;
