@@ -34,12 +34,19 @@ mod simulate;
 mod topology;
 mod tune;
 
-pub use balance::{BalanceError, EplbSizes, ExpertMove, RankLoads, eplb, eplb_slots, improve};
+pub use balance::{
+    BalanceError, BeamOptions, Coactivation, EplbSizes, ExpertMove, ForecastError, ForecastMethod, ForecastOptions,
+    LoadForecast, NodeSizes, RankLoads, Replication, ReplicationLimits, RowShare, RowSplit, SplitOptions, eplb,
+    eplb_slots, improve, improve_by_beam, place_by_coactivation, replicate_by_importance, sampling_error, share_error,
+    split_rows, windows_to_follow,
+};
 pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::memory::{RankMemory, rank_memory};
 pub use exchange::{Algorithm, Exchange, Moving, Wire};
 pub use expert_fetch::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
-pub use hybrid_ep::{Migration, Peer, domain_transfers, peer, token_share};
+pub use hybrid_ep::{
+    DomainLevel, DomainWork, Migration, Peer, choose_domains, domain_seconds, domain_transfers, peer, token_share,
+};
 pub use layout::{Group, Layout, LayoutError, RankOrder};
 pub use nodes::Nodes;
 pub use placement::{Placement, PlacementError};
