@@ -77,3 +77,58 @@ pub fn peer(a: usize, b: usize, level: usize, sizes: &[usize], domains: &[usize]
         _ => Peer::None,
     }
 }
+
+/// A level of a hierarchy of workers, such as nodes or the devices of a node.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DomainLevel {
+    /// Parts at this level.
+    pub size: usize,
+    /// Bytes per second of a worker's link between the parts.
+    pub bytes_per_s: f64,
+}
+
+/// The work of an exchange, for [`choose_domains`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DomainWork {
+    /// D: bytes of tokens that a worker sends.
+    pub data_bytes: f64,
+    /// P_E: bytes of a worker's experts.
+    pub expert_bytes: f64,
+    /// Seconds of computation before the experts, under which weights can move.
+    pub hidden_s: f64,
+}
+
+/// Returns the seconds of an exchange with domains of `domains[i]` at level i, of which 0 is the outermost. At each
+/// level a worker fetches the experts of `S - 1` peers, with all that these fetched at the levels before, and sends
+/// the share `1 - S / G` of its tokens, there and back. Weights move under the computation as far as it reaches. With
+/// one level this is [`Migration::seconds`] at `p = 1 - S / G` by volume.
+#[must_use]
+pub fn domain_seconds(levels: &[DomainLevel], domains: &[usize], work: &DomainWork) -> f64 {
+    let (mut gather, mut exchange, mut held) = (0.0, 0.0, 1.0);
+    for (level, &domain) in levels.iter().zip(domains) {
+        let (size, domain) = (level.size as f64, domain as f64);
+        gather += (domain - 1.0) * held * work.expert_bytes / level.bytes_per_s;
+        exchange += 2.0 * work.data_bytes * (1.0 - domain / size) / level.bytes_per_s;
+        held *= domain;
+    }
+    gather.max(work.hidden_s) + exchange
+}
+
+/// Returns the domain size of each level with the least time, of all that divide their levels; of equal ones that
+/// with the smallest domains, which moves the fewest experts.
+#[must_use]
+pub fn choose_domains(levels: &[DomainLevel], work: &DomainWork) -> Vec<usize> {
+    let mut best = (f64::INFINITY, vec![1; levels.len()]);
+    let mut domains = vec![1; levels.len()];
+    loop {
+        let seconds = domain_seconds(levels, &domains, work);
+        if seconds < best.0 * (1.0 - 1e-9) {
+            best = (seconds, domains.clone());
+        }
+        // The next choice, the innermost level first.
+        let Some(at) = (0..levels.len()).rev().find(|&at| domains[at] < levels[at].size) else { return best.1 };
+        let next = |from: usize| (from + 1..=levels[at].size).find(|&size| levels[at].size.is_multiple_of(size));
+        domains[at] = next(domains[at]).unwrap_or(levels[at].size);
+        domains[at + 1..].fill(1);
+    }
+}

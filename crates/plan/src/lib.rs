@@ -49,13 +49,21 @@ mod tune;
 pub use balance::{BalanceError, EplbSizes, ExpertMove, RankLoads, eplb, eplb_slots, improve};
 pub use bill::{Bill, Rate};
 pub use cluster::{Cluster, ClusterError, Device, Level, Routing};
+pub use balance::{
+    BalanceError, BeamOptions, Coactivation, EplbSizes, ExpertMove, ForecastError, ForecastMethod, ForecastOptions,
+    LoadForecast, NodeSizes, RankLoads, Replication, ReplicationLimits, RowShare, RowSplit, SplitOptions, eplb,
+    eplb_slots, improve, improve_by_beam, place_by_coactivation, replicate_by_importance, sampling_error, share_error,
+    split_rows, windows_to_follow,
+};
 pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::fabric::{Fabric, FabricLevel, Rates};
 pub use cost::memory::{RankMemory, rank_memory};
 pub use cost::training::{MeshCost, Practice, StepSeconds, TrainingJob, mesh_cost};
 pub use exchange::{Algorithm, Exchange, Moving, Wire};
 pub use expert_fetch::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
-pub use hybrid_ep::{Migration, Peer, domain_transfers, peer, token_share};
+pub use hybrid_ep::{
+    DomainLevel, DomainWork, Migration, Peer, choose_domains, domain_seconds, domain_transfers, peer, token_share,
+};
 pub use layout::{Group, Layout, LayoutError, RankOrder};
 pub use mesh::{Mesh, Recompute};
 pub use models::{Model, ModelError};

@@ -18,13 +18,14 @@ pub struct ExpertMove {
 }
 
 /// A placement under way, with the loads of ranks and of copies.
-struct Search<'a> {
+#[derive(Clone)]
+pub(super) struct Search<'a> {
     expert_loads: &'a [f64],
     /// The ranks of each expert, ascending.
-    ranks: Vec<Vec<usize>>,
+    pub(super) ranks: Vec<Vec<usize>>,
     /// The experts of each rank.
     experts: Vec<Vec<usize>>,
-    loads: Vec<f64>,
+    pub(super) loads: Vec<f64>,
     slots_per_rank: usize,
 }
 
@@ -41,21 +42,49 @@ pub fn improve(
     slots_per_rank: usize,
     max_moves: usize,
 ) -> Result<(Placement, Vec<ExpertMove>), BalanceError> {
-    check_loads(expert_loads, placement.num_experts())?;
-    let loads = RankLoads::new(placement, expert_loads)?.loads().to_vec();
-    let ranks: Vec<Vec<usize>> = (0..placement.num_experts()).map(|e| placement.ranks_of(e).to_vec()).collect();
-    let experts = (0..placement.num_ranks()).map(|rank| placement.experts_of(rank)).collect();
-    let mut search = Search { expert_loads, ranks, experts, loads, slots_per_rank };
+    let mut search = Search::new(placement, expert_loads, slots_per_rank)?;
     let mut moves = Vec::new();
     while moves.len() < max_moves {
         let Some(found) = search.best_move() else { break };
         search.carry_out(found);
         moves.push(found);
     }
-    Ok((Placement::from_ranks(placement.num_ranks(), search.ranks), moves))
+    Ok((search.into_placement(placement.num_ranks()), moves))
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
+    pub(super) fn new(
+        placement: &Placement,
+        expert_loads: &'a [f64],
+        slots_per_rank: usize,
+    ) -> Result<Self, BalanceError> {
+        check_loads(expert_loads, placement.num_experts())?;
+        let loads = RankLoads::new(placement, expert_loads)?.loads().to_vec();
+        let ranks = (0..placement.num_experts()).map(|e| placement.ranks_of(e).to_vec()).collect();
+        let experts = (0..placement.num_ranks()).map(|rank| placement.experts_of(rank)).collect();
+        Ok(Search { expert_loads, ranks, experts, loads, slots_per_rank })
+    }
+
+    pub(super) fn into_placement(self, num_ranks: usize) -> Placement {
+        Placement::from_ranks(num_ranks, self.ranks)
+    }
+
+    /// The `count` moves from the rank with the largest load that leave the smallest larger load of their two ranks,
+    /// best first; only those that lower it.
+    pub(super) fn moves(&self, count: usize) -> Vec<ExpertMove> {
+        let Some(from) = self.hottest() else { return Vec::new() };
+        let mut moves: Vec<(f64, ExpertMove)> = Vec::new();
+        self.each_move(from, &mut |larger, found| moves.push((larger, found)));
+        moves.retain(|(larger, _)| *larger < self.loads[from] * (1.0 - 1e-9));
+        moves.sort_by(|a, b| a.0.total_cmp(&b.0));
+        moves.into_iter().take(count).map(|(_, found)| found).collect()
+    }
+
+    /// The first rank of those with the largest load.
+    fn hottest(&self) -> Option<usize> {
+        (0..self.loads.len()).rev().max_by(|&a, &b| self.loads[a].total_cmp(&self.loads[b]))
+    }
+
     /// The load of one copy of `expert`.
     fn copy_load(&self, expert: usize) -> f64 {
         self.expert_loads[expert] / self.ranks[expert].len() as f64
@@ -68,8 +97,19 @@ impl Search<'_> {
     /// The move from the rank with the largest load that leaves the smallest larger load of its two ranks; none where
     /// that does not fall.
     fn best_move(&self) -> Option<ExpertMove> {
-        let from = (0..self.loads.len()).rev().max_by(|&a, &b| self.loads[a].total_cmp(&self.loads[b]))?;
+        let from = self.hottest()?;
         let mut best: Option<(f64, ExpertMove)> = None;
+        self.each_move(from, &mut |larger, found| {
+            if best.as_ref().is_none_or(|(least, _)| larger < *least) {
+                best = Some((larger, found));
+            }
+        });
+        // A gain that rounding alone could give is none.
+        best.filter(|(larger, _)| *larger < self.loads[from] * (1.0 - 1e-9)).map(|(_, found)| found)
+    }
+
+    /// Tells each move from rank `from`, with the larger load of both ranks after it.
+    fn each_move(&self, from: usize, tell: &mut dyn FnMut(f64, ExpertMove)) {
         for to in (0..self.loads.len()).filter(|&to| to != from) {
             for &expert in self.experts[from].iter().filter(|&&expert| !self.holds(to, expert)) {
                 let has_slot = self.experts[to].len() < self.slots_per_rank;
@@ -77,17 +117,13 @@ impl Search<'_> {
                 for back in swaps.chain(has_slot.then_some(None)) {
                     let moved = self.copy_load(expert) - back.map_or(0.0, |back| self.copy_load(back));
                     let larger = (self.loads[from] - moved).max(self.loads[to] + moved);
-                    if best.as_ref().is_none_or(|(least, _)| larger < *least) {
-                        best = Some((larger, ExpertMove { expert, from, to, back }));
-                    }
+                    tell(larger, ExpertMove { expert, from, to, back });
                 }
             }
         }
-        // A gain that rounding alone could give is none.
-        best.filter(|(larger, _)| *larger < self.loads[from] * (1.0 - 1e-9)).map(|(_, found)| found)
     }
 
-    fn carry_out(&mut self, ExpertMove { expert, from, to, back }: ExpertMove) {
+    pub(super) fn carry_out(&mut self, ExpertMove { expert, from, to, back }: ExpertMove) {
         let moved = self.copy_load(expert) - back.map_or(0.0, |back| self.copy_load(back));
         self.loads[from] -= moved;
         self.loads[to] += moved;

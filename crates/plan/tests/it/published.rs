@@ -3,7 +3,10 @@
 use moeworks_plan::cost::collectives::{Rows, all_reduce, all_to_all, parts_hit};
 use moeworks_plan::cost::pipeline::{Chunked, overlapped_seconds};
 use moeworks_plan::cost::tutel::{best_token_copies, trials_per_entry};
-use moeworks_plan::{Algorithm, Group, Migration, Peer, Topology, Wire, domain_transfers, peer, token_share};
+use moeworks_plan::{
+    Algorithm, DomainLevel, DomainWork, Group, Migration, Peer, Topology, Wire, choose_domains, domain_seconds,
+    domain_transfers, peer, token_share,
+};
 
 fn assert_near(value: f64, expected: f64, relative: f64, what: &str) {
     assert!((value - expected).abs() <= relative * expected.abs(), "{what}: {value} against {expected}");
@@ -190,4 +193,31 @@ fn bytes_of_an_all_reduce() {
     let two = all_reduce(&topology, Group { ranks: 32, per_node: 8 }, 800.0);
     assert_near(two.node_bytes, 1400.0, 1e-12, "within");
     assert_near(two.cluster_bytes, 2.0 * 0.75 * 100.0, 1e-12, "between");
+}
+
+#[test]
+fn domains_of_hybrid_ep_are_those_of_the_least_time_on_every_level() {
+    let level = |size, bytes_per_s| DomainLevel { size, bytes_per_s };
+    let levels = [level(4, 1.25e9), level(8, 16e9)];
+    let work = |data_bytes: f64, expert_bytes: f64| DomainWork { data_bytes, expert_bytes, hidden_s: 1e-3 };
+    let best = |work: &DomainWork| {
+        let sizes = |size: usize| (1..=size).filter(move |domain| size % domain == 0);
+        let all = sizes(4).flat_map(|a| sizes(8).map(move |b| vec![a, b]));
+        all.map(|domains| domain_seconds(&levels, &domains, work)).fold(f64::INFINITY, f64::min)
+    };
+    for data in [1e5, 1e6, 8e6, 1e8, 1e9] {
+        for expert in [1e4, 4e5, 8e6, 5e8] {
+            let work = work(data, expert);
+            let found = domain_seconds(&levels, &choose_domains(&levels, &work), &work);
+            assert!(found <= best(&work) * (1.0 + 1e-6), "{data} {expert}");
+        }
+    }
+    // Many tokens and small experts: all experts come; few tokens and large experts: only tokens move.
+    assert_eq!(choose_domains(&levels, &work(1e9, 1e4)), [4, 8]);
+    assert_eq!(choose_domains(&levels, &work(1e5, 5e8)), [1, 1]);
+    // One level of G workers: the share of tokens by volume is 1 - S / G.
+    let one = Migration { workers: 8, data_bytes: 8e6, expert_bytes: 2.35e6, bytes_per_s: 16e9, hidden_s: 0.0 };
+    let seconds = domain_seconds(&[level(8, 16e9)], &[4], &DomainWork { hidden_s: 0.0, ..work(8e6, 2.35e6) });
+    let (gather, exchange) = (3.0 * one.expert_bytes / 16e9, 2.0 * one.data_bytes * 0.5 / 16e9);
+    assert!((seconds - gather - exchange).abs() < 1e-12);
 }
