@@ -66,7 +66,7 @@ impl View {
         run.train.seq_len = run.train.seq_len.min(config.max_seq_len);
         run.validate()?;
         let table = run.weight_table()?;
-        // Each column of a pipeline holds its layers as this one does.
+        // Each stage group of a pipeline holds its layers as this one does.
         let layout = run.parallel.layout().of_column();
         if config.variant.encoder.is_some() && layout.num_ranks() > 1 {
             return Err(Failure::input("a model with an encoder is trained on one rank alone: --dp 1 --ep 1 --tp 1"));

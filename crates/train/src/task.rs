@@ -201,7 +201,7 @@ pub struct Parallelism {
     pub tensor: bool,
     /// True if weights may be sharded (ZeRO 3), so that passes gather them.
     pub sharded_weights: bool,
-    /// True if columns of ranks may hold stages of the model, which a whole step goes through.
+    /// True if stage groups may hold stages of the model, which a whole step goes through.
     pub pipeline: bool,
 }
 

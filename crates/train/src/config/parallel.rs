@@ -20,7 +20,7 @@ settings! {
         ep: usize = 1, in Range::whole(1..=MAX_RANKS);
         /// Tensor parallelism: number of ranks that shard the non-expert weights and process the same sequences.
         tp: usize = 1, in Range::whole(1..=MAX_RANKS);
-        /// Pipeline parallelism: columns of dp x ep x tp ranks, each of which holds stages of the model,
+        /// Pipeline parallelism: stage groups of dp x ep x tp ranks, each of which holds stages of the model,
         /// consecutive layers. The train.grad_accumulation microbatches of a step go through them.
         pp: usize = 1, in Range::whole(1..=MAX_RANKS);
         /// Schedule of a pipeline: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, zb_1p, zb_2p, dualpipe,

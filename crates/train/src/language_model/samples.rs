@@ -66,7 +66,7 @@ impl LanguageModel {
                 ranks.tell(ids)?;
                 let logits = pipeline.extend(view, &mut text, ids)?;
                 ranks.check()?;
-                Ok::<_, TrainError>(logits.expect("the root's column has the logits"))
+                Ok::<_, TrainError>(logits.expect("the root's stage group has the logits"))
             };
             Ok(generate_with(next, view.ctx, request, sampler, |_| ControlFlow::Continue(()))?.ids)
         })?;

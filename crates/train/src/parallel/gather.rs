@@ -12,7 +12,7 @@ use moeworks_ops::quantized::dequantize;
 use moeworks_tensor::{DType, Tensor};
 
 use super::Ranks;
-use super::columns::WayToRoot;
+use super::stage_groups::WayToRoot;
 use crate::error::TrainError;
 
 /// The tag of messages with tensors for the root.
@@ -114,8 +114,8 @@ impl Ranks {
         }
     }
 
-    /// Brings a tensor that the root's column does not hold, and that the first rank of another puts together, to
-    /// the root.
+    /// Brings a tensor that the root's stage group does not hold, and that the first rank of another puts together,
+    /// to the root.
     fn whole_over_line(
         &self,
         ctx: &Context,
@@ -125,11 +125,13 @@ impl Ranks {
         whole: Option<&mut Tensor>,
     ) -> Result<(), TrainError> {
         match (way, whole) {
-            (WayToRoot::Receive { line, column }, Some(to)) => Ok(line.receive(to.f32s_mut(), column, TAG)?),
-            (WayToRoot::Send { line }, _) if self.column.rank() == 0 => {
+            (WayToRoot::Receive { pipeline_group, from }, Some(to)) => {
+                Ok(pipeline_group.receive(to.f32s_mut(), from, TAG)?)
+            }
+            (WayToRoot::Send { pipeline_group }, _) if self.stage_group.rank() == 0 => {
                 let mut whole = ctx.zeros(&spec.shape, DType::F32);
                 self.collect_tensor(spec, part, &mut whole)?;
-                Ok(line.send(whole.f32s(), 0, TAG)?)
+                Ok(pipeline_group.send(whole.f32s(), 0, TAG)?)
             }
             (WayToRoot::Send { .. }, _) if self.is_near_root() => Ok(self.give_tensor(spec, part)?),
             _ => Ok(()),

@@ -138,7 +138,7 @@ impl Ranks {
         let mut dense = [0.0];
         let mut experts = [0.0];
         let tensors = self.table().specs().iter().zip(grads.params());
-        for (spec, tensor) in tensors.filter(|(spec, _)| spec.is_trainable && self.is_first_column(spec)) {
+        for (spec, tensor) in tensors.filter(|(spec, _)| spec.is_trainable && self.is_first_pp_rank(spec)) {
             if spec.role.is_of_experts() {
                 experts[0] += self.squares_of_own(ctx, &self.layer_of(spec), tensor);
             } else if self.is_first_holder(spec) {
@@ -150,8 +150,8 @@ impl Ranks {
         }
         self.experts.group().all_reduce(&mut experts, Reduce::Sum)?;
         let mut squares = [dense[0] + experts[0]];
-        if let Some(line) = &self.line {
-            line.all_reduce(&mut squares, Reduce::Sum)?;
+        if let Some(pipeline_group) = &self.pipeline_group {
+            pipeline_group.all_reduce(&mut squares, Reduce::Sum)?;
         }
         Ok(squares[0].sqrt())
     }

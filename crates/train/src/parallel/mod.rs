@@ -4,12 +4,12 @@
 //! records and the report, and prints. A checkpoint does not depend on the layout: the root gathers the whole model,
 //! so that any layout can resume from it.
 
-mod columns;
 mod exchange;
 mod gather;
 mod gradients;
 mod placements;
 mod rank_records;
+mod stage_groups;
 mod table;
 mod tensor;
 mod zero;
@@ -28,9 +28,9 @@ use moeworks_plan::{Layout, Placements};
 
 use crate::config::RunConfig;
 use crate::error::TrainError;
-use columns::Columns;
 pub(crate) use gradients::SumsUnderWay;
 pub use placements::placements;
+use stage_groups::StageGroups;
 use table::PartTable;
 use tensor::{TensorGroups, TensorPart};
 pub(crate) use zero_shards::PendingWhole;
@@ -45,13 +45,13 @@ pub struct Ranks {
     layout: Layout,
     /// All ranks.
     world: Box<dyn Communicator>,
-    /// The ranks of this rank's column of a pipeline; all ranks without one.
-    column: Box<dyn Communicator>,
-    /// The ranks at this rank's place in each column of a pipeline, if there is one.
-    line: Option<Box<dyn Communicator>>,
-    /// The columns that hold each tensor, once the model is known, and this rank's groups over several columns.
-    columns: OnceLock<Columns>,
-    /// The ranks of this column that hold the same experts.
+    /// The stage group: the ranks with this rank's pp index. All ranks without a pipeline.
+    stage_group: Box<dyn Communicator>,
+    /// The pipeline group: the ranks at this rank's place in each stage group. None without a pipeline.
+    pipeline_group: Option<Box<dyn Communicator>>,
+    /// The stage groups that hold each tensor, and this rank's groups over several of them, once the model is known.
+    stage_groups: OnceLock<StageGroups>,
+    /// The ranks of this stage group that hold the same experts.
     copies: Box<dyn Communicator>,
     experts: ExpertRanks,
     /// The tensor-parallel groups; none without tensor parallelism.
@@ -84,20 +84,20 @@ impl Ranks {
         let rank = comm.rank();
         let (dp, ep, tp) = layout.place(rank);
         let place = ep * layout.tp + tp;
-        let (world, column) = (part(comm, 0, rank)?, part(comm, layout.column(rank), rank)?);
-        let line = || part(comm, rank % layout.column_size(), layout.column(rank));
-        let line = (layout.pp > 1).then(line).transpose()?;
+        let (world, stage_group) = (part(comm, 0, rank)?, part(comm, layout.column(rank), rank)?);
+        let pipeline_group = || part(comm, rank % layout.column_size(), layout.column(rank));
+        let pipeline_group = (layout.pp > 1).then(pipeline_group).transpose()?;
         let (of_experts, copies, group) =
-            (part(&*column, 0, rank)?, part(&*column, place, dp)?, part(&*column, dp, place)?);
+            (part(&*stage_group, 0, rank)?, part(&*stage_group, place, dp)?, part(&*stage_group, dp, place)?);
         let experts = ExpertRanks::new(of_experts, group, placements, options)?;
-        let tensor = || TensorGroups::new(&*column, column.rank() / layout.tp, tp);
+        let tensor = || TensorGroups::new(&*stage_group, stage_group.rank() / layout.tp, tp);
         let tensor = (layout.tp > 1).then(tensor).transpose()?;
         Ok(Self {
             layout,
             world,
-            column,
-            line,
-            columns: OnceLock::new(),
+            stage_group,
+            pipeline_group,
+            stage_groups: OnceLock::new(),
             copies,
             experts,
             tensor,
@@ -263,7 +263,7 @@ impl Ranks {
     #[must_use]
     pub fn share(&self, num: usize) -> Range<usize> {
         let tp = self.layout.tp;
-        let (n, rank) = (self.column.size() / tp, self.column.rank() / tp);
+        let (n, rank) = (self.stage_group.size() / tp, self.stage_group.rank() / tp);
         let start = |rank: usize| num / n * rank + rank.min(num % n);
         start(rank)..start(rank + 1)
     }

@@ -19,7 +19,7 @@ pub(super) struct TensorGroups {
     meter: Arc<Meter>,
 }
 
-/// The ranks of a column that hold a tensor alike.
+/// The ranks of a stage group that hold a tensor alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Holding {
     /// All of them.
@@ -37,7 +37,7 @@ pub(super) struct TensorPart {
     ranks: TensorRanks,
     /// The split of each rank of the group.
     splits: Vec<TensorSplit>,
-    /// The ranks of the column that hold the same heads of keys and values.
+    /// The ranks of the stage group that hold the same heads of keys and values.
     kv_holders: Box<dyn Communicator>,
 }
 
@@ -66,7 +66,7 @@ impl Ranks {
         let splits = (0..size).map(|rank| TensorSplit::new(config, table, rank, size));
         let splits = splits.collect::<Result<_, _>>().map_err(ConfigError::from)?;
         let of_keys = ranks.split().kv_ranks().start;
-        let kv_holders = super::part(&*self.column, of_keys, self.column.rank())?;
+        let kv_holders = super::part(&*self.stage_group, of_keys, self.stage_group.rank())?;
         let part = self.tensor_part.get_or_init(|| TensorPart { ranks, splits, kv_holders });
         Ok(Some(&part.ranks))
     }
@@ -96,11 +96,11 @@ impl Ranks {
             (Holding::Experts, ..) => &*self.copies,
             (Holding::SamePlace, Some(groups), _) => &*groups.peers,
             (Holding::SameKeys, _, Some(part)) => &*part.kv_holders,
-            _ => &*self.column,
+            _ => &*self.stage_group,
         }
     }
 
-    /// Returns which ranks of a column hold the tensor of `spec` as this one does.
+    /// Returns which ranks of a stage group hold the tensor of `spec` as this one does.
     fn holding(&self, spec: &WeightSpec) -> Holding {
         if spec.role.is_of_experts() {
             return Holding::Experts;

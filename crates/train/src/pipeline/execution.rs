@@ -67,7 +67,7 @@ impl<'a> Execution<'a> {
             view,
             microbatches,
             grads,
-            line: Line::new(view.ctx, view.ranks.line().unwrap_or(view.ranks.column())),
+            line: Line::new(view.ctx, view.ranks.pipeline_group().unwrap_or(view.ranks.stage_group())),
             inbox: Inbox::new(&pipeline.flows),
             outbox: HashMap::new(),
             has_messages: pipeline.plan.schedule.has_messages(),
@@ -127,7 +127,7 @@ impl<'a> Execution<'a> {
     fn receive(&mut self, cut: Option<Cut>) -> Result<(), TrainError> {
         let Some(cut) = cut else { return Ok(()) };
         let from = self.pipeline.plan.schedule.rank_of(cut.stage, cut.microbatch);
-        match from.map(|from| from as usize).filter(|&from| from != self.pipeline.column) {
+        match from.map(|from| from as usize).filter(|&from| from != self.pipeline.pp_rank) {
             Some(from) => Ok(self.inbox.receive(&self.line, cut, from)?),
             None => Ok(()),
         }
@@ -137,7 +137,7 @@ impl<'a> Execution<'a> {
     fn hand_on(&mut self, cut: Cut, parcel: Parcel) -> Result<(), TrainError> {
         let to = cut.destination().and_then(|stage| self.pipeline.plan.schedule.rank_of(stage, cut.microbatch));
         let Some(to) = to.map(|to| to as usize) else { return Ok(()) };
-        if to == self.pipeline.column {
+        if to == self.pipeline.pp_rank {
             self.inbox.put(cut, parcel);
         } else if self.has_messages {
             self.outbox.insert(cut, parcel);

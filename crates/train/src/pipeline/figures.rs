@@ -16,7 +16,7 @@ pub(super) struct MicrobatchStats {
     pub(super) stats: PassStats,
 }
 
-/// The account of each microbatch from those that this rank and the ranks at its place in other columns have.
+/// The account of each microbatch from those that this rank and the ranks at its place in other stage groups have.
 pub(super) fn of_all_ranks(
     pipeline: &Pipeline,
     view: StageView<'_>,
@@ -24,8 +24,8 @@ pub(super) fn of_all_ranks(
     own: &[MicrobatchStats],
 ) -> Result<Vec<PassStats>, TrainError> {
     let numbers: Vec<f64> = own.iter().flat_map(to_numbers).collect();
-    let line = view.ranks.line().unwrap_or(view.ranks.column());
-    let all = all_values(line, &numbers)?;
+    let pipeline_group = view.ranks.pipeline_group().unwrap_or(view.ranks.stage_group());
+    let all = all_values(pipeline_group, &numbers)?;
     let mut stats: Vec<PassStats> = microbatches.iter().map(|_| PassStats::default()).collect();
     let mut numbers = all.into_iter().peekable();
     while numbers.peek().is_some() {

@@ -1,6 +1,6 @@
 //! Passes through the stages that keep nothing: evaluation, routing, and texts that the model writes. They go
-//! through the first copy of the weights, one batch after the other, so that a column computes one batch while the
-//! next has another.
+//! through the first copy of the weights, one batch after the other, so that a stage group computes one batch while
+//! the next has another.
 
 use moeworks_infer::data::Batch;
 use moeworks_model::{KvCache, Mode, ResidualStream, RoutingHook, Stage, TextPart, TokenBatch};
@@ -23,11 +23,11 @@ pub(crate) struct PipelinedText {
 impl Pipeline {
     /// The configuration of the model.
     pub(super) fn config(&self) -> &moeworks_model::ModelConfig {
-        self.stages.iter().flatten().next().expect("a column has a stage").config()
+        self.stages.iter().flatten().next().expect("a rank of a pipeline has a stage").config()
     }
 
-    /// The column that has stage `index` of the first copy of the weights.
-    fn column_of(&self, index: usize) -> usize {
+    /// The pp index of the ranks that have stage `index` of the first copy of the weights.
+    fn pp_rank_of(&self, index: usize) -> usize {
         self.plan.schedule.copies[0].stage_ranks[index] as usize
     }
 
@@ -40,17 +40,17 @@ impl Pipeline {
     ) -> Result<Option<ResidualStream>, TrainError> {
         let mut stream = None;
         for index in 0..self.num_stages() {
-            if self.column_of(index) != self.column {
+            if self.pp_rank_of(index) != self.pp_rank {
                 continue;
             }
             let cut = |stage: usize| Cut { is_grad: false, stage: stage as u32, microbatch: 0 };
-            let before = index.checked_sub(1).filter(|&before| self.column_of(before) != self.column);
+            let before = index.checked_sub(1).filter(|&before| self.pp_rank_of(before) != self.pp_rank);
             if let Some(before) = before {
-                stream = Some(line.receive(cut(before), self.column_of(before))?.stream);
+                stream = Some(line.receive(cut(before), self.pp_rank_of(before))?.stream);
             }
             let behind = work(self.stage(index), stream.take())?;
-            match self.plan.parts.get(index + 1).map(|_| self.column_of(index + 1)) {
-                Some(to) if to != self.column => {
+            match self.plan.parts.get(index + 1).map(|_| self.pp_rank_of(index + 1)) {
+                Some(to) if to != self.pp_rank => {
                     line.send(cut(index), Parcel { stream: behind, stats: Vec::new() }, to)?;
                 }
                 _ => stream = Some(behind),
@@ -60,7 +60,7 @@ impl Pipeline {
     }
 
     fn line<'v>(view: &StageView<'v>) -> Line<'v> {
-        Line::new(view.ctx, view.ranks.line().unwrap_or(view.ranks.column()))
+        Line::new(view.ctx, view.ranks.pipeline_group().unwrap_or(view.ranks.stage_group()))
     }
 
     /// The losses of this rank's sequences in each of `batches`, where the last stage is here; `hook` sees what the
@@ -108,7 +108,7 @@ impl Pipeline {
 
     /// The part of a rank without tokens in such a pass: its experts serve the rows of others.
     pub(crate) fn serve(&self, view: StageView<'_>) {
-        for index in (0..self.num_stages()).filter(|&index| self.column_of(index) == self.column) {
+        for index in (0..self.num_stages()).filter(|&index| self.pp_rank_of(index) == self.pp_rank) {
             self.stage(index).serve(view.ctx, view.weights);
         }
     }
@@ -119,7 +119,7 @@ impl Pipeline {
     }
 
     /// Appends `ids` to a text, together with the other ranks that pass the root's tokens. Returns the logits after
-    /// them in the root's column.
+    /// them in the root's stage group.
     pub(crate) fn extend(
         &self,
         view: StageView<'_>,
@@ -134,8 +134,8 @@ impl Pipeline {
         let last = self.num_stages() - 1;
         let logits = stream.map(|stream| self.stage(last).last_logits(ctx, weights, &stream));
         line.finish()?;
-        let comm = ranks.line().unwrap_or(ranks.column());
-        match (logits, self.column, self.column_of(last)) {
+        let comm = ranks.pipeline_group().unwrap_or(ranks.stage_group());
+        match (logits, self.pp_rank, self.pp_rank_of(last)) {
             (Some(logits), 0, _) => Ok(Some(logits)),
             (Some(logits), ..) => {
                 comm.send(logits.f32s(), 0, LOGITS_TAG)?;

@@ -1,8 +1,8 @@
-//! Messages over the cuts between stages, from column to column.
+//! Messages over the cuts between stages, from one stage group to another.
 //!
 //! A send is started and goes on by itself, so that no rank waits for one that is not there yet; a receive waits.
-//! Messages between two columns about the same stage come in the order in which the schedule sends them, which the
-//! receiver knows: one that comes before its turn is laid aside.
+//! Messages between two stage groups about the same stage come in the order in which the schedule sends them, which
+//! the receiver knows: one that comes before its turn is laid aside.
 
 use std::collections::HashMap;
 
@@ -49,24 +49,24 @@ impl Cut {
     }
 }
 
-/// The messages of one stage and direction from one column.
+/// The messages of one stage and direction from one pp index.
 type Flow = (bool, u32, usize);
 
-/// For each flow to a column the microbatches in the order in which they are sent.
+/// The flows to a stage group: for each the microbatches in the order in which they are sent.
 pub(super) struct Flows {
     orders: HashMap<Flow, Vec<u32>>,
 }
 
 impl Flows {
-    /// The flows to `column` of `schedule`.
-    pub(super) fn new(schedule: &Schedule, column: usize) -> Self {
+    /// The flows to `pp_rank` of `schedule`.
+    pub(super) fn new(schedule: &Schedule, pp_rank: usize) -> Self {
         let mut orders: HashMap<Flow, Vec<u32>> = HashMap::new();
-        for (from, entries) in schedule.ranks.iter().enumerate().filter(|(from, _)| *from != column) {
+        for (from, entries) in schedule.ranks.iter().enumerate().filter(|(from, _)| *from != pp_rank) {
             for (is_grad, chain) in [(false, Chain::Forward), (true, Chain::Backward)] {
                 for action in of_chain(entries, chain).filter(|action| sends(schedule, *action)) {
                     let cut = Cut { is_grad, stage: action.stage, microbatch: action.microbatch };
                     let to = cut.destination().and_then(|stage| schedule.rank_of(stage, action.microbatch));
-                    if to == Some(column as u32) {
+                    if to == Some(pp_rank as u32) {
                         orders.entry((is_grad, action.stage, from)).or_default().push(action.microbatch);
                     }
                 }
@@ -136,7 +136,7 @@ impl Sending {
     }
 }
 
-/// The messages of a rank with the ranks at its place in other columns.
+/// The messages of a rank with the ranks at its place in other stage groups.
 pub(super) struct Line<'a> {
     ctx: &'a Context,
     comm: &'a dyn Communicator,
@@ -148,7 +148,7 @@ impl<'a> Line<'a> {
         Self { ctx, comm, sending: Vec::new() }
     }
 
-    /// Starts to send a parcel to column `to`.
+    /// Starts to send a parcel to pp index `to`.
     pub(super) fn send(&mut self, cut: Cut, parcel: Parcel, to: usize) -> Result<(), CommError> {
         let Parcel { stream: ResidualStream { x, router_logits }, stats } = parcel;
         let numbers: Vec<f64> = stats.iter().flat_map(LayerStats::to_numbers).collect();
@@ -166,7 +166,7 @@ impl<'a> Line<'a> {
         Ok(())
     }
 
-    /// Waits for the next parcel about a cut from column `from`.
+    /// Waits for the next parcel about a cut from pp index `from`.
     pub(super) fn receive(&self, cut: Cut, from: usize) -> Result<Parcel, CommError> {
         let (comm, tag) = (self.comm, cut.tag());
         let mut header = [0.0_f64; HEADER];
@@ -228,7 +228,7 @@ impl<'a> Inbox<'a> {
         self.parcels.insert(cut, parcel);
     }
 
-    /// Waits until the parcel about `cut` has come from column `from`.
+    /// Waits until the parcel about `cut` has come from pp index `from`.
     pub(super) fn receive(&mut self, line: &Line<'_>, cut: Cut, from: usize) -> Result<(), CommError> {
         let flow = (cut.is_grad, cut.stage, from);
         let order = self.flows.orders.get(&flow).map_or(&[][..], Vec::as_slice);

@@ -1,4 +1,4 @@
-//! Pipelines carried out: columns of ranks that hold stages of the model and go through the actions of a
+//! Pipelines carried out: stage groups that hold stages of the model and go through the actions of a
 //! [`Schedule`](moeworks_plan::Schedule), whichever it is.
 //!
 //! A [`PipelinePlan`] is the decision: the schedule, and the part of the model that each stage has. `Pipeline` is
@@ -32,10 +32,10 @@ pub use plan::{PipelinePlan, is_schedule_file};
 /// A rank's place in a pipeline.
 pub(crate) struct Pipeline {
     plan: PipelinePlan,
-    /// By their numbers; none where another column has the stage.
+    /// By their numbers; none where another stage group has the stage.
     stages: Vec<Option<Stage>>,
-    /// This rank's column.
-    column: usize,
+    /// This rank's pp index.
+    pp_rank: usize,
     /// The messages that come to this rank, in the order in which they are sent.
     flows: Flows,
 }
@@ -86,8 +86,8 @@ impl Pipeline {
         };
         let decoder = decoder.map_err(ConfigError::from)?;
         ranks.hold(decoder.weight_table());
-        let column = ranks.column_number();
-        let own = plan.stages_of(column);
+        let pp_rank = ranks.pp_rank();
+        let own = plan.stages_of(pp_rank);
         let stage = |(index, part): (usize, &moeworks_model::StagePart)| {
             let make = || {
                 Stage::over_ranks(config.clone(), Arc::clone(decoder.weight_table()), part.clone(), stage_ranks.clone())
@@ -96,8 +96,8 @@ impl Pipeline {
         };
         let stages = plan.parts.iter().enumerate().map(stage).collect::<Result<Vec<_>, _>>();
         let stages = stages.map_err(ConfigError::from)?;
-        let flows = Flows::new(&plan.schedule, column);
-        Ok((Self { plan, stages, column, flows }, decoder))
+        let flows = Flows::new(&plan.schedule, pp_rank);
+        Ok((Self { plan, stages, pp_rank, flows }, decoder))
     }
 
     /// The stage with number `index`, which this rank has.
@@ -119,7 +119,7 @@ impl Pipeline {
         grads: &mut DecoderWeights,
     ) -> Result<StepOutcome, TrainError> {
         let mut execution = Execution::new(self, view, microbatches, grads);
-        for entry in &self.plan.schedule.ranks[self.column] {
+        for entry in &self.plan.schedule.ranks[self.pp_rank] {
             for action in entry.actions() {
                 execution.carry_out(action)?;
             }
@@ -131,9 +131,9 @@ impl Pipeline {
     }
 }
 
-/// The ranks of a column, as its stages know them; none where a column is one rank.
+/// The ranks of a stage group, as its stages know them; none where a stage group is one rank.
 fn stage_ranks(ranks: &Ranks, tensor: Option<TensorRanks>) -> StageRanks {
-    let is_one = ranks.column().size() == 1;
+    let is_one = ranks.stage_group().size() == 1;
     StageRanks { experts: (!is_one).then(|| ranks.experts().clone()), tensor }
 }
 

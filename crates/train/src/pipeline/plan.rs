@@ -15,7 +15,7 @@ const SCHEDULE: &str = "parallel.schedule";
 const STAGES: &str = "parallel.stages";
 
 /// A pipeline: a schedule that can be carried out, and the part of the model that each of its stages has. The ranks
-/// of the schedule are the columns of the layout.
+/// of the schedule are the pp indices of the layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PipelinePlan {
     /// The schedule.
@@ -35,7 +35,7 @@ impl PipelinePlan {
     /// vocabulary counts with the size that is set.
     ///
     /// # Errors
-    /// If there is no such schedule, it cannot be carried out, or it does not fit the model and the columns.
+    /// If there is no such schedule, it cannot be carried out, or it does not fit the model and the layout.
     pub fn new(config: &RunConfig) -> Result<Option<Self>, ConfigError> {
         let parallel = &config.parallel;
         if parallel.pp == 1 {
@@ -53,8 +53,8 @@ impl PipelinePlan {
         if let Err(error) = plan.schedule.check() {
             return refused(error.to_string());
         }
-        match (0..parallel.pp).find(|&column| plan.stages_of(column).is_empty()) {
-            Some(column) => refused(format!("rank {column} holds no stage: each must hold one")),
+        match (0..parallel.pp).find(|&pp_rank| plan.stages_of(pp_rank).is_empty()) {
+            Some(pp_rank) => refused(format!("rank {pp_rank} holds no stage: each must hold one")),
             None => Ok(Some(plan)),
         }
     }
@@ -80,23 +80,23 @@ impl PipelinePlan {
         Ok(Self { schedule, parts })
     }
 
-    /// Returns the columns that hold the tensor of `spec`, ascending. Where the output projection is the embedding
-    /// (`is_tied`), both ends hold that.
+    /// Returns the pp indices of the ranks that hold the tensor of `spec`, ascending. Where the output projection is
+    /// the embedding (`is_tied`), both ends hold that.
     #[must_use]
-    pub fn columns(&self, spec: &WeightSpec, is_tied: bool) -> Vec<usize> {
+    pub fn pp_ranks(&self, spec: &WeightSpec, is_tied: bool) -> Vec<usize> {
         let stages = self.schedule.copies.iter().flat_map(|copy| copy.stage_ranks.iter().zip(&self.parts));
         let holding = stages.filter(|(_, part)| part.holds(spec, is_tied));
-        let mut columns: Vec<usize> = holding.map(|(&column, _)| column as usize).collect();
-        columns.sort_unstable();
-        columns.dedup();
-        columns
+        let mut pp_ranks: Vec<usize> = holding.map(|(&pp_rank, _)| pp_rank as usize).collect();
+        pp_ranks.sort_unstable();
+        pp_ranks.dedup();
+        pp_ranks
     }
 
-    /// Returns the numbers of the stages that a column holds, of whichever copy of the weights, ascending.
+    /// Returns the numbers of the stages that the ranks of a pp index hold, of any copy of the weights, ascending.
     #[must_use]
-    pub fn stages_of(&self, column: usize) -> Vec<usize> {
+    pub fn stages_of(&self, pp_rank: usize) -> Vec<usize> {
         let mut stages: Vec<usize> =
-            self.schedule.stages_of(column).into_iter().map(|(_, stage)| stage as usize).collect();
+            self.schedule.stages_of(pp_rank).into_iter().map(|(_, stage)| stage as usize).collect();
         stages.sort_unstable();
         stages.dedup();
         stages

@@ -93,7 +93,7 @@ impl Case {
     }
 
     fn plan(&self) -> PipelinePlan {
-        PipelinePlan::new(&self.config()).expect("a pipeline").expect("several columns")
+        PipelinePlan::new(&self.config()).expect("a pipeline").expect("several ranks")
     }
 
     /// The sequences `range` of a microbatch.
@@ -200,14 +200,14 @@ fn step_on_ranks(case: &Case) -> Step {
         let norm = finish_sums(&ranks, &ctx, &part, &mut grads)?;
         ranks.check_copies(&grads)?;
         let grads = whole_on_root(&ranks, &ctx, &grads)?;
-        Ok::<_, TrainError>((outcome, norm, grads, ranks.column_number()))
+        Ok::<_, TrainError>((outcome, norm, grads, ranks.pp_rank()))
     })
     .expect("the ranks talk");
     let checked = plan.schedule.check().expect("it can be carried out");
-    for (outcome, norm, _, column) in &steps {
+    for (outcome, norm, _, pp_rank) in &steps {
         // A stage whose parts are actions is computed with one of them, and so holds what it holds for no longer.
         if plan.schedule.moe_layers.is_empty() {
-            assert_eq!(outcome.peaks, checked.peaks()[*column], "{}: column {column}", case.schedule);
+            assert_eq!(outcome.peaks, checked.peaks()[*pp_rank], "{}: pipeline rank {pp_rank}", case.schedule);
         }
         let losses = |stats: &[PassStats]| stats.iter().map(|stats| stats.loss_sum).collect::<Vec<_>>();
         let first = (steps[0].1, losses(&steps[0].0.stats));
@@ -246,7 +246,7 @@ fn check(case: &Case) {
 }
 
 #[test]
-fn every_schedule_over_two_columns_gives_the_step_of_one_rank() {
+fn every_schedule_over_two_stage_groups_gives_the_step_of_one_rank() {
     for kind in ScheduleKind::ALL {
         check(&case(2, kind.name()));
         check(&Case { model: dense(4), ..case(2, kind.name()) });
@@ -254,7 +254,7 @@ fn every_schedule_over_two_columns_gives_the_step_of_one_rank() {
 }
 
 #[test]
-fn every_schedule_over_four_columns_gives_the_step_of_one_rank() {
+fn every_schedule_over_four_stage_groups_gives_the_step_of_one_rank() {
     for kind in ScheduleKind::ALL {
         check(&Case { model: model(8), num_microbatches: 8, ..case(4, kind.name()) });
     }
