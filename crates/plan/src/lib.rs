@@ -41,20 +41,19 @@ mod search;
 mod serving;
 mod shape;
 mod simulate;
-mod step;
 mod skew;
+mod step;
 mod topology;
 mod tune;
 
-pub use balance::{BalanceError, EplbSizes, ExpertMove, RankLoads, eplb, eplb_slots, improve};
-pub use bill::{Bill, Rate};
-pub use cluster::{Cluster, ClusterError, Device, Level, Routing};
 pub use balance::{
     BalanceError, BeamOptions, Coactivation, EplbSizes, ExpertMove, ForecastError, ForecastMethod, ForecastOptions,
     LoadForecast, NodeSizes, RankLoads, Replication, ReplicationLimits, RowShare, RowSplit, SplitOptions, eplb,
     eplb_slots, improve, improve_by_beam, place_by_coactivation, replicate_by_importance, sampling_error, share_error,
     split_rows, windows_to_follow,
 };
+pub use bill::{Bill, Rate};
+pub use cluster::{Cluster, ClusterError, Device, Level, Routing};
 pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::fabric::{Fabric, FabricLevel, Rates};
 pub use cost::memory::{RankMemory, rank_memory};
@@ -78,7 +77,7 @@ pub use search::{Pins, Search, search};
 pub use serving::{Phase, PhaseCost, ServingJob, ServingPlan, serving_plan};
 pub use shape::{ModelShape, Precision, Tokens, Workload};
 pub use simulate::{ScalingRow, weak_scaling};
-pub use step::{StepCosts, StepError, StepReport, StepRequest};
 pub use skew::{HotRank, Skew};
+pub use step::{StepCosts, StepError, StepReport, StepRequest};
 pub use topology::{Link, LinkClass, Links, RankSpec, Topology, TopologyError};
 pub use tune::ChunkTuner;
