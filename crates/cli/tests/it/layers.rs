@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The layers of crates, lowest first. Crates of the same layer do not use each other.
-const FLOORS: [&[&str]; 10] = [
+const FLOORS: [&[&str]; 11] = [
     &["moeworks-plan", "moeworks-tensor"],
     &["moeworks-gpu"],
     &["moeworks-ops"],
@@ -16,6 +16,7 @@ const FLOORS: [&[&str]; 10] = [
     &["moeworks-train", "moeworks-serve"],
     &["moeworks-bench"],
     &["moeworks"],
+    &["moeworks-python"],
 ];
 
 fn floor(name: &str) -> Option<usize> {

@@ -1,0 +1,275 @@
+//! The experts of an MoE layer on PyTorch's tensors, forward and backward.
+//!
+//! T tokens, D width, F expert width, E experts, K experts a token, A F columns before the activation, R rows
+//! (token-expert pairs whose id is an expert's).
+
+use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
+use moeworks_ops::elementwise::into_type;
+use moeworks_ops::experts::{
+    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, add_bias_row_weight_grads, choice_weight_grads,
+    experts_backward, experts_backward_with_weight_grad, experts_bias_grad, experts_forward_onto,
+};
+use moeworks_ops::linear::Write;
+use moeworks_ops::{Activation, Context};
+use moeworks_tensor::{DType, Tensor};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::calls::{object, unlocked};
+use crate::{context, dlpack, memory};
+
+/// E, D, F, the weights' type, the activation with its numbers, and whether the weights are transposed with the
+/// columns of gate and up in turn.
+type PlanArguments = (usize, usize, usize, String, String, f32, f32, bool);
+/// T, K, whether `h` is kept, and the number of threads.
+type CallArguments = (usize, usize, bool, usize);
+/// The addresses of x, ids, weights, gate_up, down and the two biases; 0 for no bias.
+type ForwardMemory = (usize, usize, usize, usize, usize, usize, usize);
+/// The addresses of dy, x, ids, weights, gate_up, down, h and the two biases; 0 for no bias.
+type BackwardMemory = (usize, usize, usize, usize, usize, usize, usize, usize, usize);
+
+/// The sizes, types and activation of experts.
+#[derive(Clone, Copy)]
+struct Plan {
+    num_experts: usize,
+    width: usize,
+    expert_width: usize,
+    dtype: DType,
+    activation: Activation,
+    is_interleaved: bool,
+}
+
+/// The sizes of a call.
+#[derive(Clone, Copy)]
+struct Call {
+    num_tokens: usize,
+    num_choices: usize,
+    is_saved: bool,
+    num_threads: usize,
+}
+
+/// The addresses of the weights.
+#[derive(Clone, Copy)]
+struct WeightMemory {
+    gate_up: usize,
+    down: usize,
+    biases: [usize; 2],
+}
+
+/// The weights and biases over PyTorch's memory.
+struct Weights {
+    gate_up: Tensor,
+    down: Tensor,
+    biases: Option<[Tensor; 2]>,
+    activation: Activation,
+}
+
+impl Weights {
+    fn weights(&self) -> ExpertWeights<'_> {
+        ExpertWeights { gate_up: &self.gate_up, down: &self.down, activation: self.activation }
+    }
+
+    fn biases(&self) -> Option<ExpertBiases<'_>> {
+        self.biases.as_ref().map(|[gate_up, down]| ExpertBiases { gate_up, down })
+    }
+}
+
+/// Returns the type by PyTorch's name.
+pub(crate) fn dtype(name: &str) -> PyResult<DType> {
+    match name {
+        "float32" => Ok(DType::F32),
+        "bfloat16" => Ok(DType::BF16),
+        "float16" => Ok(DType::F16),
+        _ => Err(PyValueError::new_err(format!("dtype {name}: must be float32, bfloat16 or float16"))),
+    }
+}
+
+impl Plan {
+    fn new(
+        (num_experts, width, expert_width, name, activation, alpha, limit, is_interleaved): PlanArguments,
+    ) -> PyResult<Self> {
+        let activation = match &*activation {
+            "swiglu" => Activation::SwiGlu,
+            "gelu" => Activation::Gelu,
+            "gelu_tanh" => Activation::GeluTanh,
+            "relu" => Activation::Relu,
+            "clamped_swiglu" => Activation::ClampedSwiGlu { alpha, limit },
+            _ => return Err(PyValueError::new_err(format!("activation {activation:?} has no kernel"))),
+        };
+        Ok(Self { num_experts, width, expert_width, dtype: dtype(&name)?, activation, is_interleaved })
+    }
+
+    /// Returns the columns before the activation.
+    fn columns(&self) -> usize {
+        self.expert_width * self.activation.num_inputs()
+    }
+
+    /// Returns the type of x, dy and results. Weights in f16 multiply inputs in f32.
+    fn activations(&self) -> DType {
+        if self.dtype == DType::F16 { DType::F32 } else { self.dtype }
+    }
+
+    /// # Safety
+    /// As for [`memory::tensor`].
+    unsafe fn weights(&self, ctx: &Context, memory: WeightMemory) -> PyResult<Weights> {
+        let (e, d, f, af) = (self.num_experts, self.width, self.expert_width, self.columns());
+        let shapes = if self.is_interleaved { [[e, d, af], [e, f, d]] } else { [[e, af, d], [e, d, f]] };
+        // SAFETY: the function's condition.
+        let stacks = unsafe {
+            [
+                memory::tensor(memory.gate_up, &shapes[0], self.dtype)?,
+                memory::tensor(memory.down, &shapes[1], self.dtype)?,
+            ]
+        };
+        let turned = |stack: Tensor, is_in_turn| {
+            if !self.is_interleaved {
+                return Ok(stack);
+            }
+            let turned = Tensor::turned(ctx.pool(), stack, is_in_turn);
+            turned.ok_or_else(|| PyValueError::new_err("interleaved weights need an even number of columns"))
+        };
+        let [gate_up, down] = stacks;
+        let (gate_up, down) = (turned(gate_up, true)?, turned(down, false)?);
+        let biases = match memory.biases {
+            [0, 0] => None,
+            // SAFETY: the function's condition.
+            [first, second] => Some(unsafe {
+                [memory::tensor(first, &[e, af], DType::F32)?, memory::tensor(second, &[e, d], DType::F32)?]
+            }),
+        };
+        Ok(Weights { gate_up, down, biases, activation: self.activation })
+    }
+}
+
+impl Call {
+    fn new((num_tokens, num_choices, is_saved, num_threads): CallArguments) -> Self {
+        Self { num_tokens, num_choices, is_saved, num_threads }
+    }
+
+    /// Sorts the choices by expert. An id that is not an expert's has no row.
+    ///
+    /// # Safety
+    /// As for [`memory::values`]: `ids` are i64, `weights` f32, both `[T, K]`.
+    unsafe fn sorted(&self, ctx: &Context, plan: &Plan, ids: usize, weights: usize) -> PyResult<SortedChoices> {
+        let shape = [self.num_tokens, self.num_choices];
+        let len = self.num_tokens * self.num_choices;
+        // SAFETY: the function's condition.
+        let (ids, weights) = unsafe { (memory::values::<i64>(ids, len), memory::tensor(weights, &shape, DType::F32)?) };
+        let mut narrow = ctx.empty(&shape, DType::U32);
+        let outside = plan.num_experts as u32;
+        for (to, &id) in narrow.u32s_mut().iter_mut().zip(ids) {
+            *to = u32::try_from(id).map_or(outside, |id| id.min(outside));
+        }
+        Ok(sort_choices(ctx, &narrow, &weights, plan.num_experts, None))
+    }
+}
+
+/// `experts_forward(plan, call, memory) -> (y, h | None)`, as capsules: y `[T, D]`, h `[T K, A F]`.
+pub(crate) fn forward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
+    let py = args.py();
+    let (plan, call, memory): (PlanArguments, CallArguments, ForwardMemory) = args.extract()?;
+    let (plan, call) = (Plan::new(plan)?, Call::new(call));
+    let (y, h) = unlocked(py, || {
+        let ctx = &context::shared(call.num_threads);
+        let (x, ids, weights, gate_up, down, first, second) = memory;
+        let stacks = WeightMemory { gate_up, down, biases: [first, second] };
+        // SAFETY: the Python code that calls this has checked the tensors and keeps them alive.
+        let (x, sorted, weights) = unsafe {
+            let x = memory::tensor(x, &[call.num_tokens, plan.width], plan.activations())?;
+            (x, call.sorted(ctx, &plan, ids, weights)?, plan.weights(ctx, stacks)?)
+        };
+        let (rows, is_forward_only) = (sorted.rows(), !call.is_saved);
+        let (y, saved) =
+            experts_forward_onto(ctx, &x, weights.weights(), weights.biases(), rows, (None, is_forward_only));
+        let num_rows = call.num_tokens * call.num_choices;
+        let h = saved.map(|saved| padded(ctx, saved.h, num_rows));
+        PyResult::Ok((into_type(ctx, y, plan.activations()), h))
+    })??;
+    object(py, (dlpack::capsule(py, y)?, dlpack::some(py, h)?))
+}
+
+/// Returns `x` with `num_rows` rows, of which the new ones are zeros: sizes may not depend on the ids.
+pub(crate) fn padded(ctx: &Context, x: Tensor, num_rows: usize) -> Tensor {
+    if x.rows() == num_rows {
+        return x;
+    }
+    let mut whole = ctx.zeros(&[num_rows, x.cols()], x.dtype());
+    whole.bytes_mut()[..x.num_bytes()].copy_from_slice(x.bytes());
+    whole
+}
+
+/// The gradients of a backward pass; those that were not asked for are `None`.
+struct Gradients {
+    dx: Tensor,
+    d_weights: Tensor,
+    stacks: [Option<Tensor>; 2],
+    biases: [Option<Tensor>; 2],
+}
+
+/// `experts_backward(plan, call, memory, (needs_stacks, needs_biases)) -> (dx, d_weights, d_gate_up | None, d_down |
+/// None, d_gate_up_bias | None, d_down_bias | None)`, as capsules. Gradients of weights are in the weights' type, those
+/// of biases and of the choices' weights in f32.
+pub(crate) fn backward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
+    let py = args.py();
+    let (plan, call, memory, needs): (PlanArguments, CallArguments, BackwardMemory, (bool, bool)) = args.extract()?;
+    let (plan, call) = (Plan::new(plan)?, Call::new(call));
+    // SAFETY: the Python code that calls this has checked the tensors and keeps them alive.
+    let grads = unlocked(py, || unsafe { gradients(&plan, &call, memory, needs) })??;
+    let Gradients { dx, d_weights, stacks: [gate_up, down], biases: [first, second] } = grads;
+    let (dx, d_weights) = (dlpack::capsule(py, dx)?, dlpack::capsule(py, d_weights)?);
+    let stacks = (dlpack::some(py, gate_up)?, dlpack::some(py, down)?);
+    object(py, (dx, d_weights, stacks.0, stacks.1, dlpack::some(py, first)?, dlpack::some(py, second)?))
+}
+
+/// Computes the gradients.
+///
+/// # Safety
+/// As for [`memory::tensor`], for all addresses.
+unsafe fn gradients(
+    plan: &Plan,
+    call: &Call,
+    memory: BackwardMemory,
+    (needs_stacks, needs_biases): (bool, bool),
+) -> PyResult<Gradients> {
+    let ctx = &context::shared(call.num_threads);
+    let (dy, x, ids, weights, gate_up, down, h, first, second) = memory;
+    let shape = [call.num_tokens, plan.width];
+    let stacks = WeightMemory { gate_up, down, biases: [first, second] };
+    // SAFETY: the function's condition.
+    let (dy, x, sorted, weights) = unsafe {
+        let (dy, x) = (memory::tensor(dy, &shape, plan.dtype)?, memory::tensor(x, &shape, plan.dtype)?);
+        (dy, x, call.sorted(ctx, plan, ids, weights)?, plan.weights(ctx, stacks)?)
+    };
+    let rows = sorted.rows();
+    // SAFETY: the function's condition; `h` has a row for each choice, of which the first R are used.
+    let h = unsafe { memory::tensor(h, &[rows.tokens.len(), plan.columns()], plan.dtype)? };
+    let saved = ExpertsSaved { h };
+    let mut stacks =
+        needs_stacks.then(|| [&weights.gate_up, &weights.down].map(|stack| ctx.empty(stack.shape(), plan.dtype)));
+    let mut back = match &mut stacks {
+        Some([gate_up, down]) => {
+            let grads = ExpertGrads { gate_up, down };
+            let how = (Write::Replace, false);
+            experts_backward_with_weight_grad(ctx, (&x, &dy), weights.weights(), rows, &saved, how, grads)
+        }
+        None => experts_backward(ctx, &dy, weights.weights(), rows, &saved),
+    };
+    if let Some([_, down]) = &weights.biases {
+        add_bias_row_weight_grads(ctx, &dy, down, rows, &mut back.d_row_weights);
+    }
+    let biases = needs_biases.then(|| {
+        let mut grads = [plan.columns(), plan.width].map(|columns| ctx.empty(&[plan.num_experts, columns], DType::F32));
+        let [first, second] = &mut grads;
+        experts_bias_grad(ctx, &dy, &back.dh, rows, Write::Replace, first, second);
+        grads
+    });
+    let d_weights = choice_weight_grads(ctx, rows, &back.d_row_weights);
+    let d_weights = d_weights.reshaped(&[call.num_tokens, call.num_choices]);
+    let dx = into_type(ctx, back.dx, plan.dtype);
+    Ok(Gradients { dx, d_weights, stacks: each(stacks), biases: each(biases) })
+}
+
+fn each(pair: Option<[Tensor; 2]>) -> [Option<Tensor>; 2] {
+    pair.map_or([None, None], |pair| pair.map(Some))
+}

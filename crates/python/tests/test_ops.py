@@ -1,0 +1,468 @@
+"""Experts and grouped products on PyTorch's tensors, against loops in PyTorch."""
+
+import os
+import threading
+import warnings
+from unittest import SkipTest
+
+try:
+    import torch
+except ImportError as error:
+    raise SkipTest(str(error)) from error
+
+import moeworks
+from moeworks import ops
+
+E, D, F = 4, 24, 16
+ACTIVATIONS = {"swiglu": 2, "clamped_swiglu": 2, "gelu": 1, "gelu_tanh": 1, "relu": 1}
+
+
+def loop(x, gate_up, down, ids, weights, gate_up_bias=None, down_bias=None, activation="swiglu"):
+    """The plain reference: one expert after another."""
+    y, gate = torch.zeros_like(x), ops.gate_of(activation, 1.702, 7.0, False)
+    for e in range(gate_up.shape[0]):
+        tokens, choices = torch.where(ids == e)
+        h = x[tokens] @ gate_up[e].T
+        h = h if gate_up_bias is None else h + gate_up_bias[e]
+        out = gate(h) @ down[e].T
+        out = out if down_bias is None else out + down_bias[e]
+        y = y.index_add(0, tokens, (out * weights[tokens, choices, None]).to(y.dtype))
+    return y
+
+
+def numbers(*shape, dtype=torch.float32):
+    return (torch.randn(shape) * 0.5).to(dtype).requires_grad_()
+
+
+def case(num_tokens=7, k=2, dtype=torch.float32, activation="swiglu", has_bias=False, num_ids=E):
+    torch.manual_seed(3)
+    columns = ACTIVATIONS[activation] * F
+    tensors = {
+        "x": numbers(num_tokens, D, dtype=dtype),
+        "gate_up": numbers(E, columns, D, dtype=dtype),
+        "down": numbers(E, D, F, dtype=dtype),
+        "weights": numbers(num_tokens, k),
+    }
+    if has_bias:
+        tensors |= {"gate_up_bias": numbers(E, columns, dtype=dtype), "down_bias": numbers(E, D, dtype=dtype)}
+    return tensors, torch.randint(0, num_ids, (num_tokens, k))
+
+
+def ours(tensors, ids, **settings):
+    x, gate_up, down, weights = (tensors[name] for name in ("x", "gate_up", "down", "weights"))
+    biases = {name: tensors[name] for name in ("gate_up_bias", "down_bias") if name in tensors}
+    return ops.experts(x, gate_up, down, ids, weights, **biases, **settings)
+
+
+def theirs(tensors, ids, activation="swiglu"):
+    x, gate_up, down, weights = (tensors[name] for name in ("x", "gate_up", "down", "weights"))
+    biases = (tensors.get("gate_up_bias"), tensors.get("down_bias"))
+    return loop(x, gate_up, down, ids, weights, *biases, activation=activation)
+
+
+def grads(y, tensors, dy):
+    found = torch.autograd.grad(y, list(tensors.values()), dy, allow_unused=True)
+    pairs = zip(tensors.items(), found, strict=True)
+    return {name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in pairs}
+
+
+def assert_close(found, wanted, bound=2e-5, what=""):
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype, (what, found.dtype, wanted.dtype)
+    error = (found.double() - wanted.double()).abs().max().item() if found.numel() else 0.0
+    assert error <= bound, f"{what}: {error:.2e}"
+
+
+def assert_alike(tensors, ids, bound=2e-5, activation="swiglu", **settings):
+    y, wanted = ours(tensors, ids, activation=activation, **settings), theirs(tensors, ids, activation)
+    assert_close(y, wanted, bound, "y")
+    dy = torch.randn_like(y)
+    exact = grads(wanted, tensors, dy)
+    for name, grad in grads(y, tensors, dy).items():
+        assert_close(grad, exact[name], bound, name)
+
+
+def raises(kind, words, call):
+    try:
+        call()
+    except kind as error:
+        assert words in str(error), f"{error} lacks {words!r}"
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def test_all_activations_with_and_without_bias():
+    for activation in ACTIVATIONS:
+        for has_bias in (False, True):
+            assert_alike(*case(activation=activation, has_bias=has_bias), activation=activation)
+
+
+def test_sizes_at_the_edges():
+    for num_tokens, k in ((0, 2), (1, 1), (1, 4), (300, 3)):
+        assert_alike(*case(num_tokens, k), bound=1e-4)
+
+
+def test_ids_outside_are_skipped_with_exact_zeros():
+    tensors, ids = case()
+    ids[0] = E
+    ids[1] = torch.tensor([-1, E + 5])
+    ids[2, 1] = E
+    y = ours(tensors, ids)
+    assert (y[:2] == 0).all()
+    found = grads(y, tensors, torch.randn_like(y))
+    assert (found["weights"][:2] == 0).all() and found["weights"][2, 1] == 0 and (found["x"][:2] == 0).all()
+    assert all(torch.isfinite(grad).all() for grad in found.values())
+    assert_alike(tensors, torch.where(ids < 0, E, ids))
+
+
+def test_no_rows_at_all():
+    tensors, ids = case()
+    ids[:] = E
+    y = ours(tensors, ids)
+    assert (y == 0).all() and all((grad == 0).all() for grad in grads(y, tensors, torch.ones_like(y)).values())
+
+
+def test_repeated_ids_and_an_unused_expert():
+    tensors, ids = case(num_ids=1)
+    ids[:, 1] = ids[:, 0]
+    assert_alike(tensors, ids)
+    y = ours(tensors, ids)
+    found = grads(y, tensors, torch.ones_like(y))
+    assert (found["gate_up"][1:] == 0).all() and (found["down"][1:] == 0).all()
+
+
+def test_bf16_is_as_close_to_f64_as_a_loop_in_bf16():
+    for has_bias in (False, True):
+        tensors, ids = case(64, 2, torch.bfloat16, has_bias=has_bias)
+        exact = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+        dy = torch.randn(64, D).bfloat16()
+        results = []
+        for call, of, d in ((ours, tensors, dy), (theirs, tensors, dy), (theirs, exact, dy.double())):
+            y = call(of, ids)
+            results.append({"y": y, **grads(y, of, d)})
+        for name, wanted in results[2].items():
+            assert results[0][name].dtype == results[1][name].dtype, name
+            errors = [(result[name].double() - wanted).norm().item() for result in results[:2]]
+            assert errors[0] <= 1.5 * errors[1] + 2e-3 * wanted.norm().item(), (name, errors)
+
+
+def test_weights_of_choices_in_any_type_get_gradients_in_it():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        tensors, ids = case()
+        tensors["weights"] = tensors["weights"].detach().to(dtype).requires_grad_()
+        y = ours(tensors, ids)
+        assert grads(y, tensors, torch.ones_like(y))["weights"].dtype == dtype and y.dtype == torch.float32
+
+
+def test_frozen_weights_get_no_gradients():
+    tensors, ids = case()
+    exact = grads(theirs(tensors, ids), tensors, torch.ones(7, D))
+    for trained in ("x", "gate_up", "down", "weights"):
+        frozen = {name: tensor.detach().requires_grad_(name == trained) for name, tensor in tensors.items()}
+        ours(frozen, ids).sum().backward()
+        for name, tensor in frozen.items():
+            assert (tensor.grad is not None) == (name == trained), name
+        assert_close(frozen[trained].grad, exact[trained], what=trained)
+
+
+def test_strides_offsets_and_expanded_gradients():
+    tensors, ids = case()
+    wide = numbers(7, 2 * D)
+    strided = dict(tensors, x=wide)
+    y = ours(dict(tensors, x=wide[:, ::2]), ids)
+    exact = theirs(dict(tensors, x=wide[:, ::2]), ids)
+    assert_close(y, exact)
+    # The gradient of a sum has strides of zero.
+    found, wanted = (torch.autograd.grad(out.sum(), list(strided.values())) for out in (y, exact))
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b)
+    turned = tensors["gate_up"].detach().mT.contiguous().mT.requires_grad_()
+    assert_alike(dict(tensors, gate_up=turned), ids.T.contiguous().T)
+    # Memory that begins at no multiple of 16 bytes, or of the element's size, as in a mapped file.
+    for shift in (4, 1):
+        memory = bytearray(shift + tensors["down"].numel() * 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            moved = torch.frombuffer(memory, dtype=torch.uint8)[shift:].view(torch.uint8)
+        moved.copy_(tensors["down"].detach().reshape(-1).view(torch.uint8))
+        moved = torch.frombuffer(memory, dtype=torch.float32, offset=shift).view(E, D, F)
+        with torch.no_grad():
+            assert_close(ours(dict(tensors, down=moved), ids), theirs(tensors, ids), what=f"offset {shift}")
+
+
+def test_transposed_and_interleaved_weights():
+    for has_bias in (False, True):
+        for activation in ("swiglu", "clamped_swiglu"):
+            tensors, ids = case(activation=activation, has_bias=has_bias)
+            dy = torch.randn(7, D)
+            wanted = theirs(tensors, ids, activation)
+            exact = grads(wanted, tensors, dy)
+
+            def in_turn(x):
+                return torch.stack(x.chunk(2, -1), -1).flatten(-2)
+
+            for layout in ("transposed", "interleaved"):
+                change = in_turn if layout == "interleaved" else lambda x: x
+                changed = dict(tensors, gate_up=change(tensors["gate_up"].mT), down=tensors["down"].mT)
+                if has_bias:
+                    changed["gate_up_bias"] = change(tensors["gate_up_bias"])
+                y = ours(changed, ids, activation=activation, layout=layout)
+                assert_close(y, wanted, what=layout)
+                found = grads(y, tensors, dy)
+                assert all(found[name].shape == exact[name].shape for name in exact)
+                for name in exact:
+                    assert_close(found[name], exact[name], 5e-5, f"{layout} {name}")
+                with torch.no_grad():
+                    changed = {name: tensor.contiguous() for name, tensor in changed.items()}
+                    assert_close(ours(changed, ids, activation=activation, layout=layout), wanted, what=layout)
+
+
+def test_autocast_computes_in_its_type():
+    tensors, ids = case(32, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = ours(tensors, ids)
+    assert y.dtype == torch.bfloat16
+    found = grads(y, tensors, torch.ones_like(y))
+    exact = grads(theirs(tensors, ids), tensors, torch.ones(32, D))
+    for name, grad in found.items():
+        assert grad.dtype == torch.float32 and (grad - exact[name]).norm() <= 2e-2 * exact[name].norm(), name
+
+
+def test_other_types_take_pytorchs_products():
+    tensors, ids = case()
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    assert_alike(wide, ids, 1e-12)
+    half = {name: tensor.detach().half() for name, tensor in tensors.items()}
+    y = ours(half, ids)
+    assert y.dtype == torch.float16 and (y.double() - theirs(wide, ids)).abs().max() < 2e-2
+    trained = {name: tensor.requires_grad_() for name, tensor in half.items()}
+    assert grads(ours(trained, ids), trained, torch.ones(7, D).half())["gate_up"].dtype == torch.float16
+
+
+def test_a_check_by_finite_differences():
+    tensors, ids = case(3, 2)
+    wide = [tensors[name].detach().double().requires_grad_() for name in ("x", "weights")]
+    others = [tensors[name].detach().double() for name in ("gate_up", "down")]
+    assert torch.autograd.gradcheck(lambda x, weights: ops.experts(x, *others, ids, weights), wide)
+
+
+def test_opcheck():
+    tensors, ids = case(has_bias=True)
+    names = ("gate_up_bias", "down_bias")
+    x, gate_up, down, weights = (tensors[name] for name in ("x", "gate_up", "down", "weights"))
+    biases = [tensors[name] for name in names]
+    ids[0, 0] = E
+    args = (x, gate_up, down, ids, weights, *biases, "swiglu", 1.702, 7.0, True)
+    torch.library.opcheck(torch.ops.moeworks.experts.default, args)
+    args = (x, gate_up, down, ids, weights, None, None, "swiglu", 1.702, 7.0, True)
+    torch.library.opcheck(torch.ops.moeworks.experts.default, args)
+    a, b, offs = numbers(9, D), numbers(3, D, F), torch.tensor([2, 2, 7], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.moeworks.grouped_mm.default, (a, b, offs))
+    turned = numbers(3, F, D).detach().mT.requires_grad_()
+    torch.library.opcheck(torch.ops.moeworks.grouped_mm.default, (a, turned, offs))
+
+
+def test_compiled_without_breaks():
+    tensors, ids = case()
+    wanted = theirs(tensors, ids)
+    exact = grads(wanted, tensors, torch.ones_like(wanted))
+    compiled = torch.compile(lambda of: ours(of, ids), backend="aot_eager", fullgraph=True)
+    y = compiled(tensors)
+    assert_close(y, wanted)
+    for name, grad in grads(y, tensors, torch.ones_like(y)).items():
+        assert_close(grad, exact[name], what=name)
+    with torch.no_grad():
+        assert_close(compiled(tensors), wanted)
+
+
+def test_second_derivatives_are_refused():
+    tensors, ids = case()
+    y = ours(tensors, ids)
+    (dx,) = torch.autograd.grad(y.sum(), [tensors["x"]], create_graph=True)
+    raises(RuntimeError, "no second derivative", lambda: dx.sum().backward())
+
+
+def test_two_backward_passes_add_up():
+    tensors, ids = case()
+    y = ours(tensors, ids).sum()
+    y.backward(retain_graph=True)
+    once = tensors["gate_up"].grad.clone()
+    y.backward()
+    assert torch.equal(tensors["gate_up"].grad, 2 * once)
+
+
+def test_checkpointing_and_hooks():
+    from torch.utils.checkpoint import checkpoint
+
+    tensors, ids = case()
+    plain = grads(ours(tensors, ids), tensors, torch.ones(7, D))
+    again = grads(checkpoint(ours, tensors, ids, use_reentrant=False), tensors, torch.ones(7, D))
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    seen = []
+    tensors["gate_up"].register_hook(lambda grad: seen.append(grad.shape))
+    ours(tensors, ids).sum().backward()
+    assert seen == [tensors["gate_up"].shape]
+
+
+def test_grouped_products_match_a_loop():
+    for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 4e-2)):
+        for ends in ([3, 3, 8], [0, 0, 0], [1, 2, 10]):
+            for is_turned in (False, True):
+                torch.manual_seed(5)
+                a = numbers(10, D, dtype=dtype)
+                b = numbers(3, F, D, dtype=dtype).detach().mT if is_turned else numbers(3, D, F, dtype=dtype).detach()
+                b.requires_grad_()
+                offs = torch.tensor(ends, dtype=torch.int32)
+                y = ops.grouped_mm(a, b, offs=offs)
+                wanted = ops._plain_grouped(a, b, offs)
+                assert_close(y, wanted, bound)
+                with torch.no_grad():
+                    assert torch.equal(ops.grouped_mm(a, b, offs=offs), y)
+                dy = torch.randn(10, F).to(dtype)
+                found, exact = (torch.autograd.grad(out, [a, b], dy) for out in (y, wanted))
+                for grad, other in zip(found, exact, strict=True):
+                    assert_close(grad, other, bound)
+                assert found[1].stride() == b.stride()
+
+
+def test_wrong_arguments_raise_clear_exceptions():
+    tensors, ids = case()
+    x, gate_up, down, weights = (tensors[name] for name in ("x", "gate_up", "down", "weights"))
+    wrong = [
+        (TypeError, "x: must be a tensor", lambda: ops.experts([1.0], gate_up, down, ids, weights)),
+        (TypeError, "gate_up: is torch.bfloat16", lambda: ops.experts(x, gate_up.bfloat16(), down, ids, weights)),
+        (TypeError, "whole numbers", lambda: ops.experts(x, gate_up, down, ids.float(), weights)),
+        (TypeError, "must be floats", lambda: ops.experts(x.int(), gate_up.int(), down.int(), ids, weights)),
+        (TypeError, "must be floats", lambda: ops.experts(x, gate_up, down, ids, ids)),
+        (ValueError, "2 dims", lambda: ops.experts(x[0], gate_up, down, ids, weights)),
+        (ValueError, "does not fit x", lambda: ops.experts(x[:, 1:], gate_up, down, ids, weights)),
+        (ValueError, "down: shape", lambda: ops.experts(x, gate_up, down[:, 1:], ids, weights)),
+        (ValueError, "down: shape", lambda: ops.experts(x, gate_up, down[1:], ids, weights)),
+        (ValueError, "7 tokens", lambda: ops.experts(x, gate_up, down, ids[1:], weights[1:])),
+        (ValueError, "must be that of expert_ids", lambda: ops.experts(x, gate_up, down, ids, weights[:, :1])),
+        (ValueError, "at least one expert", lambda: ops.experts(x, gate_up, down, ids[:, :0], weights[:, :0])),
+        (ValueError, "activation 'tanh'", lambda: ops.experts(x, gate_up, down, ids, weights, activation="tanh")),
+        (ValueError, "layout 'x'", lambda: ops.experts(x, gate_up, down, ids, weights, layout="x")),
+        (
+            ValueError,
+            "down_bias",
+            lambda: ops.experts(x, gate_up, down, ids, weights, down_bias=torch.zeros(E, D + 1)),
+        ),
+        (ValueError, "one device", lambda: ops.experts(x, gate_up.to("meta"), down, ids, weights)),
+        (TypeError, "dense", lambda: ops.experts(x.detach().to_sparse(), gate_up, down, ids, weights)),
+        (TypeError, "int32", lambda: ops.grouped_mm(x, gate_up.mT, offs=torch.tensor([1, 2, 3, 4]))),
+    ]
+    for ends in ([1, 5, 4, 7], [-1, 2, 3, 4], [1, 2, 3, 99]):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        wrong.append((ValueError, "offs[", lambda offs=offs: ops.grouped_mm(x, gate_up.mT, offs=offs)))
+    for kind, words, call in wrong:
+        raises(kind, words, call)
+
+
+def test_the_sizes_of_scattermoe():
+    for num_tokens, k, width, size in ((128, 2, 256, 128), (128, 4, 128, 600)):
+        torch.manual_seed(7)
+        tensors = {
+            "x": numbers(num_tokens, width),
+            "gate_up": (numbers(8, 2 * size, width).detach() * 0.2).requires_grad_(),
+            "down": (numbers(8, width, size).detach() * 0.2).requires_grad_(),
+            "weights": numbers(num_tokens, k),
+        }
+        assert_alike(tensors, torch.randint(0, 8, (num_tokens, k)), 5e-4)
+
+
+def test_the_same_bits_for_any_number_of_threads():
+    tensors, ids = case(200, 2)
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            moeworks.set_num_threads(threads)
+            y = ours(tensors, ids)
+            results.append([y, *grads(y, tensors, torch.ones_like(y)).values()])
+    finally:
+        moeworks.set_num_threads(None)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_two_python_threads_at_once():
+    tensors, ids = case(200, 2)
+    wanted = ours(tensors, ids).detach()
+    failures = []
+
+    def work():
+        for _ in range(20):
+            y = ours(tensors, ids)
+            torch.mm(torch.ones(50, 50), torch.ones(50, 50))
+            grads(y, tensors, torch.ones_like(y))
+            if not torch.equal(y, wanted):
+                failures.append("other bits")
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+        assert not worker.is_alive()
+    assert not failures
+
+
+def test_the_interpreter_runs_during_a_computation():
+    tensors, ids = case(4000, 4)
+    counts, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counts[0] += 1
+
+    worker = threading.Thread(target=count)
+    worker.start()
+    try:
+        with torch.no_grad():
+            before = counts[0]
+            for _ in range(20):
+                ours(tensors, ids)
+            assert counts[0] > before
+    finally:
+        stop.set()
+        worker.join()
+
+
+def test_a_forked_process_computes_and_ends():
+    tensors, ids = case(64, 2)
+    with torch.no_grad():
+        wanted = ours(tensors, ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            child = os.fork()
+        if child == 0:
+            try:
+                os._exit(0 if torch.equal(ours(tensors, ids), wanted) else 1)
+            finally:
+                os._exit(2)
+        for _ in range(600):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                break
+            threading.Event().wait(0.1)
+        else:
+            os.kill(child, 9)
+            raise AssertionError("the child hangs")
+        assert status == 0, status
+        assert torch.equal(ours(tensors, ids), wanted)
+
+
+def test_results_outlive_everything_and_end_on_other_threads():
+    tensors, ids = case(64, 2)
+    with torch.no_grad():
+        kept = [ours(tensors, ids) for _ in range(8)]
+    wanted = kept[0].clone()
+    worker = threading.Thread(target=lambda: kept.clear())
+    last = kept[-1]
+    worker.start()
+    worker.join()
+    moeworks.set_num_threads(3)
+    try:
+        ours(tensors, ids)
+    finally:
+        moeworks.set_num_threads(None)
+    assert torch.equal(last, wanted)
