@@ -122,15 +122,15 @@ impl Plan {
                 memory::tensor(memory.down, &shapes[1], self.dtype)?,
             ]
         };
-        let turned = |stack: Tensor, is_in_turn| {
+        let transposed = |stack: Tensor, is_interleaved| {
             if !self.is_interleaved {
                 return Ok(stack);
             }
-            let turned = Tensor::turned(ctx.pool(), stack, is_in_turn);
-            turned.ok_or_else(|| PyValueError::new_err("interleaved weights need an even number of columns"))
+            let transposed = Tensor::transposed(ctx.pool(), stack, is_interleaved);
+            transposed.ok_or_else(|| PyValueError::new_err("interleaved weights need an even number of columns"))
         };
         let [gate_up, down] = stacks;
-        let (gate_up, down) = (turned(gate_up, true)?, turned(down, false)?);
+        let (gate_up, down) = (transposed(gate_up, true)?, transposed(down, false)?);
         let biases = match memory.biases {
             [0, 0] => None,
             // SAFETY: the function's condition.
