@@ -41,7 +41,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<ExitCode, Failure> {
     let checked = schedule.check().map_err(|error| wrong_file(args, &error))?;
     let timeline = checked.timeline(&times)?;
     let memory = checked.peak_memory(&times);
-    write_files(args, &timeline, &schedule, Unit { name: &args.unit, micros: 1e3 })?;
+    write_files(args, &timeline, &schedule, Unit { name: &args.unit, micros: 1e3 }, NO_STEP)?;
     if args.json {
         print_json(&schedule, &timeline, checked.peaks(), &memory);
     } else {
@@ -49,6 +49,9 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<ExitCode, Failure> {
     }
     Ok(ExitCode::SUCCESS)
 }
+
+/// The parts of a trace that given times do not have.
+const NO_STEP: trace::Step<'_> = trace::Step { sums: &[], state_bytes: &[] };
 
 /// A unit of time.
 #[derive(Clone, Copy)]
@@ -65,6 +68,7 @@ fn write_files(
     timeline: &Timeline<'_>,
     schedule: &Schedule,
     unit: Unit<'_>,
+    step: trace::Step<'_>,
 ) -> Result<(), Failure> {
     if let Some(place) = &args.text {
         write_whole(place, &schedule.to_string())?;
@@ -73,7 +77,7 @@ fn write_files(
         write_whole(place, &timeline.to_svg(&SvgOptions { unit: unit.name, ..SvgOptions::default() }))?;
     }
     if let Some(place) = &args.trace {
-        write_whole(place, &trace::of(timeline, schedule, unit.micros))?;
+        write_whole(place, &trace::of(timeline, schedule, unit.micros, step))?;
     }
     Ok(())
 }

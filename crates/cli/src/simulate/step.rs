@@ -10,7 +10,7 @@ use moeworks_plan::{
 use serde_json::{Value, json};
 
 use super::print::{SHOWN, number, percent};
-use super::{Unit, generate, read_schedule, write_files};
+use super::{Unit, generate, read_schedule, trace, write_files};
 use crate::args::{PathChoice, PrecisionChoice, SimulateArgs, StepArgs, WireChoice};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
@@ -49,7 +49,8 @@ pub(super) fn run(args: &SimulateArgs, model: &str, cluster: &str) -> Result<Exi
     let schedule = costs.written_out(&schedule)?;
     let checked = schedule.check()?;
     let report = costs.simulate(&checked)?;
-    write_files(args, &report.simulation.timeline, &schedule, Unit { name: "s", micros: 1e6 })?;
+    let beside = trace::Step { sums: &report.simulation.sums, state_bytes: &report.state_bytes };
+    write_files(args, &report.simulation.timeline, &schedule, Unit { name: "s", micros: 1e6 }, beside)?;
     let shown = Shown { request: &request, costs: &costs, checked: &checked, schedule: &schedule, report: &report };
     if args.json {
         println!("{:#}", shown.json());

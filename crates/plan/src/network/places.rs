@@ -2,7 +2,8 @@
 
 use crate::Cluster;
 
-/// The place of each of the first ranks of a cluster: its unit at each level, and the devices that it shares links with.
+/// The place of each of the first ranks of a cluster: its unit at each level, and the devices that it shares links
+/// with.
 #[derive(Clone, Debug)]
 pub struct Places<'a> {
     /// The cluster.

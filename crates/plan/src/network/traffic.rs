@@ -43,7 +43,7 @@ pub struct Traffic {
     pub(crate) levels: Vec<u8>,
     /// The names of the levels.
     pub(crate) level_names: Vec<String>,
-    /// What each link of the cluster carries, until links are joined: the phase and the seconds.
+    /// The phases that each link of the cluster carries, with their seconds, until links are joined.
     parts: HashMap<LinkId, Vec<(PhaseId, f64)>>,
 }
 

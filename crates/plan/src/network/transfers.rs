@@ -26,8 +26,8 @@ pub struct ExpertShares {
 }
 
 impl ExpertShares {
-    /// Returns the shares of a placement, where `loads` are the rows of each expert (of any sum). `nodes` are those of
-    /// the group's ranks.
+    /// Returns the shares of a placement, where `loads` are the rows of each expert (of any sum). `nodes` are those
+    /// of the group's ranks.
     #[must_use]
     pub fn new(placement: &Placement, loads: &[f64], nodes: &Nodes) -> Self {
         let all: f64 = loads.iter().sum();
@@ -104,8 +104,8 @@ impl Places<'_> {
         vec![near, direct]
     }
 
-    /// Returns the parts, one level after another, of the all-reduces of `bytes` on each rank of all `groups`: at each
-    /// level a ring over its units, of what the levels below leave to each rank.
+    /// Returns the parts, one level after another, of the all-reduces of `bytes` on each rank of all `groups`: at
+    /// each level a ring over its units, of what the levels below leave to each rank.
     #[must_use]
     pub fn all_reduce(&self, groups: &[Vec<usize>], bytes: f64) -> Vec<Loads<'_>> {
         let mut parts: Vec<Loads<'_>> = self.cluster.levels.iter().map(|_| Loads::new(self)).collect();
@@ -220,8 +220,8 @@ impl<'a> Members<'a> {
         self.ranks.iter().map(|&rank| in_unit[&self.places.unit(level, rank)]).collect()
     }
 
-    /// Adds rows that go straight to the ranks of their experts, at `first_level` and outer ones. There is a message for
-    /// each rank, or for each node if the first level is not the innermost.
+    /// Adds rows that go straight to the ranks of their experts, at `first_level` and outer ones. There is a message
+    /// for each rank, or for each node if the first level is not the innermost.
     fn add_direct(&self, loads: &mut Loads<'_>, first_level: usize, bytes: f64, shares: &ExpertShares) {
         for level in first_level..self.counts.len() {
             self.add_level(loads, level, bytes, shares);

@@ -1,5 +1,5 @@
-//! A training step of a described model on a described cluster, as it is simulated: what its stages compute, what they
-//! keep, and what passes the links.
+//! A training step of a described model on a described cluster, as it is simulated: what its stages compute, what
+//! they keep, and what passes the links.
 //!
 //! ```
 //! use moeworks_plan::{Cluster, Layout, Model, ScheduleKind, ScheduleRequest, StepRequest};
@@ -25,6 +25,11 @@ use crate::{Cluster, Exchange, Layout, Model, Nodes, Placement, Precision, Sched
 
 use self::stages::Stage;
 
+/// Actions that a schedule with its all-to-alls may have at most.
+const MAX_ACTIONS: usize = 1 << 26;
+/// Actions of a MoE layer and microbatch.
+const ACTIONS_OF_LAYER: usize = 10;
+
 /// A step to simulate.
 #[derive(Clone, Debug)]
 pub struct StepRequest<'a> {
@@ -34,8 +39,8 @@ pub struct StepRequest<'a> {
     pub cluster: &'a Cluster,
     /// The layout; its columns are the ranks of the schedule.
     pub layout: Layout,
-    /// The exchange of tokens with experts, in one chunk. What its wire format compresses are rows to experts; results
-    /// and their gradients come back in no less than two bytes a number.
+    /// The exchange of tokens with experts, in one chunk. What its wire format compresses are rows to experts;
+    /// results and their gradients come back in no less than two bytes a number.
     pub exchange: Exchange,
     /// T, the tokens of each rank in a microbatch.
     pub tokens: usize,
@@ -53,7 +58,8 @@ pub struct StepRequest<'a> {
     /// The number of units of the outermost level that fetch each other's experts, so that tokens stay among them
     /// (HybridEP); 1 for none.
     pub domain: usize,
-    /// The factor by which experts that are fetched are compressed (HybridEP's shared expert and residuals: up to 50).
+    /// The factor by which experts that are fetched are compressed (HybridEP's shared expert and residuals: up to
+    /// 50).
     pub expert_compression: f64,
 }
 
@@ -166,7 +172,7 @@ impl<'a> StepRequest<'a> {
         if self.domain != 1 {
             let units = self.cluster.levels.last().map_or(1, |level| level.size);
             let used = units.min(self.outer_units());
-            if self.domain == 0 || used % self.domain != 0 {
+            if self.domain == 0 || !used.is_multiple_of(self.domain) {
                 let right = format!("must divide the {used} units of the outermost level that an expert group spans");
                 return Err(wrong("domain", self.domain, right));
             }
@@ -210,7 +216,7 @@ impl<'a> StepRequest<'a> {
     }
 }
 
-/// What a step costs: computation and memory of its stages, and its transfers.
+/// The costs of a step: computation and memory of its stages, and its transfers.
 #[derive(Clone, Debug)]
 pub struct StepCosts<'a> {
     request: &'a StepRequest<'a>,
@@ -268,8 +274,18 @@ impl StepCosts<'_> {
                 format!("the stages have {moe_layers:?}"),
             ));
         }
-        if !has_experts_elsewhere || !schedule.moe_layers.is_empty() || checked.schedule().has_messages() {
+        let num_moe_layers: usize = moe_layers.iter().map(|&layers| usize::from(layers)).sum();
+        if !has_experts_elsewhere || !schedule.moe_layers.is_empty() || num_moe_layers == 0 {
             return Ok(checked.with_messages());
+        }
+        if schedule.has_messages() {
+            let right = "must be written out too where sends and receives are, or leave those out";
+            return Err(wrong("all-to-alls of the schedule", "none", right));
+        }
+        let most = MAX_ACTIONS / ACTIONS_OF_LAYER / num_moe_layers;
+        if schedule.num_microbatches() > most {
+            let right = format!("with {num_moe_layers} MoE layers there can be at most {most}");
+            return Err(wrong("microbatches", schedule.num_microbatches(), right));
         }
         let expanded = checked.with_all_to_alls(&moe_layers)?;
         Ok(expanded.check()?.with_messages())

@@ -96,8 +96,8 @@ impl StepCosts<'_> {
         seconds
     }
 
-    /// Returns the parts of a layer's exchange in domains. Experts are fetched while the rank computes what comes before
-    /// them, so that the part that this hides is not in the way; none are fetched where all is hidden.
+    /// Returns the parts of a layer's exchange in domains. Experts are fetched while the rank computes what comes
+    /// before them, so that the part that this hides is not in the way; none are fetched where all is hidden.
     fn domain_parts<'p>(
         &self,
         places: &'p Places<'p>,
@@ -122,8 +122,8 @@ impl StepCosts<'_> {
         vec![gather, tokens]
     }
 
-    /// Returns the sums of gradients of a rank over all that hold the same weights; those of several columns, if copies
-    /// of the weights are in several, share the work.
+    /// Returns the sums of gradients of a rank over all that hold the same weights; those of several columns, if
+    /// copies of the weights are in several, share the work.
     fn sum(&self, schedule: &Schedule, rank: usize, places: &Places<'_>, traffic: &mut Traffic) -> Option<TransferId> {
         let (request, layout) = (self.request, &self.request.layout);
         let mut columns: Vec<usize> = Vec::new();

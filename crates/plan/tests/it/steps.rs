@@ -149,8 +149,8 @@ fn spans_do_not_overlap(simulation: &Simulation<'_>, schedule: &Schedule) -> boo
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(120))]
 
-    /// Bytes that are sent are received, no link carries more than its bandwidth, no rank computes two things at once,
-    /// and a step takes no less than any rank's work and no less than on faster links.
+    /// Bytes that are sent are received, no link carries more than its bandwidth, no rank computes two things at
+    /// once, and a step takes no less than any rank's work and no less than on faster links.
     #[test]
     fn steps_keep_what_is_conserved(
         kind in 0..12_usize,

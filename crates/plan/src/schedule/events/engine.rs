@@ -8,7 +8,7 @@ use super::super::chains::chain_index;
 use super::super::check::{Checked, awaited, is_from_other_rank, message_peer, releases, source_stage};
 use super::super::makespan::{Arrival, Cost, Span, Timeline, cost_of};
 use super::super::times::Times;
-use super::under_way::{Event, Happening, Purpose, UnderWay};
+use super::under_way::{Event, Happening, ListPlace, Purpose, UnderWay};
 use super::{LinkRecord, Simulation, Transfers};
 use crate::network::{LevelBytes, LinkUse, Shares};
 
@@ -296,7 +296,7 @@ impl<'a, 'b> Engine<'a, 'b> {
         self.chains[chain as usize].sent = self.now;
         let messages = self.transfers.messages.get(rank as usize);
         let id = messages.and_then(|messages| messages.iter().find(|&&(of, _)| of == to)).map(|&(_, id)| id);
-        let span = position.map(|position| (rank, position));
+        let span = position.map(|position| ListPlace { rank, position });
         self.start_transfer(Purpose::Message { chain, to }, id, self.times.message, span);
     }
 
@@ -344,7 +344,7 @@ impl<'a, 'b> Engine<'a, 'b> {
         state.first.get_or_insert(self.now);
         self.chains[chain as usize].start = arrival.map_or(self.now, |arrival| arrival.sent);
         let id = self.transfers.all_to_alls.get(rank as usize).copied().flatten().map(|of| of.of(action.kind));
-        self.start_transfer(Purpose::AllToAll { rank, action }, id, seconds, Some((rank, position)));
+        self.start_transfer(Purpose::AllToAll { rank, action }, id, seconds, Some(ListPlace { rank, position }));
     }
 
     /// Begins what follows a rank's list, once all of its all-to-alls are done.

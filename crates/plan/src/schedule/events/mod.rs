@@ -5,8 +5,8 @@
 //! transfers on links both give the same times. Here a message or an all-to-all first takes the seconds of
 //! [`Times`], then passes its links, as fast as the others leave it ([`crate::network`]).
 //!
-//! A rank of the schedule stands for all ranks of its column of the pipeline, which do the same at the same time. They
-//! are simulated once, so that the number of events does not depend on data, expert and tensor parallelism.
+//! A rank of the schedule stands for all ranks of its column of the pipeline, which do the same at the same time.
+//! They are simulated once, so that the number of events does not depend on data, expert and tensor parallelism.
 
 mod engine;
 mod under_way;

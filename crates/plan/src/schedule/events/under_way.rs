@@ -1,5 +1,5 @@
-//! What is under way: messages, all-to-alls and sums, from their first seconds through their bytes to their end; and the
-//! events in the order of their times.
+//! Messages, all-to-alls and sums under way, from their first seconds through their bytes to their end; and events in
+//! the order of their times.
 
 use std::cmp::Ordering;
 
@@ -8,6 +8,13 @@ use super::super::check::releases;
 use super::super::makespan::Span;
 use super::engine::Engine;
 use crate::network::{Phase, TransferId};
+
+/// A place in a rank's list.
+#[derive(Clone, Copy)]
+pub(super) struct ListPlace {
+    pub(super) rank: u32,
+    pub(super) position: u32,
+}
 
 /// The purpose of a transfer.
 #[derive(Clone, Copy)]
@@ -30,7 +37,7 @@ pub(super) struct UnderWay {
     pub(super) version: u32,
     pub(super) start: f64,
     /// The rank and the place in its list whose span this is.
-    pub(super) span: Option<(u32, u32)>,
+    pub(super) span: Option<ListPlace>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -70,7 +77,7 @@ impl<'b> Engine<'_, 'b> {
         purpose: Purpose,
         id: Option<TransferId>,
         seconds: f64,
-        span: Option<(u32, u32)>,
+        span: Option<ListPlace>,
     ) {
         let transfer = UnderWay { purpose, id, phase: 0, flow: None, version: 0, start: self.now, span };
         let index = match self.free.pop() {
@@ -146,7 +153,7 @@ impl<'b> Engine<'_, 'b> {
             }
         }
         let whole = Span { start, end: self.now };
-        if let Some((rank, position)) = span {
+        if let Some(ListPlace { rank, position }) = span {
             self.spans[rank as usize][position as usize] = whole;
         }
         match purpose {
