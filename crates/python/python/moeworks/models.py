@@ -259,7 +259,8 @@ def chat(
     if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
         raise TypeError('messages: give a list such as [{"role": "user", "content": "Hello"}]')
     given = json.dumps([dict(message) for message in messages])
-    prompt = _native.render(model._handle, given, json.dumps(dict(template or {})), _program.command())
+    renderer = [*_program.command(), "render-template"]
+    prompt = _native.render(model._handle, given, json.dumps(dict(template or {})), renderer)
     stream, num_prompt = _start(
         model, tokenizer, prompt, max_tokens, temperature, top_k, top_p, min_p, seed, stop, special=True
     )
@@ -296,10 +297,7 @@ def evaluate(
         raise ValueError(f"seq_len {seq_len}: must be at least 1")
     if _whole(max_sequences, "max_sequences") < 0:
         raise ValueError(f"max_sequences {max_sequences}: must be at least 0; 0 for all")
-    names = [_path(path) for path in paths]
-    for name in names:
-        if not any(sign in name for sign in "*?[") and not os.path.exists(name):
-            raise FileNotFoundError(errno.ENOENT, "no such file or folder", name)
+    names = texts(paths)
     found = _native.evaluate(model._handle, names, text_field, seq_len, max_sequences, cache_folder())
     return json.loads(found)
 
@@ -345,6 +343,18 @@ def convert(
         words += [] if value is None else [option, str(value)]
     words += ["--force"] * bool(force)
     return _program.call([*words, "--", _existing(src), _path(dst)]).strip()
+
+
+def texts(paths: Sequence[_Path]) -> list[str]:
+    """Returns the names of files, folders and globs; those that are no globs must exist.
+
+    Training reads a weight after the last ``=``.
+    """
+    names = [_path(path) for path in paths]
+    for name in names:
+        if not any(sign in name for sign in "*?[=") and name != "-" and not os.path.exists(name):
+            raise FileNotFoundError(errno.ENOENT, "no such file or folder", name)
+    return names
 
 
 def cache_folder() -> str | None:

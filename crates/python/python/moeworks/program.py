@@ -11,8 +11,13 @@ from . import _native
 
 
 def command() -> list[str]:
-    """Returns the command that starts the program in a process of its own."""
-    return [sys.executable, "-m", "moeworks"]
+    """Returns the command that starts the program in a process of its own.
+
+    The package is found where this one is, whatever the current folder and the environment.
+    """
+    place = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    code = f"import sys; sys.path.append({place!r}); from moeworks.__main__ import main; sys.exit(main())"
+    return [sys.executable, "-P", "-c", code]
 
 
 def run(arguments: Sequence[str | os.PathLike[str]]) -> int:
@@ -38,12 +43,8 @@ def call(arguments: Sequence[str]) -> str:
     Raises:
         ValueError: if the command fails, with its message.
     """
-    # The package is found as it was here, also by a program that changed `sys.path`.
-    places = [place for place in sys.path if place]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    with subprocess.Popen(
-        [*command(), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    words = [*command(), *arguments]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             out, error = process.communicate()
         except BaseException:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _native
-from .models import _existing, _path, cache_folder
+from .models import _existing, _path, cache_folder, texts
 
 _Path = str | os.PathLike[str]
 
@@ -77,7 +77,7 @@ def train(
     settings += _settings(overrides or {})
     if data is not None:
         paths = [data] if isinstance(data, str | os.PathLike) else list(data)
-        settings.append("data.paths=" + json.dumps([_path(path) for path in paths]))
+        settings.append("data.paths=" + json.dumps(texts(paths)))
     if resume is not None and (out is not None or start_from is not None):
         raise ValueError("resume: a run goes on in its own folder; leave out and start_from out")
     if resume is None and out is None:

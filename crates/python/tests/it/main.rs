@@ -14,9 +14,10 @@ const HERE: &str = env!("CARGO_MANIFEST_DIR");
 fn python(code: &str) -> Option<PathBuf> {
     let usual = Path::new(HERE).join("../../.venv-test/bin/python");
     let candidates = [env::var_os("MOEWORKS_PYTHON").map(PathBuf::from), Some(usual), Some("python3".into())];
-    candidates.into_iter().flatten().find(|python| {
-        Command::new(python).args(["-c", code]).output().is_ok_and(|output| output.status.success())
-    })
+    candidates
+        .into_iter()
+        .flatten()
+        .find(|python| Command::new(python).args(["-c", code]).output().is_ok_and(|output| output.status.success()))
 }
 
 /// Makes the package as a wheel has it: the Python files and the extension module beside them.
@@ -62,7 +63,6 @@ fn run(file: &str, modules: &str) {
         .env("PYTHONPATH", package())
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .env("OMP_NUM_THREADS", "1")
-        .env("MOEWORKS_FIXTURES", Path::new(HERE).join("../model/tests/fixtures"))
         .output()
         .expect("Python starts");
     let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
@@ -78,6 +78,11 @@ fn models_load_generate_evaluate_convert_and_train_without_pytorch() {
 #[test]
 fn operators_match_loops_in_pytorch() {
     run("test_ops.py", ", torch");
+}
+
+#[test]
+fn layers_match_the_blocks_of_model_families() {
+    run("test_nn.py", ", torch");
 }
 
 #[test]
