@@ -16,8 +16,8 @@ use crate::interrupts::{Interrupts, Receiving};
 use crate::log::Log;
 use crate::output::{self, OutputGone};
 use crate::{
-    balance, bench, chat, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan, ranks,
-    routing, serve, simulate, study, train,
+    advise, balance, bench, chat, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan,
+    ranks, routing, serve, simulate, study, train,
 };
 
 /// The exit code for invalid arguments.
@@ -146,6 +146,7 @@ impl Call<'_> {
             Command::Inspect(args) => inspect::run(&args),
             Command::Estimate(args) => estimate::run(&args),
             Command::Plan(args) => plan::run(&args),
+            Command::Advise(args) => advise::run(&args, self),
             Command::Balance(args) => balance::run(&args),
             Command::Simulate(args) => simulate::run(&args),
             Command::Routing(args) => routing::run(&args),

@@ -15,6 +15,7 @@
 #[macro_use]
 mod output;
 
+mod advise;
 mod args;
 mod balance;
 mod bench;

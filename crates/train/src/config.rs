@@ -35,6 +35,7 @@ pub use moeworks_plan::Precision;
 pub use parallel::{MovingChoice, ParallelConfig, PathChoice, PlacementChoice, WireChoice};
 pub use presets::PRESETS;
 pub use print::print_config;
+pub(crate) use print::to_table as table_of;
 pub use table::{SettingRow, setting_rows, settings_page};
 pub use training::{GradientType, ScheduleKind, TrainConfig};
 

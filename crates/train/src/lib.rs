@@ -3,6 +3,7 @@
 //! A [`Trainer`] trains any model that is a [`Task`]; the language model of `moeworks train` is
 //! [`LanguageModel`](language_model::LanguageModel).
 
+pub mod advise;
 mod checkpoint;
 pub mod config;
 mod cpu_time;

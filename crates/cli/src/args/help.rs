@@ -9,7 +9,7 @@ use super::Cli;
 const GROUPS: [(&str, &[&str]); 6] = [
     ("Train", &["train", "study", "report"]),
     ("Run", &["chat", "generate", "serve", "gateway"]),
-    ("Inspect", &["inspect", "evaluate", "routing"]),
+    ("Inspect", &["inspect", "advise", "evaluate", "routing"]),
     ("Make", &["convert", "upcycle"]),
     ("Plan", &["estimate", "plan", "simulate", "balance"]),
     ("Measure", &["bench", "doctor"]),

@@ -1,6 +1,7 @@
 //! The command line as typed: raw values, which the commands resolve. Each file has the options of a group of
 //! commands.
 
+mod advise;
 mod balance;
 mod bench;
 mod convert;
@@ -21,6 +22,7 @@ use clap_complete::Shell;
 
 use crate::version;
 
+pub(crate) use advise::AdviseArgs;
 pub(crate) use balance::{BalanceArgs, Policy};
 pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
@@ -77,6 +79,8 @@ pub(crate) enum Command {
     Estimate(EstimateArgs),
     /// Propose layouts of a model on several ranks, with the cost of each
     Plan(PlanArgs),
+    /// Say what holds a run back, with the figures that show it and the settings to try
+    Advise(AdviseArgs),
     /// Place experts on ranks by the load that a run recorded
     Balance(BalanceArgs),
     /// Simulate a pipeline schedule, with given times or of a model on a cluster: what each rank does when, and memory

@@ -1,5 +1,6 @@
 //! Tests of the program as users run it, and of the structure of the workspace.
 
+mod advise;
 mod bad_input;
 mod balance;
 mod bench;

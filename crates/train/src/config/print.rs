@@ -38,7 +38,7 @@ pub fn print_config(config: &RunConfig) -> String {
 
 /// Converts the configuration to a table. This goes through text, which has the shortest form of an f32; as f64 a
 /// value of 0.02 would be 0.019999999552965164.
-pub(super) fn to_table(config: &RunConfig) -> Table {
+pub(crate) fn to_table(config: &RunConfig) -> Table {
     plain(config).parse().expect("what is written as TOML is TOML")
 }
 
