@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use moeworks_infer::data::{Sources, TokenStore};
 use moeworks_infer::evaluation::{Evaluation, EvaluationOptions, evaluate};
-use moeworks_infer::open::Model;
+use moeworks_infer::open::{Model, Source};
 use moeworks_model::PassStats;
 use moeworks_train::config::RunConfig;
 use serde_json::{Value, json};
@@ -15,13 +15,21 @@ use serde_json::{Value, json};
 use crate::args::EvaluateArgs;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
-use crate::model::{open_path, with_options};
+use crate::host::Call;
+use crate::model::with_options;
+use crate::model_ranks::{ModelOptions, ModelRank, on_model_ranks};
 use crate::progress::thousands;
 use crate::reading;
 use crate::tables;
 
-pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
-    let model = open_path(&args.model, &args.compute)?;
+pub(crate) fn run(args: &EvaluateArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
+    let options = ModelOptions { compute: &args.compute, ranks: &args.ranks };
+    on_model_ranks(call, &args.model, options, None, |rank| one_rank(args, rank))
+}
+
+/// Evaluates on the rank that makes the passes.
+fn one_rank(args: &EvaluateArgs, rank: ModelRank<'_>) -> Result<ExitCode, Failure> {
+    let model = rank.open(&Source::open(&args.model)?)?;
     let options = EvaluationOptions { seq_len: args.seq_len, max_sequences: args.max_sequences };
     options.seq_len(&model).map_err(with_options)?;
     let tokens = tokens_of(&model, args)?;
@@ -31,6 +39,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<ExitCode, Failure> {
     } else {
         print(&model, &result);
     }
+    model.end_ranks()?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -16,19 +16,26 @@ use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::generate_many::{self, Files};
 use crate::host::Call;
-use crate::model::{open, with_options};
+use crate::model::with_options;
+use crate::model_ranks::{ModelOptions, ModelRank, on_model_ranks};
 use crate::sampling::{Sampling, warn_of_unused};
 use crate::terminal::shown;
 
 pub(crate) fn run(args: &GenerateArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
-    if let (Some(data), Some(out)) = (&args.batch.data, &args.batch.out) {
-        return generate_many::run(args, &Files { data, out }, call);
-    }
+    let options = ModelOptions { compute: &args.compute, ranks: &args.ranks };
+    on_model_ranks(call, &args.model, options, None, |rank| match (&args.batch.data, &args.batch.out) {
+        (Some(data), Some(out)) => generate_many::run(args, &Files { data, out }, rank, call),
+        _ => one_prompt(args, rank),
+    })
+}
+
+/// Continues one prompt.
+fn one_prompt(args: &GenerateArgs, rank: ModelRank<'_>) -> Result<ExitCode, Failure> {
     let text = prompt_text(args)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     let mut sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
-    let model = open(&source, &args.compute)?;
+    let model = rank.open(&source)?;
     warn_of_unused(&args.sampling, &defaults);
     tracing::info!("sampling: {}", sampling.description);
     let prompt = prompt_ids(&model, &text, args.special).map_err(with_options)?;
@@ -48,6 +55,7 @@ pub(crate) fn run(args: &GenerateArgs, call: &Call<'_>) -> Result<ExitCode, Fail
     let speed = num_tokens as f64 / start.elapsed().as_secs_f64();
     tracing::info!("{num_tokens} tokens, {speed:.1} tokens/s, ended by {}", name_of(end));
     tell_expert_cache(&model);
+    model.end_ranks()?;
     Ok(ExitCode::SUCCESS)
 }
 

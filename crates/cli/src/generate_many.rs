@@ -14,7 +14,7 @@ use crate::args::{GenerateArgs, LoadArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::host::Call;
-use crate::model::open;
+use crate::model_ranks::ModelRank;
 use crate::sampling::{Sampling, warn_of_unused};
 use crate::serve::{limits, name_of, template};
 
@@ -31,7 +31,12 @@ pub(crate) struct Files<'a> {
     pub(crate) out: &'a Path,
 }
 
-pub(crate) fn run(args: &GenerateArgs, files: &Files<'_>, call: &Call<'_>) -> Result<ExitCode, Failure> {
+pub(crate) fn run(
+    args: &GenerateArgs,
+    files: &Files<'_>,
+    rank: ModelRank<'_>,
+    call: &Call<'_>,
+) -> Result<ExitCode, Failure> {
     let Files { data, out } = *files;
     check_out(out, args.batch.force)?;
     let shown = data.display();
@@ -40,7 +45,7 @@ pub(crate) fn run(args: &GenerateArgs, files: &Files<'_>, call: &Call<'_>) -> Re
     let defaults = source.sampling_defaults()?;
     // Says what is wrong with the command's own settings before the model is loaded.
     let sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
-    let model = Arc::new(open(&source, &args.compute)?);
+    let model = Arc::new(rank.open(&source)?);
     warn_of_unused(&args.sampling, &defaults);
     tracing::info!("sampling: {}", sampling.description);
     let limits = limits(&load(args), &model)?;
@@ -63,6 +68,7 @@ pub(crate) fn run(args: &GenerateArgs, files: &Files<'_>, call: &Call<'_>) -> Re
         return Err(Failure::input(format!("--data {shown}: has no prompt; give a JSON object a line")));
     }
     let answers = answered(&served, prompts, limits)?;
+    model.end_ranks()?;
     write_whole(out, answers.as_bytes())
         .map_err(|error| Failure::input(format!("--out {}: cannot be written: {error}", out.display())))?;
     Ok(ExitCode::SUCCESS)

@@ -82,7 +82,7 @@ impl Host {
     /// any number of times; calls from several threads run one after the other.
     ///
     /// It does not end the process and does not panic, with one exception caused by MPI: if a launcher has started
-    /// the process together with others for training, a rank that fails ends them all.
+    /// the process together with others for a command, a rank that fails ends them all.
     pub fn run(&self, args: impl IntoIterator<Item = impl Into<OsString>>) -> u8 {
         let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let words: Vec<OsString> = args.into_iter().map(Into::into).collect();
@@ -142,7 +142,7 @@ impl Call<'_> {
             Command::Chat(args) => chat::run(&args, self),
             Command::Serve(args) => serve::run(&args, self),
             Command::Gateway(args) => gateway::run(&args, self),
-            Command::Evaluate(args) => evaluate::run(&args),
+            Command::Evaluate(args) => evaluate::run(&args, self),
             Command::Inspect(args) => inspect::run(&args),
             Command::Estimate(args) => estimate::run(&args),
             Command::Plan(args) => plan::run(&args),

@@ -39,6 +39,7 @@ mod listening;
 mod log;
 mod log_lines;
 mod model;
+mod model_ranks;
 mod page;
 mod plan;
 mod progress;

@@ -13,17 +13,16 @@ use crate::environment;
 use crate::failure::Failure;
 use crate::progress::bytes;
 
-/// Opens the model at `path`.
-pub(crate) fn open_path(path: &Path, compute: &ComputeArgs) -> Result<Model, Failure> {
-    open(&Source::open(path)?, compute)
-}
-
 /// Opens the model of `source`.
 pub(crate) fn open(source: &Source, compute: &ComputeArgs) -> Result<Model, Failure> {
-    let options = OpenOptions { format: weight_format(&compute.precision)?, check: compute.check.check_weights.into() };
-    let model = Model::open(context(&compute.machine)?, source, options)?;
+    let model = Model::open(context(&compute.machine)?, source, open_options(compute)?)?;
     say_part_checked(model.part_checked.as_ref());
     Ok(model)
+}
+
+/// Returns the options of opening a model.
+pub(crate) fn open_options(compute: &ComputeArgs) -> Result<OpenOptions, Failure> {
+    Ok(OpenOptions { format: weight_format(&compute.precision)?, check: compute.check.check_weights.into() })
 }
 
 /// Loads the configuration and the weights in their stored types.

@@ -10,7 +10,7 @@ use crate::failure::{Failure, say_error};
 use crate::host::Call;
 
 /// The time that a hanging rank may delay the program's end after the others have failed.
-const GRACE: Duration = Duration::from_secs(5);
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
 
 /// The largest number of ranks that are threads of one process, and of threads of a rank.
 pub(crate) use moeworks_infer::compute::MAX_THREADS;
@@ -21,7 +21,7 @@ pub(crate) fn too_many_ranks() -> String {
 }
 
 /// The exit code of a run whose ranks failed.
-const FAILED: u8 = 2;
+pub(crate) const FAILED: u8 = 2;
 
 /// The ranks of a run.
 #[derive(Clone, Copy)]
@@ -68,12 +68,15 @@ pub(crate) fn on_ranks<R: Send>(
     Ok(results.swap_remove(0))
 }
 
-/// Ends this process and the others that a launcher started for training, after one rank of each node has printed the
+/// The commands that several processes of a launcher carry out together.
+const TOGETHER: [&str; 5] = ["train", "generate", "chat", "evaluate", "serve"];
+
+/// Ends this process and the others that a launcher started for a command, after one rank of each node has printed the
 /// error. Returns if there are no others, or if they have met and the error was printed.
 pub(crate) fn fail_together(call: &Call<'_>, message: &str) {
     let command = call.words().iter().skip(1).find(|word| !word.as_encoded_bytes().starts_with(b"-"));
     #[cfg(unix)]
-    if command.is_some_and(|command| command == "train") && is_one_of_many() {
+    if command.is_some_and(|command| TOGETHER.iter().any(|name| command == name)) && is_one_of_many() {
         use moeworks_comm::mpi::{MpiOptions, run_mpi};
         let failed = |_: &dyn Communicator| Err::<(), _>(Failure::input(message));
         // The result only tells that the ranks cannot meet, or have met before.
@@ -82,12 +85,18 @@ pub(crate) fn fail_together(call: &Call<'_>, message: &str) {
 }
 
 #[cfg(unix)]
-fn say_of_rank(rank: usize, error: &dyn std::fmt::Display) {
+pub(crate) fn say_of_rank(rank: usize, error: &dyn std::fmt::Display) {
     say_error(format_args!("rank {rank}: {error}"));
 }
 
 /// Returns whether a launcher started this process together with others.
 #[cfg(unix)]
-fn is_one_of_many() -> bool {
+pub(crate) fn is_one_of_many() -> bool {
     moeworks_comm::mpi::is_launched() && !crate::environment::is_launched_alone()
+}
+
+/// Returns false: only Unix has launchers.
+#[cfg(not(unix))]
+pub(crate) fn is_one_of_many() -> bool {
+    false
 }

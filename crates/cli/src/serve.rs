@@ -3,12 +3,13 @@
 use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use moeworks_infer::chat::ChatTemplate;
 use moeworks_infer::open::{Model, Source};
 use moeworks_infer::system::System;
 use moeworks_model::PagedKvCache;
-use moeworks_serve::server::{ApiKeys, Loading, ServedModel, ServerOptions, StopSignal};
+use moeworks_serve::server::{ApiKeys, FailureSignal, Loading, ServedModel, ServerOptions, StopSignal};
 use moeworks_serve::{Engine, Limits, server};
 
 use crate::args::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
@@ -17,22 +18,44 @@ use crate::failure::Failure;
 use crate::host::Call;
 use crate::listening::{Address, bind, check_metrics_prefix, seconds};
 use crate::log;
-use crate::model::open;
+use crate::model_ranks::{LastWords, ModelOptions, ModelRank, on_model_ranks};
 
 /// The smallest number of blocks of keys and values.
 const MIN_BLOCKS: usize = 4;
 /// The largest number of blocks that can be numbered.
 const MAX_BLOCKS: usize = u32::MAX as usize;
 
+/// The time in which a server whose rank was lost tells its clients, before the processes of the ranks are ended.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
 pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
-    let options = server_options(args)?;
+    let failure = FailureSignal::default();
+    let (options, signal) = (ModelOptions { compute: &args.compute, ranks: &args.ranks }, failure.clone());
+    let last_words: LastWords = Arc::new(move |rank, error| {
+        if rank == 0 {
+            signal.fail(error);
+        }
+        // Whichever rank ends the processes first: clients are told before.
+        std::thread::sleep(LAST_WORDS);
+    });
+    on_model_ranks(call, &args.model, options, Some(last_words), |rank| one_rank(args, rank, call, &failure))
+}
+
+/// Serves on the rank that makes the passes.
+fn one_rank(
+    args: &ServeArgs,
+    rank: ModelRank<'_>,
+    call: &Call<'_>,
+    failure: &FailureSignal,
+) -> Result<ExitCode, Failure> {
+    let options = ServerOptions { failure: failure.clone(), ..server_options(args)? };
     log::set_json(args.log_format == LogFormat::Json);
     // The address is bound first, so that one in use is reported before the model is loaded.
     let listener = listen(args)?;
     let loading = Loading::begin(&listener)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
-    let model = Arc::new(open(&source, &args.compute)?);
+    let model = Arc::new(rank.open(&source)?);
     let limits = limits(&args.load, &model)?;
     let engine = Engine::new(&model, limits)?;
     let served = ServedModel {
@@ -50,6 +73,7 @@ pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     let _receiving = call.interrupts().give_to_server(&stop);
     server::serve(listener, served, engine, options, &stop)
         .map_err(|error| Failure::input(format!("the server failed: {error}")))?;
+    model.end_ranks()?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -16,6 +16,10 @@ pub(crate) trait Steps: Send {
     fn can_advance(&self) -> bool;
     /// Waits for the end, while the other operations in flight progress.
     fn finish(&mut self) -> Result<(), CommError>;
+    /// Waits for the end with pauses, if waiting takes a core otherwise.
+    fn finish_idle(&mut self) -> Result<(), CommError> {
+        self.finish()
+    }
     /// Ends the operation in any case. Nobody uses its memory afterwards.
     fn close(&mut self);
 }
@@ -106,6 +110,11 @@ impl RawPending for Handle {
     fn finish(&mut self) -> Result<(), CommError> {
         self.in_flight.remove(&self.started, self.is_collective);
         locked(&self.started).finish()
+    }
+
+    fn finish_idle(&mut self) -> Result<(), CommError> {
+        self.in_flight.remove(&self.started, self.is_collective);
+        locked(&self.started).finish_idle()
     }
 }
 

@@ -16,6 +16,14 @@ pub trait RawPending: Send {
     /// # Errors
     /// Fails as [`Pending::finish`] does.
     fn finish(&mut self) -> Result<(), CommError>;
+
+    /// Waits for the end as one who may wait for hours: with pauses, so that a core is left to others.
+    ///
+    /// # Errors
+    /// Fails as [`Pending::finish`] does.
+    fn finish_idle(&mut self) -> Result<(), CommError> {
+        self.finish()
+    }
 }
 
 /// A started communication that owns its memory. [`finish`](Self::finish) returns the buffers `B`.
@@ -46,8 +54,21 @@ impl<B> Pending<B> {
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or made a different call.
     pub fn finish(self) -> Result<B, CommError> {
+        self.end_by(|raw| raw.finish())
+    }
+
+    /// Waits for the end as [`finish`](Self::finish) does, but with pauses of up to a millisecond once it has waited
+    /// for a while, so that a rank without work leaves its core to others.
+    ///
+    /// # Errors
+    /// Fails as [`finish`](Self::finish) does.
+    pub fn finish_idle(self) -> Result<B, CommError> {
+        self.end_by(|raw| raw.finish_idle())
+    }
+
+    fn end_by(self, wait: impl FnOnce(&mut dyn RawPending) -> Result<(), CommError>) -> Result<B, CommError> {
         let Self { mut raw, buffers } = self;
-        let result = raw.finish();
+        let result = wait(&mut *raw);
         drop(raw);
         result.map(|()| buffers)
     }

@@ -1,5 +1,6 @@
 //! Errors of opening and using a model.
 
+use moeworks_comm::CommError;
 use moeworks_gpu::GpuError;
 use moeworks_model::gguf::GgufError;
 use moeworks_model::{BatchError, LoadError, TokenizerError};
@@ -30,6 +31,21 @@ pub enum InferError {
     /// The tokens do not fit the model.
     #[error(transparent)]
     Batch(#[from] BatchError),
+    /// A rank was lost.
+    #[error(transparent)]
+    Ranks(#[from] CommError),
+    /// Experts were to be spread over ranks, but the model has none.
+    #[error("the model is dense: it has no experts to spread over {num_ranks} ranks; use one rank")]
+    NoExperts {
+        /// The number of ranks.
+        num_ranks: usize,
+    },
+    /// A placement of experts does not fit.
+    #[error("the placement {problem}")]
+    Placement {
+        /// The problem.
+        problem: String,
+    },
     /// The device cannot be used.
     #[error(transparent)]
     Device(#[from] GpuError),

@@ -3,7 +3,8 @@
 //!
 //! [`open`] finds the model that a path names (a run, a checkpoint, a model folder, a GGUF file) and loads it.
 //! [`generation`] draws tokens. [`chat`] renders conversations by the model's own template. [`data`] reads text and
-//! tokenises it; [`evaluation`] measures how well a model predicts it. [`store`] manages run folders and their
+//! tokenises it; [`evaluation`] measures how well a model predicts it. [`expert_ranks`] spreads a model's experts over
+//! ranks. [`store`] manages run folders and their
 //! checkpoints. [`system`] describes the machine. Nothing here prints or ends the process: results are values, and
 //! errors are [`InferError`].
 //!
@@ -38,6 +39,7 @@ pub mod constraint;
 pub mod data;
 mod error;
 pub mod evaluation;
+pub mod expert_ranks;
 pub mod generation;
 pub mod json;
 pub mod open;

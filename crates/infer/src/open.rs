@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use moeworks_model::gguf::{self, GgufFile};
-use moeworks_model::{Decoder, DecoderWeights, ModelConfig, Tokenizer, WeightCheck, hf, only_gguf};
+use moeworks_model::{Decoder, DecoderWeights, ModelConfig, ModelPart, Tokenizer, WeightCheck, hf, only_gguf};
 use moeworks_ops::Context;
 use moeworks_tensor::{DType, Device};
 
@@ -52,6 +52,16 @@ impl WeightFormat {
             Self::Stored => None,
             Self::F32 => Some(DType::F32),
             Self::Bf16 => Some(DType::BF16),
+        }
+    }
+
+    /// Returns the weights in this format. GPU kernels have no f16, which becomes f32 there.
+    pub(crate) fn of(self, ctx: &Context, weights: DecoderWeights) -> DecoderWeights {
+        let is_half = ctx.device() == Device::Cuda && weights.compute_dtype() == DType::F16;
+        match self.dtype().or(is_half.then_some(DType::F32)) {
+            // The copy is made in host memory; a GPU gets what it reads.
+            Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx.on_host(), dtype),
+            _ => weights,
         }
     }
 }
@@ -128,12 +138,25 @@ impl Source {
         }
     }
 
+    /// Reads the configuration.
+    pub fn config(&self) -> Result<ModelConfig, InferError> {
+        match self {
+            Self::Folder(run) => Ok(hf::ModelFolder::open(&run.model_dir)?.config().clone()),
+            Self::Gguf(file) => Ok(file.config()?),
+        }
+    }
+
+    /// Loads the configuration and a part of the weights as stored, unchecked.
+    pub fn load_part(&self, ctx: &Context, part: &ModelPart) -> Result<(ModelConfig, DecoderWeights), InferError> {
+        match self {
+            Self::Folder(run) => Ok(hf::load_part(ctx, &run.model_dir, part)?),
+            Self::Gguf(file) => Ok(file.load_part(ctx, part)?),
+        }
+    }
+
     /// Loads configuration and weights as stored, and warns of NaN and infinity among the weights.
     pub fn load(&self, ctx: &Context, check: WeightsToCheck) -> Result<LoadedWeights, InferError> {
-        let (config, weights) = match self {
-            Self::Folder(run) => hf::load_model(ctx, &run.model_dir)?,
-            Self::Gguf(file) => file.load_model(ctx)?,
-        };
+        let (config, weights) = self.load_part(ctx, &ModelPart::Whole)?;
         let find = |most| match self {
             Self::Folder(run) => Ok(hf::check_weights(ctx, &run.model_dir, most)?),
             Self::Gguf(file) => Ok(file.check_weights(ctx, most)),
@@ -219,16 +242,22 @@ pub struct Model {
 impl Model {
     /// Loads the model of `source`, to compute with `ctx`.
     pub fn open(ctx: Context, source: &Source, options: OpenOptions) -> Result<Self, InferError> {
-        let LoadedWeights { config, weights, part_checked } = source.load(&ctx, options.check)?;
+        let loaded = source.load(&ctx, options.check)?;
+        let decoder = Decoder::new(loaded.config.clone())?;
+        Self::assemble(ctx, source, options, decoder, loaded)
+    }
+
+    /// Puts a model together of its decoder and its weights as stored.
+    pub(crate) fn assemble(
+        ctx: Context,
+        source: &Source,
+        options: OpenOptions,
+        decoder: Decoder,
+        loaded: LoadedWeights,
+    ) -> Result<Self, InferError> {
+        let LoadedWeights { weights, part_checked, .. } = loaded;
         let tokenizer = source.tokenizer()?;
-        // GPU kernels have no f16.
-        let is_half = ctx.device() == Device::Cuda && weights.compute_dtype() == DType::F16;
-        let weights = match options.format.dtype().or(is_half.then_some(DType::F32)) {
-            // The copy is made in host memory; a GPU gets what it reads.
-            Some(dtype) if !weights.are_all(dtype) => weights.compute_copy(&ctx.on_host(), dtype),
-            _ => weights,
-        };
-        let decoder = Decoder::new(config)?;
+        let weights = options.format.of(&ctx, weights);
         let stop_ids = source.stop_ids(&tokenizer)?;
         Ok(Self { ctx, decoder, weights, tokenizer, stop_ids, part_checked })
     }

@@ -39,7 +39,7 @@ use crate::weights::{DecoderWeights, WeightSpec, WeightTable};
 #[derive(Debug)]
 pub struct Decoder {
     pub(crate) stage: Stage,
-    encoder: Option<Encoder>,
+    pub(crate) encoder: Option<Encoder>,
 }
 
 /// A hook that is given each tensor of a model's initial weights, and returns the one to keep.
@@ -191,6 +191,7 @@ impl Decoder {
         let mut watch = |index: usize, saved: &MoeSaved| watch(before + index, saved);
         let x = self.hidden(&pass, weights, Ids::Known(batch.inputs), None, Some(&mut watch));
         let loss = self.stage.head_loss(ctx, weights, &x, batch.targets);
+        self.check_ranks()?;
         self.merge_stats(&mut layers);
         let router = router_losses(self.config(), &layers, &PassOptions::default());
         Ok(self.pass_stats(loss, router.values, layers))
@@ -215,7 +216,7 @@ impl Decoder {
         self.stage.set_documents(&mut pass, batch);
         pass.expert_ids = batch.expert_ids;
         self.hidden(&pass, weights, ids, None, Some(hook));
-        Ok(())
+        self.check_ranks()
     }
 
     /// Returns the logits `[T, V]` f32 of every position of `num_sequences` sequences of equal length. In a model
@@ -244,6 +245,7 @@ impl Decoder {
         let (ids, sequences) = (Ids::Known(inputs), Sequences::whole(batch.num_sequences, batch.seq_len));
         let pass = self.pass(ctx, weights, Mode::Infer, sequences, ids, encoder_output.cloned());
         let x = self.hidden(&pass, weights, ids, None, None);
+        self.check_ranks()?;
         Ok(self.stage.head_logits(ctx, weights, &x))
     }
 
@@ -331,6 +333,7 @@ impl Decoder {
             }
             self.stage.head_logits(ctx, weights, &last)
         };
+        self.check_ranks()?;
         Ok(logits.reshaped(&[count * self.config().vocab_size]))
     }
 

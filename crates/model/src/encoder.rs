@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use moeworks_moe::{ConfigError, LayerStats, LossGrad};
+use moeworks_moe::{ConfigError, LayerStats, LossGrad, RemoteExperts};
 use moeworks_ops::Context;
 use moeworks_ops::embedding::{embedding, embedding_backward};
 use moeworks_ops::linear::Write;
@@ -54,6 +54,11 @@ impl SourceBatch<'_> {
 }
 
 impl Encoder {
+    /// Spreads the experts of a model in use over the ranks of `remote`.
+    pub(crate) fn set_remote_experts(&mut self, remote: &RemoteExperts) {
+        self.stage.set_remote_experts(remote);
+    }
+
     /// Makes the encoder of a model with the weights of `table`. `config` is that of its layers; `num_decoder_layers`
     /// layers of a decoder follow.
     pub(crate) fn new(
@@ -185,6 +190,7 @@ impl Decoder {
         let encoder = self.encoder().ok_or(BatchError::NoEncoder)?;
         self.check_sources(sources)?;
         let encoded = encoder.forward(ctx, weights, *sources, hook);
+        self.check_ranks()?;
         Ok(EncoderOutput::new(ctx, &weights.layers, &encoded, sources.sequences()))
     }
 }

@@ -21,6 +21,7 @@ mod paged_kv_cache;
 mod pass;
 mod pass_order;
 mod path_advice;
+mod remote_experts;
 mod rope_tables;
 pub mod safetensors;
 mod scan;
@@ -63,6 +64,6 @@ pub use tokenizer::{TokenBytes, TokenTable, Tokenizer, TokenizerError};
 pub use upcycle::{UpcycleOptions, upcycle};
 pub use weights::{
     AttentionInputs, AttentionWeights, CrossWeights, DecoderWeights, DenseWeights, EncoderWeights, FeedForwardWeights,
-    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, NormWeights, ParamSet, QueryDown, Shard,
+    HeadWeights, Init, LatentWeights, LayerWeights, LinearWeights, ModelPart, NormWeights, ParamSet, QueryDown, Shard,
     TableBuilder, WeightGroup, WeightPlace, WeightRole, WeightRuleError, WeightSpec, WeightTable,
 };

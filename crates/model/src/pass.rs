@@ -1,5 +1,6 @@
 //! The inputs, options and statistics of a pass over a batch of tokens.
 
+use moeworks_comm::CommError;
 use moeworks_moe::{EntropyRule, ExpertIds, LayerStats, RoutingError};
 use serde::{Deserialize, Serialize};
 
@@ -305,6 +306,9 @@ pub struct ExpertIdShape {
 /// A batch that a model cannot process.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum BatchError {
+    /// A rank that holds experts of the model was lost.
+    #[error(transparent)]
+    Ranks(#[from] CommError),
     /// The number of ids does not match the number and length of sequences.
     #[error("{what} has {len} ids, but {num_sequences} sequences of {seq_len} tokens need {}", num_sequences * seq_len)]
     Length {

@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-use moeworks_moe::{ConfigError, ExpertRanks, MoeLayer, MoeSaved};
+use moeworks_moe::{ConfigError, ExpertRanks, MoeLayer, MoeSaved, RemoteExperts};
 use moeworks_ops::Context;
 
 pub(crate) use self::embed_and_head::{Ids, LossTargets};
@@ -103,6 +103,8 @@ pub struct Stage {
     rope: RopeTables,
     /// The ranks that the experts are spread over, if any.
     pub(crate) ranks: Option<ExpertRanks>,
+    /// The ranks that hold the experts of a model in use, if any.
+    pub(crate) remote: Option<RemoteExperts>,
     /// The ranks that shard the matrices, if any.
     pub(crate) tensor: Option<TensorRanks>,
     /// The table of the model's weights.
@@ -194,7 +196,17 @@ impl Stage {
         let StageRanks { experts: ranks, tensor } = ranks;
         let num_layers = config.num_encoder_layers() + config.num_layers;
         let (rope, cut_ends, gather) = (RopeTables::default(), CutEnds::new(&table), None);
-        Self { config, part, stack, layers, num_layers, rope, ranks, tensor, table, cut_ends, gather }
+        Self { config, part, stack, layers, num_layers, rope, ranks, remote: None, tensor, table, cut_ends, gather }
+    }
+
+    /// Spreads the experts of a stage in use over the ranks of `remote`.
+    pub(crate) fn set_remote_experts(&mut self, remote: &RemoteExperts) {
+        for layer in &mut self.layers {
+            let number = layer.number;
+            let moe = layer.feed_forward.moe.take();
+            layer.feed_forward.moe = moe.map(|moe| moe.with_remote_experts(remote.layer(number)));
+        }
+        self.remote = Some(remote.clone());
     }
 
     /// Returns the configuration of the model.

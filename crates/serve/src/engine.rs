@@ -123,6 +123,12 @@ impl<'a> Engine<'a> {
         self.scheduler.counts()
     }
 
+    /// Returns why no more turns can be made, if none can: a rank that holds experts of the model was lost.
+    #[must_use]
+    pub fn lost(&self) -> Option<String> {
+        self.model.lost_rank().map(|error| error.to_string())
+    }
+
     /// Bytes that keys and values take; 0 before the first turn.
     #[must_use]
     pub fn num_cache_bytes(&self) -> usize {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use moeworks_infer::generation::{SamplingSettings, TokenLimit};
 
-use super::ComputeArgs;
+use super::{ComputeArgs, RankArgs};
 
 /// Options for sampling. Missing ones come from the model's `generation_config.json`, or from the keys
 /// `general.sampling.*` of a GGUF file.
@@ -90,6 +90,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
 }
 
 /// The options of many prompts at once.
@@ -146,4 +148,6 @@ pub(crate) struct ChatArgs {
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use moeworks_infer::data::{DataFormat, TextOptions};
 
-use super::{CheckArgs, ComputeArgs};
+use super::{CheckArgs, ComputeArgs, RankArgs};
 
 /// Options for the text that a command reads.
 #[derive(Debug, Args)]
@@ -47,6 +47,8 @@ pub(crate) struct EvaluateArgs {
     pub(crate) max_sequences: usize,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

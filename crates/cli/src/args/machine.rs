@@ -1,6 +1,7 @@
 //! Command-line options for devices and threads, shared by commands.
 
 use std::ffi::OsStr;
+use std::path::PathBuf;
 use std::str::FromStr as _;
 
 use clap::builder::{PossibleValue, TypedValueParser};
@@ -69,6 +70,18 @@ pub(crate) struct MachineArgs {
     /// Compute the same bits for a token in every batch and every division of a prompt (CPU only)
     #[arg(long)]
     pub(crate) batch_invariant: bool,
+}
+
+/// Options for ranks that hold the experts of a model in use between them.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Ranks")]
+pub(crate) struct RankArgs {
+    /// Spread the experts over N ranks: threads of this process, or the N processes that mpirun started (CPU only)
+    #[arg(long, value_name = "N")]
+    pub(crate) ep: Option<usize>,
+    /// File with the ranks of each expert, as `moeworks balance` writes it (default: consecutive experts on each rank)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) placement: Option<PathBuf>,
 }
 
 /// Parses the name of a device. Shell completions offer the common ones.

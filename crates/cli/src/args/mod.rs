@@ -31,7 +31,7 @@ pub(crate) use gateway::GatewayArgs;
 pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};
 pub(crate) use help::command;
 pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs, ShardingArgs};
-pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs};
+pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs, RankArgs};
 pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
 pub(crate) use serve::{AccessArgs, LoadArgs, LogFormat, ServeArgs};

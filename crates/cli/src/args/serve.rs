@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::ComputeArgs;
+use super::{ComputeArgs, RankArgs};
 
 #[derive(Debug, Args)]
 #[command(
@@ -36,6 +36,8 @@ pub(crate) struct ServeArgs {
     pub(crate) load: LoadArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
 }
 
 /// The form of the lines on standard error.

@@ -19,7 +19,8 @@ use crate::failure::{Failure, say_error};
 use crate::generate::print_piece;
 use crate::host::Call;
 use crate::interrupts::ChatSignals;
-use crate::model::{open, with_options};
+use crate::model::with_options;
+use crate::model_ranks::{ModelOptions, ModelRank, on_model_ranks};
 use crate::sampling::{Sampling, warn_of_unused};
 
 /// The exit code of a program that Ctrl-C ended.
@@ -28,13 +29,19 @@ const INTERRUPTED: u8 = 130;
 const REFUSED: u8 = 2;
 
 pub(crate) fn run(args: &ChatArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
+    let options = ModelOptions { compute: &args.compute, ranks: &args.ranks };
+    on_model_ranks(call, &args.model, options, None, |rank| one_rank(args, rank, call))
+}
+
+/// Chats on the rank that makes the passes.
+fn one_rank(args: &ChatArgs, rank: ModelRank<'_>, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     let sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
     if args.max_tokens == Some(TokenLimit::Tokens(0)) {
         return Err(Failure::input("--max-tokens 0: an answer needs at least 1 token, or -1 for as many as fit"));
     }
-    let model = open(&source, &args.compute)?;
+    let model = rank.open(&source)?;
     warn_of_unused(&args.sampling, &defaults);
     let template = template(args, &source, &model)?;
     let input = Input::open(!args.no_history)?;
@@ -46,7 +53,9 @@ pub(crate) fn run(args: &ChatArgs, call: &Call<'_>) -> Result<ExitCode, Failure>
     conversation.set_system(args.system.as_deref());
     let signals = ChatSignals::new(input.reads_interrupts());
     let _receiving = call.interrupts().give_to_chat(&signals);
-    Session { input, conversation, signals, is_leaving: false, was_refused: false }.run()
+    let code = Session { input, conversation, signals, is_leaving: false, was_refused: false }.run()?;
+    model.end_ranks()?;
+    Ok(code)
 }
 
 /// Runs as the sandbox process in which another process of this program renders chat templates.

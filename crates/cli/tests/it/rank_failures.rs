@@ -17,7 +17,7 @@ const PROMPTLY: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Waits until `found` returns a value; `what` names it in the error.
-fn wait_for<T>(patience: Duration, what: &str, found: impl Fn() -> Option<T>) -> T {
+pub(crate) fn wait_for<T>(patience: Duration, what: &str, found: impl Fn() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
         if let Some(found) = found() {
@@ -34,7 +34,7 @@ fn cases() -> impl Iterator<Item = ((PathBuf, bool), &'static [&'static str])> {
 }
 
 /// Finds the process of rank `rank` of the run in `folder`.
-fn process_of(folder: &Path, rank: usize) -> Option<u32> {
+pub(crate) fn process_of(folder: &Path, rank: usize) -> Option<u32> {
     let folder = folder.canonicalize().ok()?;
     let names = [format!("OMPI_COMM_WORLD_RANK={rank}"), format!("PMI_RANK={rank}")];
     let is_it = |pid: &u32| {
@@ -74,7 +74,7 @@ pub(crate) fn under_way(work: &Workplace, mpirun: &Path, layout: &[&str]) -> Run
     run
 }
 
-fn signal(name: &str, pid: u32) {
+pub(crate) fn signal(name: &str, pid: u32) {
     let sent = Command::new("kill").args([name, &pid.to_string()]).status().expect("kill runs");
     assert!(sent.success(), "{name} for process {pid}");
 }

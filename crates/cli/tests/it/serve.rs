@@ -70,14 +70,14 @@ impl Server {
     }
 
     /// Reads a value from the metrics.
-    fn figure(&self, name: &str) -> f64 {
+    pub(crate) fn figure(&self, name: &str) -> f64 {
         let text = self.get("/metrics");
         let line = text.lines().find(|line| line.starts_with(&format!("moeworks_{name}{{"))).expect("a figure");
         line.rsplit(' ').next().expect("a value").parse().expect("a number")
     }
 
     /// Waits until no request is being computed.
-    fn wait_until_idle(&self) {
+    pub(crate) fn wait_until_idle(&self) {
         let start = Instant::now();
         while self.figure("num_requests_running") + self.figure("num_requests_waiting") > 0.0 {
             assert!(start.elapsed() < Duration::from_secs(60), "requests are left");

@@ -13,6 +13,7 @@ use super::api::{Functions, Handle, Status};
 use super::hydra_guard::HydraGuard;
 use super::library::Mpi;
 use super::pieces::{Pieces, Unit};
+use super::run::BeforeAbort;
 use super::sums::LibrarySums;
 use super::versions::Line;
 use super::watch::{InOperation, Watch};
@@ -48,6 +49,8 @@ pub(crate) struct Process {
     pub(crate) sums: LibrarySums,
     /// The guard process that outlives this one if it ends too early.
     pub(crate) hydra_guard: Option<HydraGuard>,
+    /// The callback before this process ends a failed run.
+    pub(crate) before_abort: Option<BeforeAbort>,
 }
 
 /// A communicator of the library. It lives until MPI is finalised, since freeing it would be a call of all its ranks.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
-use std::{env, fs, process, ptr, thread};
+use std::{env, fmt, fs, process, ptr, thread};
 
 use super::MpiComm;
 use super::api::Handle;
@@ -28,6 +28,22 @@ const FAILED: c_int = 2;
 /// The size of the message with the path of the watchdogs' page.
 const NAME_BYTES: usize = 256;
 
+/// A callback that is given this rank's number and the error of the run, before the processes are ended.
+#[derive(Clone)]
+pub(crate) struct BeforeAbort(Arc<Report>);
+
+impl BeforeAbort {
+    pub(crate) fn call(&self, rank: usize, error: &dyn Display) {
+        (self.0)(rank, error);
+    }
+}
+
+impl fmt::Debug for BeforeAbort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("BeforeAbort")
+    }
+}
+
 /// The settings of a run: timeout, nodes, checks and the order of sums.
 #[derive(Clone, Debug)]
 pub struct MpiOptions {
@@ -36,6 +52,7 @@ pub struct MpiOptions {
     limit: usize,
     is_checked: bool,
     keeps_order: bool,
+    before_abort: Option<BeforeAbort>,
 }
 
 impl Default for MpiOptions {
@@ -48,6 +65,7 @@ impl Default for MpiOptions {
             limit: c_int::MAX as usize,
             is_checked: cfg!(debug_assertions),
             keeps_order: false,
+            before_abort: None,
         }
     }
 }
@@ -81,6 +99,15 @@ impl MpiOptions {
     #[must_use]
     pub fn with_order(mut self, keeps_order: bool) -> Self {
         self.keeps_order = keeps_order;
+        self
+    }
+
+    /// Sets a callback that every rank calls with its number and the error before it ends the processes of a failed
+    /// run, such as to tell clients. Ranks often notice a failure together, so the processes may end once the first
+    /// of these callbacks returns.
+    #[must_use]
+    pub fn before_abort(mut self, call: impl Fn(usize, &dyn Display) + Send + Sync + 'static) -> Self {
+        self.before_abort = Some(BeforeAbort(Arc::new(call)));
         self
     }
 
@@ -160,6 +187,7 @@ fn start(options: &MpiOptions, report: Arc<Report>) -> Result<MpiComm, CommError
         is_checked: options.is_checked,
         sums: LibrarySums::new(mpi.constants.is_open_mpi, is_crowded, options.keeps_order),
         hydra_guard,
+        before_abort: options.before_abort.clone(),
     });
     let failing = Arc::clone(&process);
     watch
@@ -385,6 +413,9 @@ impl Process {
     /// Ends all processes of the run. Reports the reason unless another rank of the node has, since ranks often
     /// notice together.
     pub(super) fn abort(&self, reason: &dyn Display) -> ! {
+        if let Some(before) = &self.before_abort {
+            before.call(self.rank, reason);
+        }
         if self.watch.is_first_to_report() {
             (self.report)(self.rank, reason);
             // A launcher drops output that it has not yet passed on when it ends the processes.

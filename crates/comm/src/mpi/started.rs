@@ -2,6 +2,7 @@
 
 use std::ffi::c_int;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use std::{ptr, thread};
 
 use super::api::{Constants, Handle, Status};
@@ -13,6 +14,10 @@ use crate::CommError;
 use crate::in_flight::Steps;
 use crate::number::Reduction;
 use crate::operation::{Call, Memory, Operation};
+
+/// The time that a rank without work waits without pauses, and the shortest and the longest pause behind it.
+const EAGER: Duration = Duration::from_millis(2);
+const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
 
 /// The work that remains when the requests are done.
 enum NextStep {
@@ -399,6 +404,20 @@ impl Steps for Started {
             num_tries += 1;
             if num_tries.is_multiple_of(16) {
                 thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    fn finish_idle(&mut self) -> Result<(), CommError> {
+        let group = Arc::clone(&self.group);
+        let _in_operation = group.enter(&self.call);
+        let start = Instant::now();
+        while !self.step(false)? {
+            group.process.in_flight.advance();
+            match start.elapsed() {
+                waited if waited < EAGER => thread::yield_now(),
+                waited => thread::sleep((waited / 16).clamp(PAUSES[0], PAUSES[1])),
             }
         }
         Ok(())

@@ -62,6 +62,7 @@ impl Decoder {
         for indices in self.ragged_groups(parts) {
             let group: Vec<SequencePart<'_>> = indices.iter().map(|&index| parts[index]).collect();
             let found = self.ragged_pass(ctx, weights, cache, &group, Some(&mut tell));
+            self.check_ranks()?;
             if indices.len() == parts.len() {
                 return Ok(found);
             }

@@ -13,7 +13,7 @@ use super::config::{FREQUENCIES, FREQUENCIES_BY_LENGTH};
 use super::error::GgufError;
 use crate::config::ModelConfig;
 use crate::hf::warn_of_keys;
-use crate::weights::{DecoderWeights, WeightRole, WeightTable};
+use crate::weights::{DecoderWeights, ModelPart, TensorPart, WeightRole, WeightTable, as_range, chosen, part_shape};
 
 /// The tensors of the file that hold one of ours.
 enum Place {
@@ -75,6 +75,12 @@ impl GgufFile {
     /// Loads the configuration and the weights. Matrices keep their type, float or blocks, and are borrowed from the
     /// mapped file wherever rows keep their order. Norm weights, biases and routers are f32.
     pub fn load_model(&self, ctx: &Context) -> Result<(ModelConfig, DecoderWeights), GgufError> {
+        self.load_part(ctx, &ModelPart::Whole)
+    }
+
+    /// Loads a part of the model; see [`load_model`](Self::load_model). All tensors are checked, but only those of the
+    /// part are read.
+    pub fn load_part(&self, ctx: &Context, part: &ModelPart) -> Result<(ModelConfig, DecoderWeights), GgufError> {
         let (config, unknown) = self.read_config()?;
         warn_of_keys(self.path(), &unknown);
         let architecture = self.known_architecture()?;
@@ -105,13 +111,25 @@ impl GgufFile {
             };
             let heads = if architecture.has_rotary_neighbours { heads } else { 0 };
             let is_product = spec.role.is_product();
+            let (place, num_encoder_layers) = (self.place(&spec.name, &spec.shape), config.num_encoder_layers());
             let form = Read { shape: &spec.shape, heads, may_be_blocks: is_product };
-            let tensor = self.read(ctx, &self.place(&spec.name, &spec.shape), form, &mut used)?;
+            let tensor = match part.of_tensor(spec, num_encoder_layers) {
+                TensorPart::Whole => self.read(ctx, &place, form, &mut used)?,
+                TensorPart::Experts(experts) => self.read_experts(ctx, &place, form, &experts, &mut used)?,
+                TensorPart::Nothing => {
+                    self.check(ctx, &place, form, &mut used)?;
+                    continue;
+                }
+            };
             *to = if is_product { tensor } else { elementwise::cast(ctx, &tensor, DType::F32) };
         }
         let states: Vec<String> = weights.states().into_iter().map(|(name, _)| name).collect();
         for ((name, to), shape) in states.iter().zip(weights.states_mut()).zip(state_shapes) {
             let form = Read { shape: &shape, heads: 0, may_be_blocks: false };
+            if !part.has_all_else() {
+                self.check(ctx, &self.place(name, &shape), form, &mut used)?;
+                continue;
+            }
             let tensor = self.read(ctx, &self.place(name, &shape), form, &mut used)?;
             *to = elementwise::cast(ctx, &tensor, DType::F32);
         }
@@ -193,20 +211,63 @@ impl GgufFile {
         }
         let pieces = self.pieces(place, shape, used)?;
         let dtype = form.dtype(&pieces);
+        Ok(self.read_pieces(ctx, &pieces, form, dtype))
+    }
+
+    /// Reads the given experts, ascending, of a stack; perhaps none.
+    fn read_experts(
+        &self,
+        ctx: &Context,
+        place: &Place,
+        form: Read<'_>,
+        experts: &[usize],
+        used: &mut BTreeSet<String>,
+    ) -> Result<Tensor, GgufError> {
+        let num_experts = form.shape[0];
+        let pieces = self.pieces(place, form.shape, used)?;
+        let (dtype, shape) = (form.dtype(&pieces), part_shape(form.shape, experts));
+        if experts.is_empty() {
+            return Ok(ctx.empty(&shape, dtype));
+        }
+        let pieces = match (&*pieces, as_range(experts)) {
+            ([whole], Some(range)) => vec![whole.slice(range, num_experts)],
+            ([whole], None) => experts.iter().map(|&expert| whole.nth(expert, num_experts)).collect(),
+            _ => chosen(&pieces, num_experts, experts),
+        };
+        Ok(self.read_pieces(ctx, &pieces, Read { shape: &shape, ..form }, dtype))
+    }
+
+    /// Checks that the file has one of our tensors, without reading it.
+    fn check(
+        &self,
+        ctx: &Context,
+        place: &Place,
+        form: Read<'_>,
+        used: &mut BTreeSet<String>,
+    ) -> Result<(), GgufError> {
+        match place {
+            Place::Widening(names) => self.widening(ctx, names, form.shape, used).map(drop),
+            place => self.pieces(place, form.shape, used).map(drop),
+        }
+    }
+
+    /// Makes a tensor of consecutive slices.
+    fn read_pieces(&self, ctx: &Context, pieces: &[Part<'_>], form: Read<'_>, dtype: DType) -> Tensor {
+        let shape = form.shape;
         if form.heads == 0
-            && let Some(tensor) = self.lent(ctx, &pieces, shape, dtype)
+            && let Some(tensor) = self.lent(ctx, pieces, shape, dtype)
         {
-            return Ok(tensor);
+            return tensor;
         }
         let mut tensor = ctx.empty(shape, dtype);
         if pieces.iter().all(|part| part.is_stored_as(dtype)) {
             let mut to = tensor.bytes_mut();
-            for part in &pieces {
+            for part in pieces {
                 let (here, rest) = to.split_at_mut(part.bytes.len());
                 here.copy_from_slice(&form.in_halves(part.bytes, part.bytes.len() / shape[0].max(1)));
                 to = rest;
             }
-            return Ok(tensor);
+            return tensor;
         }
         // One slice at a time, so that no second copy of a stack is made.
         let mut values = vec![0.0; tensor.len() / pieces.len()];
@@ -220,7 +281,7 @@ impl GgufFile {
                 tensor.bf16s_mut()[range].iter_mut().zip(&*values).for_each(|(to, &x)| *to = bf16::from_f32(x));
             }
         }
-        Ok(tensor)
+        tensor
     }
 
     /// Builds the up-projection `[H (N + w), L]` of latent attention from that of keys `[H, L, N]` and that of values
@@ -380,7 +441,12 @@ impl Part<'_> {
 
     /// Returns one of `count` equal parts.
     fn nth(self, index: usize, count: usize) -> Self {
+        self.slice(index..index + 1, count)
+    }
+
+    /// Returns consecutive ones of `count` equal parts.
+    fn slice(self, range: Range<usize>, count: usize) -> Self {
         let len = self.bytes.len() / count;
-        Self { start: self.start + index * len, bytes: &self.bytes[index * len..(index + 1) * len], ..self }
+        Self { start: self.start + range.start * len, bytes: &self.bytes[range.start * len..range.end * len], ..self }
     }
 }

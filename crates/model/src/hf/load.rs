@@ -24,7 +24,7 @@ use crate::config::ModelConfig;
 use crate::file_kind;
 use crate::gguf::block_types;
 use crate::safetensors::ModelFiles;
-use crate::weights::{DecoderWeights, WeightTable};
+use crate::weights::{DecoderWeights, ModelPart, TensorPart, WeightTable, chosen, part_shape, select};
 
 /// The largest `config.json` that is read, in bytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -85,10 +85,16 @@ impl ModelFolder {
 /// pieces](Tensor::pieces). The values and scales of MXFP4 and FP8 matrices [stay where they
 /// are](Tensor::with_split_scales), and stacks that are transposed on disk [stay so](Tensor::transposed).
 pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeights), LoadError> {
+    load_part(ctx, dir, &ModelPart::Whole)
+}
+
+/// Loads a part of the model folder `dir`; see [`load_model`]. All tensors are checked, but only those of the part are
+/// read.
+pub fn load_part(ctx: &Context, dir: &Path, part: &ModelPart) -> Result<(ModelConfig, DecoderWeights), LoadError> {
     let ModelFolder { family, config, unknown_keys, .. } = ModelFolder::open(dir)?;
     warn_of_keys(&dir.join("config.json"), &unknown_keys);
     let files = ModelFiles::open(dir)?;
-    let loader = Loader { dir, ctx, family, reader: SliceReader { files: &files, used: RefCell::default() } };
+    let loader = Loader { dir, ctx, family, part, reader: SliceReader { files: &files, used: RefCell::default() } };
     let weights = loader.decoder(&config)?;
     loader.check_all_used(&config)?;
     Ok((config, weights))
@@ -133,7 +139,20 @@ struct Loader<'a> {
     dir: &'a Path,
     ctx: &'a Context,
     family: &'static Family,
+    /// The part that is loaded.
+    part: &'a ModelPart,
     reader: SliceReader<'a>,
+}
+
+/// One of our tensors.
+#[derive(Clone, Copy)]
+struct Wanted<'a> {
+    name: &'a str,
+    shape: &'a [usize],
+    /// True for an operand of products.
+    is_product: bool,
+    /// True if the experts have a gate.
+    is_gated: bool,
 }
 
 impl Loader<'_> {
@@ -153,11 +172,22 @@ impl Loader<'_> {
             },
         );
         for ((_, _, to), spec) in weights.entries_mut().into_iter().zip(table.specs()) {
-            *to = self.tensor(&spec.name, spec.role.is_product(), &spec.shape, is_gated)?;
+            let (name, shape, is_product) = (&*spec.name, &*spec.shape, spec.role.is_product());
+            let wanted = Wanted { name, shape, is_product, is_gated };
+            match self.part.of_tensor(spec, config.num_encoder_layers()) {
+                TensorPart::Whole => *to = self.tensor(wanted, None)?,
+                TensorPart::Experts(experts) => *to = self.experts(wanted, &experts)?,
+                TensorPart::Nothing => self.check(wanted)?,
+            }
         }
         let names: Vec<String> = weights.states().into_iter().map(|(name, _)| name).collect();
         for ((name, place), shape) in names.iter().zip(weights.states_mut()).zip(state_shapes) {
-            *place = self.tensor(name, false, &shape, is_gated)?;
+            let wanted = Wanted { name, shape: &shape, is_product: false, is_gated };
+            if self.part.has_all_else() {
+                *place = self.tensor(wanted, None)?;
+            } else {
+                self.check(wanted)?;
+            }
         }
         Ok(weights)
     }
@@ -173,17 +203,63 @@ impl Loader<'_> {
         Err(LoadError::Config { path: self.dir.join("config.json"), reason })
     }
 
-    /// Loads our tensor `name`, in the first form whose first slice is present. A tensor that is no operand of
-    /// products becomes f32.
-    fn tensor(&self, name: &str, is_product: bool, shape: &[usize], is_gated: bool) -> Result<Tensor, LoadError> {
-        if is_product && let Some(tensor) = self.blocks(name, shape)? {
-            return Ok(tensor);
+    /// Loads the given experts, ascending, of a stack; perhaps none.
+    fn experts(&self, wanted: Wanted<'_>, experts: &[usize]) -> Result<Tensor, LoadError> {
+        if !experts.is_empty() {
+            return self.tensor(wanted, Some(experts));
         }
-        let mut forms = forms(self.family, name, shape, is_gated);
-        let found = forms.iter().position(|slices| slices.first().is_some_and(|slice| self.reader.has(slice)));
-        let slices = forms.swap_remove(found.unwrap_or(0));
-        let tensor = self.read(&slices, shape, is_product)?;
+        // The type is that of the experts that are elsewhere.
+        let first = self.tensor(wanted, Some(&[0]))?;
+        Ok(self.ctx.empty(&part_shape(wanted.shape, &[]), first.dtype()))
+    }
+
+    /// Loads one of our tensors, or some experts of a stack. A tensor that is no operand of products becomes f32.
+    fn tensor(&self, wanted: Wanted<'_>, experts: Option<&[usize]>) -> Result<Tensor, LoadError> {
+        let Wanted { name, shape, is_product, .. } = wanted;
+        if is_product && let Some(tensor) = self.blocks(name, shape)? {
+            return Ok(experts.map_or(tensor.clone(), |experts| select(self.ctx, &tensor, experts)));
+        }
+        let slices = self.slices(wanted);
+        let tensor = match experts {
+            None => self.read(&slices, shape, is_product)?,
+            Some(experts) => self.read_experts(&slices, wanted, experts)?,
+        };
         Ok(if is_product { tensor } else { elementwise::cast(self.ctx, &tensor, DType::F32) })
+    }
+
+    /// Lists the slices of one of our tensors, in the first form whose first slice is present.
+    fn slices(&self, wanted: Wanted<'_>) -> Vec<TensorSlice> {
+        let mut forms = forms(self.family, wanted.name, wanted.shape, wanted.is_gated);
+        let found = forms.iter().position(|slices| slices.first().is_some_and(|slice| self.reader.has(slice)));
+        forms.swap_remove(found.unwrap_or(0))
+    }
+
+    /// Reads some experts of a stack. Experts stored one by one are checked all and read where they are wanted.
+    fn read_experts(&self, slices: &[TensorSlice], wanted: Wanted<'_>, experts: &[usize]) -> Result<Tensor, LoadError> {
+        let Wanted { shape, is_product, .. } = wanted;
+        let num_experts = shape[0];
+        if let Some((slice, view)) = slices.first().and_then(TensorSlice::as_mxfp4) {
+            return mxfp4::read_experts(self.ctx, &self.reader, slice, view, experts);
+        }
+        if slices.len() == 1 || !slices.len().is_multiple_of(num_experts) {
+            return Ok(select(self.ctx, &self.read(slices, shape, is_product)?, experts));
+        }
+        slices.iter().try_for_each(|slice| self.reader.check(slice).map(drop))?;
+        self.read(&chosen(slices, num_experts, experts), &part_shape(shape, experts), is_product)
+    }
+
+    /// Checks that the files have one of our tensors, without reading it.
+    fn check(&self, wanted: Wanted<'_>) -> Result<(), LoadError> {
+        let Wanted { name, shape, is_product, .. } = wanted;
+        if is_product && self.blocks(name, shape)?.is_some() {
+            return Ok(());
+        }
+        let slices = self.slices(wanted);
+        if let Some((slice, view)) = slices.first().and_then(TensorSlice::as_mxfp4) {
+            // It is not read either.
+            return mxfp4::read(self.ctx, &self.reader, slice, view).map(drop);
+        }
+        slices.iter().try_for_each(|slice| self.reader.check(slice).map(drop))
     }
 
     /// Returns our tensor `name` in blocks, borrowed from the file, if it is stored in blocks.

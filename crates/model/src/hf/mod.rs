@@ -38,7 +38,7 @@ pub use companions::copy_companions;
 pub(crate) use config_json::config_of_keys;
 pub use error::{DoesNotFit, LoadError, SaveError};
 pub(crate) use load::warn_of_keys;
-pub use load::{ModelFolder, load_model, read_json, warn_again};
+pub use load::{ModelFolder, load_model, load_part, read_json, warn_again};
 pub use new_folder::NewFolder;
 pub use page::families_page;
 pub(crate) use page::list;

@@ -2,8 +2,8 @@
 //! 16]` with two neighbouring values a byte, the first in its low half, and `NAME_scales` is U8 `[E, rows, blocks]`.
 //! A block has 32 values.
 //!
-//! Products read values and scales [from the mapped file](Tensor::with_split_scales). A matrix whose gate and up rows
-//! alternate is read as two matrices with twice the row stride.
+//! Products read values and scales [from the mapped file](Tensor::with_split_scales). A matrix whose gate and up rows alternate
+//! is read as two matrices with twice the row stride.
 
 use moeworks_ops::Context;
 use moeworks_tensor::{BLOCK_LEN, DType, Mxfp4Block, Place, Tensor};
@@ -13,6 +13,7 @@ use super::error::LoadError;
 use super::names::{TensorSlice, View};
 use super::slices::SliceReader;
 use crate::safetensors::{FileDType, Payload, TensorBytes};
+use crate::weights::part_shape;
 
 /// `quant_method` in `config.json`.
 pub(crate) const METHOD: &str = "mxfp4";
@@ -46,6 +47,31 @@ pub(super) fn read(
     slice: &TensorSlice,
     view: View,
 ) -> Result<Tensor, LoadError> {
+    let places = places(reader, slice, view)?;
+    let tensor = if view.is_interleaved {
+        let all: Vec<usize> = (0..view.matrices).collect();
+        pieces(ctx, &slice.shape, view, &places, &all)
+    } else {
+        Tensor::with_split_scales(ctx.pool(), &slice.shape, DType::Mxfp4, places)
+    };
+    Ok(tensor.expect("tensors whose shapes have been checked"))
+}
+
+/// Borrows some matrices of such a stack; see [`read`].
+pub(super) fn read_experts(
+    ctx: &Context,
+    reader: &SliceReader<'_>,
+    slice: &TensorSlice,
+    view: View,
+    experts: &[usize],
+) -> Result<Tensor, LoadError> {
+    let places = places(reader, slice, view)?;
+    let tensor = pieces(ctx, &part_shape(&slice.shape, experts), view, &places, experts);
+    Ok(tensor.expect("tensors whose shapes have been checked"))
+}
+
+/// Returns the places of values and scales in the files.
+fn places(reader: &SliceReader<'_>, slice: &TensorSlice, view: View) -> Result<[Place; 2], LoadError> {
     let names = names(&slice.name);
     for (name, shape) in names.iter().zip(shapes(&slice.shape)) {
         reader.check_one(name, &shape, &[FileDType::U8])?;
@@ -58,32 +84,23 @@ pub(super) fn read(
     let steps = [view.cols / 2, view.cols / BLOCK_LEN];
     let lines =
         |which: usize| Ok::<_, LoadError>(reader.files.get(&names[which])?.0.lines(&names[which], steps[which])?);
-    let places = [lines(0)?, lines(1)?];
-    let tensor = if view.is_interleaved {
-        interleaved(ctx, &slice.shape, view, &places)
-    } else {
-        Tensor::with_split_scales(ctx.pool(), &slice.shape, DType::Mxfp4, places)
-    };
-    Ok(tensor.expect("tensors whose shapes have been checked"))
+    Ok([lines(0)?, lines(1)?])
 }
 
-/// Borrows a stack of matrices whose gate and up rows alternate, as two matrices each.
-fn interleaved(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2]) -> Option<Tensor> {
-    let half = |first_row: usize| {
-        let every_other = |place: &Place| {
+/// Borrows matrices of a stack one by one. One whose gate and up rows alternate becomes two pieces.
+fn pieces(ctx: &Context, shape: &[usize], view: View, places: &[Place; 2], matrices: &[usize]) -> Option<Tensor> {
+    let num_parts = if view.is_interleaved { 2 } else { 1 };
+    let piece = |first_row: usize| {
+        let rows_from = |place: &Place| {
             let start = place.start + first_row * place.step;
-            Place { owner: place.owner.clone(), start, step: 2 * place.step, ..*place }
+            Place { owner: place.owner.clone(), start, step: num_parts * place.step, ..*place }
         };
-        Tensor::with_split_scales(
-            ctx.pool(),
-            &[view.rows / 2, view.cols],
-            DType::Mxfp4,
-            [&places[0], &places[1]].map(every_other),
-        )
+        let shape = [view.rows / num_parts, view.cols];
+        Tensor::with_split_scales(ctx.pool(), &shape, DType::Mxfp4, [&places[0], &places[1]].map(rows_from))
     };
-    let halves: Option<Vec<Tensor>> =
-        (0..view.matrices).flat_map(|matrix| [0, 1].map(|turn| half(matrix * view.rows + turn))).collect();
-    Tensor::of_pieces(ctx.pool(), halves?, shape)
+    let first_rows = matrices.iter().flat_map(|matrix| (0..num_parts).map(move |part| matrix * view.rows + part));
+    let pieces: Option<Vec<Tensor>> = first_rows.map(piece).collect();
+    Tensor::of_pieces(ctx.pool(), pieces?, shape)
 }
 
 /// Returns a stack of matrices as the two tensors that they are on disk, values and scales.

@@ -70,7 +70,7 @@ const USUAL: &[Rule] = &[
 const DENSE: [&str; 4] = ["mlp.gate_up_proj", "mlp.down_proj", "mlp.gate_up_proj_bias", "mlp.down_proj_bias"];
 
 /// A part of one of our tensors and the tensor on disk that holds it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct TensorSlice {
     pub(crate) name: String,
     /// The shape of the tensor on disk.

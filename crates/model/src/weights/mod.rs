@@ -4,6 +4,7 @@
 mod build;
 mod copies;
 mod param_set;
+mod part;
 mod pattern;
 mod role;
 mod settings;
@@ -14,6 +15,8 @@ mod table_builder;
 mod walk;
 
 pub use param_set::ParamSet;
+pub use part::ModelPart;
+pub(crate) use part::{TensorPart, as_range, chosen, part_shape, select};
 pub use role::{WeightGroup, WeightPlace, WeightRole};
 pub use settings::WeightRuleError;
 pub use spec::{Init, Shard, WeightSpec};

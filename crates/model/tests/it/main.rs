@@ -5,6 +5,7 @@ mod blocks;
 mod cache;
 mod common;
 mod decoder;
+mod expert_ranks;
 mod families_on_gpu;
 mod fixtures;
 mod folders;

@@ -14,6 +14,8 @@ mod cross_rank;
 mod ep_dispatch;
 mod experts;
 mod merge_chunks;
+mod remote;
+mod remote_message;
 mod shadow;
 mod stats;
 mod tuning;
@@ -32,6 +34,7 @@ pub(crate) use cross_rank::{ChoiceIds, CrossRank};
 use ep_dispatch::EpDispatch;
 pub(crate) use experts::{ExpertsInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
+pub use remote::{HeldLayer, RemoteExperts, RemoteLayer, serve_experts};
 use tuning::Tuning;
 
 /// One rank's handle to all expert-parallel layers. Clones share it.

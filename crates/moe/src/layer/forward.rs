@@ -40,8 +40,7 @@ impl MoeLayer {
         input: impl Into<ForwardInput<'a>>,
     ) -> (Tensor, MoeSaved) {
         let ForwardInput { router: input, base } = input.into();
-        let num_held = self.ranks.as_ref().map_or(self.config.num_experts, |ranks| ranks.held().len());
-        weights.check(&self.config, num_held);
+        weights.check(&self.config, self.num_held());
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
         let dispatched = self.dispatch(ctx, weights, x, &input);
         let choice_sums = choice_sums_of(ctx, &dispatched.routing, !input.is_inference);
@@ -79,6 +78,13 @@ impl MoeLayer {
             shared,
         };
         (y, MoeSaved { inner: Arc::new(saved) })
+    }
+
+    /// Returns the number of experts on this rank.
+    fn num_held(&self) -> usize {
+        let of_ranks = self.ranks.as_ref().map(|ranks| ranks.held().len());
+        let of_remote = self.remote.as_ref().map(|remote| remote.held().len());
+        of_ranks.or(of_remote).unwrap_or(self.config.num_experts)
     }
 
     /// Adds the outputs of the zero-computation experts to `y`. Returns their input in f32, if there are any.
@@ -121,6 +127,9 @@ impl MoeLayer {
         if let Some(ranks) = &self.ranks {
             let (y, saved) = RanksSaved::forward(ctx, ranks, input);
             return (y, ExpertsPart::Ranks(saved));
+        }
+        if let Some(remote) = &self.remote {
+            return (remote.forward(ctx, input), ExpertsPart::Here(None));
         }
         let ExpertsInput { weights, activation, x, dispatch, is_forward_only, .. } = input;
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());

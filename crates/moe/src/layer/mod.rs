@@ -16,7 +16,7 @@ use moeworks_ops::experts::send_experts_ahead;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::Tensor;
 
-use crate::ep::LayerRanks;
+use crate::ep::{LayerRanks, RemoteLayer};
 use crate::router::ScoreRouter;
 use crate::{ConfigError, ExpertIds, LossGrad, MoeConfig, MoeWeights, RouterInput, Routing, RoutingError};
 pub use backward::MoeGradTask;
@@ -28,6 +28,8 @@ pub struct MoeLayer {
     config: MoeConfig,
     /// The ranks that hold the experts; none if all are on this rank.
     ranks: Option<LayerRanks>,
+    /// The ranks that hold the experts of a model in use; none if all are on this rank.
+    remote: Option<RemoteLayer>,
 }
 
 /// The inputs of a layer's forward pass besides `x`. A [`RouterInput`] converts to one.
@@ -88,7 +90,7 @@ impl MoeLayer {
     /// [`ConfigError`] for an invalid setting.
     pub fn new(config: MoeConfig) -> Result<Self, ConfigError> {
         config.validate()?;
-        Ok(Self { config, ranks: None })
+        Ok(Self { config, ranks: None, remote: None })
     }
 
     /// Creates a layer whose experts are spread over `ranks`. Its weights are those of the experts on this rank, in
@@ -98,6 +100,15 @@ impl MoeLayer {
     pub fn expert_parallel(config: MoeConfig, ranks: LayerRanks) -> Result<Self, ConfigError> {
         assert_eq!(ranks.placement().num_experts(), config.num_experts, "experts of a placement");
         Ok(Self { ranks: Some(ranks), ..Self::new(config)? })
+    }
+
+    /// Spreads the experts of a layer in use over ranks. Its weights are then those of the experts on this rank, the
+    /// root, and only passes that are forward only can be made. Panics if the placement is for another number of
+    /// experts.
+    #[must_use]
+    pub fn with_remote_experts(self, remote: RemoteLayer) -> Self {
+        assert_eq!(remote.placement().num_experts(), self.config.num_experts, "experts of a placement");
+        Self { remote: Some(remote), ..self }
     }
 
     /// Returns the configuration.
@@ -141,7 +152,7 @@ impl MoeLayer {
         x: &Tensor,
         input: &RouterInput<'_>,
     ) -> Option<Tensor> {
-        let is_of_input = self.ranks.is_none() && !self.config.router.gate_residual;
+        let is_of_input = self.ranks.is_none() && self.remote.is_none() && !self.config.router.gate_residual;
         let decide = || self.router(weights, input).forward(ctx, x).routing.tensors().0.clone();
         is_of_input.then(decide)
     }

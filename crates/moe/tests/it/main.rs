@@ -21,6 +21,7 @@ mod properties;
 mod published;
 mod ranks;
 mod reference;
+mod remote;
 mod replay;
 mod schemes;
 mod values;

@@ -1,8 +1,10 @@
 //! The answers of a request: its sequences are handed to the engine, and come back token by token.
 
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::time::Instant;
 
+use futures_util::future::{Either, select};
 use moeworks_infer::constraint::{Constraint, ConstraintError};
 use moeworks_infer::generation::End;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -143,7 +145,7 @@ impl Job {
             is_prompt_only,
             since,
             deadline,
-            _ticket: ticket,
+            ticket,
         };
         answers.wait_until_accepted().await?;
         Ok(answers)
@@ -235,7 +237,7 @@ pub(crate) struct Answers {
     since: Instant,
     /// The time at which it has to be answered.
     deadline: Option<Instant>,
-    _ticket: Ticket,
+    ticket: Ticket,
 }
 
 /// A token of one of the answers, with the text that is shown for it.
@@ -262,14 +264,21 @@ impl Answers {
         Ok(())
     }
 
-    /// Waits for the next event, up to the time that the request has.
+    /// Waits for the next event, up to the time that the request has and while the engine can go on.
     async fn receive(&mut self) -> Result<(usize, Event), ApiError> {
-        let event = self.events.recv();
+        let failure = self.ticket.app().options.failure.clone();
+        let event = async {
+            // Events that are there already come first.
+            match select(pin!(self.events.recv()), pin!(failure.failed())).await {
+                Either::Left((event, _)) => Ok(event),
+                Either::Right((reason, _)) => Err(ApiError::new(ErrorKind::Unavailable, reason)),
+            }
+        };
         let event = match self.deadline {
             None => event.await,
             Some(deadline) => tokio::time::timeout_at(deadline.into(), event).await.map_err(|_| self.too_late())?,
         };
-        event.ok_or_else(|| ApiError::new(ErrorKind::Internal, "the engine has ended"))
+        event?.ok_or_else(|| ApiError::new(ErrorKind::Internal, "the engine has ended"))
     }
 
     fn too_late(&self) -> ApiError {

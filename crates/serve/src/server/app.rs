@@ -109,10 +109,15 @@ impl App {
     pub(crate) fn check_ready(&self) -> Result<(), ApiError> {
         let unavailable = |message| Err(ApiError::new(ErrorKind::Unavailable, message));
         match (self.is_alive(), self.is_draining.load(Ordering::SeqCst)) {
-            (false, _) => unavailable("the engine has ended"),
+            (false, _) => Err(ApiError::new(ErrorKind::Unavailable, self.why_not_alive())),
             (_, true) => unavailable("the server is shutting down"),
             _ => Ok(()),
         }
+    }
+
+    /// Why the engine does not answer, where it does not.
+    pub(crate) fn why_not_alive(&self) -> String {
+        self.options.failure.reason().unwrap_or_else(|| "the engine has ended".to_owned())
     }
 
     /// Begins a request. It counts until the ticket is dropped.
@@ -178,7 +183,7 @@ impl Serving for App {
 
     /// Returns whether the engine answers.
     fn is_alive(&self) -> bool {
-        !self.is_engine_gone.load(Ordering::Acquire)
+        !self.is_engine_gone.load(Ordering::Acquire) && self.options.failure.reason().is_none()
     }
 
     fn drain(&self) {

@@ -24,6 +24,8 @@ const POLL: Duration = Duration::from_millis(5);
 const ALIVE_POLL: Duration = Duration::from_millis(100);
 /// The time that connections have to send what they still hold.
 const CLOSING: Duration = Duration::from_secs(2);
+/// The time in which a program that cannot go on still says so to new connections, such as those of probes.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// The pause after a connection that could not be accepted, as where there are no more file descriptors.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -66,6 +68,7 @@ async fn end<S: Serving>(app: &Arc<S>, stop: &StopSignal) {
     while !stop.is_stopped() && app.is_alive() {
         stop.told_within(ALIVE_POLL).await;
     }
+    let has_failed = !app.is_alive();
     app.drain();
     let idle = async {
         while app.num_requests() > 0 {
@@ -80,6 +83,9 @@ async fn end<S: Serving>(app: &Arc<S>, stop: &StopSignal) {
         }
     };
     let _ = tokio::time::timeout(CLOSING, told).await;
+    if has_failed {
+        tokio::time::sleep(LAST_WORDS).await;
+    }
 }
 
 async fn accept<S: Serving>(

@@ -7,6 +7,7 @@ use std::time::Instant;
 use moeworks_infer::generation::{End, TokenLogprobs};
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::failure::FailureSignal;
 use super::metrics::{Finish, Metrics};
 use super::work::TurnEngine;
 use crate::api::{ApiError, ErrorKind};
@@ -84,17 +85,18 @@ pub(crate) struct Driver<'a, E> {
     inbox: Receiver<Command>,
     live: HashMap<SequenceId, Live>,
     metrics: &'a Metrics,
+    failure: &'a FailureSignal,
 }
 
 impl<'a, E: TurnEngine> Driver<'a, E> {
-    pub(crate) fn new(engine: E, inbox: Receiver<Command>, metrics: &'a Metrics) -> Self {
+    pub(crate) fn new(engine: E, inbox: Receiver<Command>, metrics: &'a Metrics, failure: &'a FailureSignal) -> Self {
         metrics.set_counts(engine.counts());
-        Self { engine, inbox, live: HashMap::new(), metrics }
+        Self { engine, inbox, live: HashMap::new(), metrics, failure }
     }
 
-    /// Makes turns until it is told to stop, or nobody can send requests any more.
+    /// Makes turns until it is told to stop, nobody can send requests any more, or the engine cannot go on.
     pub(crate) fn run(mut self) {
-        while self.take_commands() {
+        while self.failure.reason().is_none() && self.take_commands() {
             self.drop_abandoned();
             if self.engine.has_requests() {
                 self.turn();
@@ -159,7 +161,14 @@ impl<'a, E: TurnEngine> Driver<'a, E> {
             }
             Err(error) => {
                 tracing::error!("a turn failed, with all its requests: {error}");
-                self.fail_all(&error.into());
+                let error = match self.engine.lost() {
+                    None => error.into(),
+                    Some(reason) => {
+                        self.failure.fail(&reason);
+                        ApiError::new(ErrorKind::Unavailable, reason)
+                    }
+                };
+                self.fail_all(&error);
             }
         }
     }

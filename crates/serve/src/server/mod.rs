@@ -7,6 +7,7 @@ mod base64;
 mod choice;
 pub(crate) mod connections;
 mod driver;
+mod failure;
 mod loading;
 mod logprobs;
 mod metrics;
@@ -26,6 +27,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 pub use access::ApiKeys;
+pub use failure::FailureSignal;
 pub use loading::Loading;
 pub use served::ServedModel;
 pub use work::TurnEngine;
@@ -71,6 +73,8 @@ pub struct ServerOptions {
     pub request_timeout: Option<Duration>,
     /// The silence in a stream after which a comment is sent.
     pub ping_interval: Duration,
+    /// Tells the server that its engine cannot go on. The engine's thread may be stuck then.
+    pub failure: FailureSignal,
 }
 
 impl Default for ServerOptions {
@@ -89,6 +93,7 @@ impl Default for ServerOptions {
             body_timeout: Duration::from_secs(30),
             request_timeout: None,
             ping_interval: Duration::from_secs(15),
+            failure: FailureSignal::default(),
         }
     }
 }
@@ -135,7 +140,8 @@ impl Drop for SetOnDrop {
 /// Serves a model until `stop`, and the requests under way then.
 ///
 /// # Errors
-/// If the system gives no threads, or the listener cannot be used.
+/// If the system gives no threads, the listener cannot be used, or the engine could not go on
+/// ([`ServerOptions::failure`]).
 ///
 /// # Panics
 /// Passes on a panic of the engine.
@@ -157,12 +163,13 @@ pub fn serve(
     let metrics = Arc::new(metrics.with_experts(engine.expert_load()));
     let (commands, inbox) = mpsc::channel();
     let is_gone = Arc::new(AtomicBool::new(false));
+    let failure = options.failure.clone();
     let link = EngineLink { commands, metrics: Arc::clone(&metrics), is_gone: Arc::clone(&is_gone) };
     let app = Arc::new(App::new(served, options, hosts, link));
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("engine".to_owned()).spawn_scoped(scope, || {
             let _set_on_end = SetOnDrop(is_gone);
-            Driver::new(engine, inbox, &metrics).run();
+            Driver::new(engine, inbox, &metrics, &failure).run();
         })?;
         let served = runtime.block_on(async {
             let listener = tokio::net::TcpListener::from_std(listener)?;
@@ -173,7 +180,7 @@ pub fn serve(
         let _ = app.send(driver::Command::Stop);
         runtime.shutdown_timeout(Duration::from_secs(1));
         match thread.join() {
-            Ok(()) => served,
+            Ok(()) => failure.reason().map_or(served, |reason| Err(io::Error::other(reason))),
             Err(payload) => std::panic::resume_unwind(payload),
         }
     })

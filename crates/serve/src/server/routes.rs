@@ -240,7 +240,7 @@ async fn model(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<
 async fn health(State(app): State<Arc<App>>) -> Result<Response, ApiError> {
     match app.is_alive() {
         true => Ok(as_json(&json!({"status": "ok"}))),
-        false => Err(ApiError::new(ErrorKind::Unavailable, "the engine has ended")),
+        false => Err(ApiError::new(ErrorKind::Unavailable, app.why_not_alive())),
     }
 }
 

@@ -30,6 +30,11 @@ pub trait TurnEngine {
     /// Counts of what is waiting and running, for metrics.
     fn counts(&self) -> Counts;
 
+    /// Why it cannot make any more turns, if it cannot: a rank of the model was lost.
+    fn lost(&self) -> Option<String> {
+        None
+    }
+
     /// The tokens that each expert computes; none for a model without experts.
     fn expert_load(&self) -> Option<Arc<ExpertLoad>> {
         None
@@ -55,6 +60,10 @@ impl TurnEngine for Engine<'_> {
 
     fn counts(&self) -> Counts {
         Engine::counts(self)
+    }
+
+    fn lost(&self) -> Option<String> {
+        Engine::lost(self)
     }
 
     fn expert_load(&self) -> Option<Arc<ExpertLoad>> {

@@ -17,6 +17,8 @@ const VOCAB_SIZE: usize = 257;
 pub(crate) const FAILS: char = '!';
 /// A prompt with this byte makes its own request fail at the third token.
 pub(crate) const SPOILS: char = '~';
+/// A prompt with this byte makes a turn fail as where a rank was lost: the engine cannot go on.
+pub(crate) const LOSES: char = '^';
 /// A prompt with this byte makes the engine panic.
 pub(crate) const PANICS: char = '?';
 
@@ -41,13 +43,24 @@ pub(crate) struct FakeEngine {
     delay: Duration,
     /// The counts of the last turn, for tests.
     counts: Arc<Mutex<Counts>>,
+    is_lost: bool,
 }
 
 impl FakeEngine {
     pub(crate) fn new(limits: Limits, delay: Duration) -> (Self, Arc<Mutex<Counts>>) {
         let scheduler = Scheduler::new(limits).unwrap();
         let counts = Arc::new(Mutex::new(scheduler.counts()));
-        (Self { scheduler, answers: HashMap::new(), ctx: Context::cpu(1), delay, counts: Arc::clone(&counts) }, counts)
+        (
+            Self {
+                scheduler,
+                answers: HashMap::new(),
+                ctx: Context::cpu(1),
+                delay,
+                counts: Arc::clone(&counts),
+                is_lost: false,
+            },
+            counts,
+        )
     }
 
     fn has_prompt_with(&self, c: char) -> bool {
@@ -123,7 +136,8 @@ impl TurnEngine for FakeEngine {
     fn turn(&mut self) -> Result<Vec<Output>, EngineError> {
         std::thread::sleep(self.delay);
         assert!(!self.has_prompt_with(PANICS), "the engine was asked to panic");
-        if self.has_prompt_with(FAILS) {
+        self.is_lost |= self.has_prompt_with(LOSES);
+        if self.has_prompt_with(FAILS) || self.is_lost {
             return Err(EngineError::Model(moeworks_infer::InferError::NotANumber { tensor: None }));
         }
         let turn = self.scheduler.next_turn();
@@ -137,6 +151,10 @@ impl TurnEngine for FakeEngine {
         self.scheduler.check().unwrap();
         self.counts();
         Ok(outputs)
+    }
+
+    fn lost(&self) -> Option<String> {
+        self.is_lost.then(|| "rank 1 died: killed".to_owned())
     }
 
     fn has_requests(&self) -> bool {

@@ -4,10 +4,10 @@ use std::io::{BufReader, Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use moeworks_serve::server::{ApiKeys, Loading, ServerOptions};
+use moeworks_serve::server::{ApiKeys, FailureSignal, Loading, ServerOptions};
 use serde_json::json;
 
-use crate::fake_engine::{FAILS, PANICS};
+use crate::fake_engine::{FAILS, LOSES, PANICS};
 use crate::http::{Answer, Setup, TestServer, post, read_chunk, read_head};
 
 fn options() -> ServerOptions {
@@ -225,6 +225,40 @@ fn an_engine_that_panics_ends_the_server_after_an_error() {
     let answer = server.post("/v1/completions", &json!({"prompt": format!("x{PANICS}")}));
     assert_eq!(answer.status, 500);
     assert!(server.wait().is_err());
+}
+
+#[test]
+fn a_lost_rank_ends_requests_with_an_error_and_the_server_after_probes_could_see_it() {
+    let server = TestServer::start(Setup::default());
+    let answer = server.post("/v1/completions", &json!({"prompt": format!("x{LOSES}")}));
+    assert_eq!((answer.status, answer.code().as_str()), (503, "unavailable"));
+    assert!(answer.body.contains("rank 1 died"), "{}", answer.body);
+    for path in ["/health", "/ready"] {
+        let answer = server.get(path);
+        assert_eq!(answer.status, 503);
+        assert!(answer.body.contains("rank 1 died: killed"), "{}", answer.body);
+    }
+    let error = server.wait().expect("no panic").expect_err("it failed");
+    assert_eq!(error.to_string(), "rank 1 died: killed");
+}
+
+#[test]
+fn an_engine_that_is_stuck_when_a_rank_is_lost_makes_no_client_wait() {
+    let failure = FailureSignal::default();
+    let options = ServerOptions { failure: failure.clone(), ..options() };
+    let server = TestServer::start(Setup { options, delay: Duration::from_secs(3), ..Setup::default() });
+    let body = |is_stream: bool| json!({"prompt": "x", "stream": is_stream});
+    let [whole, stream] = [false, true].map(|is_stream| server.send("/v1/completions", &body(is_stream)));
+    std::thread::sleep(Duration::from_millis(200));
+    let start = Instant::now();
+    failure.fail("rank 1 hung");
+    failure.fail("and another");
+    let answer = Answer::read(&mut BufReader::new(whole));
+    assert_eq!((answer.status, answer.code().as_str()), (503, "unavailable"));
+    let answer = Answer::read(&mut BufReader::new(stream));
+    assert!(answer.body.contains("rank 1 hung"), "{}", answer.body);
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    assert_eq!(server.wait().expect("no panic").expect_err("it failed").to_string(), "rank 1 hung");
 }
 
 #[test]

@@ -1,0 +1,194 @@
+//! The ranks that hold the experts of a model in use: threads of this process, or the processes of an MPI launcher.
+//!
+//! Rank 0 carries the command out; the other ranks compute their experts for it.
+
+use std::any::Any;
+use std::fmt::Display;
+use std::panic::{self, AssertUnwindSafe};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use moeworks_comm::{Communicator, RankOptions, share_cores, try_run_ranks};
+use moeworks_gpu::DeviceChoice;
+use moeworks_infer::InferError;
+use moeworks_infer::expert_ranks::ExpertSpread;
+use moeworks_infer::open::{Model, Source};
+use moeworks_ops::Context;
+use moeworks_plan::Placements;
+use moeworks_serve::server::StopSignal;
+
+use crate::args::{ComputeArgs, MachineArgs, RankArgs};
+use crate::exit_code::ExitCode;
+use crate::failure::{Failure, say_error};
+use crate::host::Call;
+use crate::model::{context, open, open_options};
+use crate::ranks::{FAILED, GRACE, MAX_THREADS, is_one_of_many, too_many_ranks};
+
+/// The time after which a process that stands still counts as lost: requests are to end within 30 s.
+const TIMEOUT: Duration = Duration::from_secs(15);
+
+/// A callback with the rank and the error of a failed run, before its processes are ended.
+pub(crate) type LastWords = Arc<dyn Fn(usize, &dyn Display) + Send + Sync>;
+
+/// The options of a command that uses a model.
+#[derive(Clone, Copy)]
+pub(crate) struct ModelOptions<'a> {
+    pub(crate) compute: &'a ComputeArgs,
+    pub(crate) ranks: &'a RankArgs,
+}
+
+/// A rank of a command that uses a model.
+#[derive(Clone, Copy)]
+pub(crate) struct ModelRank<'a> {
+    options: ModelOptions<'a>,
+    /// This rank among all; none if there is only one.
+    comm: Option<&'a dyn Communicator>,
+}
+
+/// Runs `work` on rank 0 of the ranks that the options ask for, while the others compute their experts of the model
+/// at `path` for it. Returns the exit code of rank 0, and of a process that is another rank.
+pub(crate) fn on_model_ranks(
+    call: &Call<'_>,
+    path: &Path,
+    options: ModelOptions<'_>,
+    last_words: Option<LastWords>,
+    work: impl Fn(ModelRank<'_>) -> Result<ExitCode, Failure> + Sync,
+) -> Result<ExitCode, Failure> {
+    let RankArgs { ep, ref placement } = *options.ranks;
+    if ep == Some(0) {
+        return Err(Failure::input("--ep 0: must be at least 1"));
+    }
+    let as_rank = |comm: &dyn Communicator| {
+        let rank = ModelRank { options, comm: Some(comm) };
+        if comm.rank() == 0 { work(rank) } else { rank.serve_experts(call, path) }
+    };
+    #[cfg(unix)]
+    if is_one_of_many() {
+        return on_processes(ep, last_words, as_rank);
+    }
+    let num_ranks = ep.unwrap_or(1);
+    if num_ranks == 1 {
+        if placement.is_some() {
+            return Err(Failure::input("--placement: there is one rank; it needs --ep above 1, or mpirun"));
+        }
+        return work(ModelRank { options, comm: None });
+    }
+    if num_ranks > MAX_THREADS {
+        return Err(Failure::input(format!("--ep {num_ranks}: {}", too_many_ranks())));
+    }
+    on_threads(call, num_ranks, as_rank)
+}
+
+/// Runs the ranks as threads. A panic of rank 0 is passed on: it may mean that nobody reads the output.
+fn on_threads(
+    call: &Call<'_>,
+    num_ranks: usize,
+    as_rank: impl Fn(&dyn Communicator) -> Result<ExitCode, Failure> + Sync,
+) -> Result<ExitCode, Failure> {
+    let mut options = RankOptions::new(num_ranks).with_timeout(TIMEOUT);
+    if let Some(end) = call.end() {
+        options = options.on_stuck(GRACE, move |error| {
+            say_error(error);
+            end(FAILED);
+        });
+    }
+    let panicked: Mutex<Option<Box<dyn Any + Send>>> = Mutex::default();
+    let result = try_run_ranks(&options, |comm| {
+        if comm.rank() != 0 {
+            return as_rank(comm);
+        }
+        panic::catch_unwind(AssertUnwindSafe(|| as_rank(comm))).unwrap_or_else(|payload| {
+            *panicked.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
+            Err(Failure::input("rank 0 ended"))
+        })
+    });
+    if let Some(payload) = panicked.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        panic::resume_unwind(payload);
+    }
+    Ok(result?.swap_remove(0))
+}
+
+/// Runs this process' rank of those that a launcher started.
+#[cfg(unix)]
+fn on_processes(
+    ep: Option<usize>,
+    last_words: Option<LastWords>,
+    as_rank: impl Fn(&dyn Communicator) -> Result<ExitCode, Failure>,
+) -> Result<ExitCode, Failure> {
+    use moeworks_comm::mpi::{MpiOptions, run_mpi};
+    let mut options = MpiOptions::default().with_timeout(TIMEOUT);
+    if let Some(last_words) = last_words {
+        options = options.before_abort(move |rank, error| last_words(rank, error));
+    }
+    run_mpi(&options, crate::ranks::say_of_rank, |comm| {
+        if let Some(ep) = ep.filter(|&ep| ep != comm.size()) {
+            let num_ranks = comm.size();
+            return Err(Failure::input(format!("--ep {ep}: mpirun started {num_ranks} processes; leave it out")));
+        }
+        moeworks_train::Ranks::check_program(comm)?;
+        as_rank(comm)
+    })
+}
+
+impl ModelRank<'_> {
+    /// Opens the model of `source`, with the experts of this rank alone if there are others.
+    pub(crate) fn open(&self, source: &Source) -> Result<Model, Failure> {
+        let ModelOptions { compute, .. } = self.options;
+        match self.comm {
+            None => open(source, compute),
+            Some(comm) => {
+                let spread = self.spread(comm, source)?;
+                Ok(spread.open(self.context(comm)?, source, open_options(compute)?)?)
+            }
+        }
+    }
+
+    /// Computes the experts of another rank for rank 0. A process leaves it to rank 0 what a first signal means.
+    fn serve_experts(&self, call: &Call<'_>, path: &Path) -> Result<ExitCode, Failure> {
+        let Some(comm) = self.comm else { return Ok(ExitCode::SUCCESS) };
+        let stop = StopSignal::default();
+        let _receiving = is_one_of_many().then(|| call.interrupts().give_to_server(&stop));
+        let source = Source::open(path)?;
+        let spread = self.spread(comm, &source)?;
+        spread.serve_experts(&self.context(comm)?, &source, open_options(self.options.compute)?)?;
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn spread<'c>(&self, comm: &'c dyn Communicator, source: &Source) -> Result<ExpertSpread<'c>, Failure> {
+        let placement = &self.options.ranks.placement;
+        let given = placement.as_deref().map(read_placement).transpose()?;
+        ExpertSpread::new(comm, source, given).map_err(|error| match (error, placement) {
+            (InferError::Placement { problem }, Some(file)) => {
+                Failure::input(format!("--placement {}: {problem}", file.display()))
+            }
+            (InferError::NoExperts { num_ranks }, _) => {
+                let path = source.path().display();
+                Failure::input(format!(
+                    "{path}: the model is dense: it has no experts to spread over {num_ranks} ranks; use one rank, without \
+                     --ep"
+                ))
+            }
+            (error, _) => error.into(),
+        })
+    }
+
+    /// Makes the compute context of a rank: with its share of the cores, unless threads are given.
+    fn context(&self, comm: &dyn Communicator) -> Result<Context, Failure> {
+        let MachineArgs { threads, device, .. } = self.options.compute.machine;
+        if !matches!(device, DeviceChoice::Cpu | DeviceChoice::Auto) {
+            return Err(Failure::input(format!(
+                "--device {device}: experts on ranks are computed on the CPU; leave out --device, or use one rank"
+            )));
+        }
+        let cores = share_cores(comm, false)?;
+        let threads = if threads == 0 { (cores as usize).max(1) } else { threads };
+        context(&MachineArgs { threads, device: DeviceChoice::Cpu, ..self.options.compute.machine })
+    }
+}
+
+fn read_placement(file: &Path) -> Result<Placements, Failure> {
+    let wrong = |problem: String| Failure::input(format!("--placement {}: {problem}", file.display()));
+    let text = std::fs::read_to_string(file).map_err(|error| wrong(error.to_string()))?;
+    text.parse().map_err(|error| wrong(format!("{error}")))
+}

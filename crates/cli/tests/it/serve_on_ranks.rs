@@ -1,0 +1,157 @@
+//! `moeworks serve` in all ways to deploy it: one process, experts over threads and processes, and replicas behind a
+//! gateway. All give the same answers, and a rank that is lost ends requests with errors.
+#![cfg(target_os = "linux")]
+
+use std::io::Read as _;
+use std::net::TcpStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::program::Workplace;
+use crate::rank_failures::{process_of, signal, wait_for};
+use crate::ranks::{launchers, process_command};
+use crate::serve::{Server, read, with_model};
+
+/// The time in which requests end with errors once a rank is lost.
+const PROMPTLY: Duration = Duration::from_secs(30);
+/// The time limit for what a busy machine may delay.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Starts `serve` on the processes of a launcher.
+fn on_processes(work: &Workplace, mpirun: &Path, num_ranks: usize, args: &[&str]) -> Server {
+    let serve = ["serve", "run", "--port", "0", "--threads", "1"];
+    Server::of(process_command(mpirun, num_ranks, &work.command(&[&serve[..], args].concat())))
+}
+
+/// Ends a server under a launcher by a signal to each of its ranks, and waits for the launcher.
+fn end_processes(work: &Workplace, mut server: Server, num_ranks: usize) -> Option<i32> {
+    for rank in 0..num_ranks {
+        signal("-TERM", process_of(&work.path(""), rank).expect("a process"));
+    }
+    server.child.wait().expect("ended").code()
+}
+
+/// Sends 50 greedy requests at once and returns their texts.
+fn answers(server: &Server) -> Vec<String> {
+    let body = |i: usize| json!({"prompt": format!("Line {i} of"), "max_tokens": 16, "temperature": 0});
+    let streams: Vec<TcpStream> = (0..50).map(|i| server.send("/v1/completions", &body(i))).collect();
+    let text = |stream| {
+        let answer: Value = serde_json::from_str(&read(stream)).expect("JSON");
+        answer["choices"][0]["text"].as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
+    };
+    streams.into_iter().map(text).collect()
+}
+
+#[test]
+fn fifty_greedy_answers_are_the_same_in_every_way_to_deploy() {
+    let work = with_model();
+    let fixed = "--batch-invariant";
+    let one = Server::start(&work, &[fixed]);
+    let expected = answers(&one);
+    assert!(expected.iter().any(|text| *text != expected[0]), "answers differ from prompt to prompt");
+    for ep in ["2", "4"] {
+        let mut server = Server::start(&work, &[fixed, "--ep", ep]);
+        assert_eq!(answers(&server), expected, "--ep {ep}");
+        server.signal("TERM");
+        assert_eq!(server.child.wait().expect("ended").code(), Some(0));
+    }
+    let other = Server::start(&work, &[fixed]);
+    let urls = [&one, &other].map(|server| format!("http://{}", server.address));
+    let gateway = Server::of(work.command(&["gateway", "--port", "0", "--to", &urls[0], &urls[1]]));
+    assert_eq!(answers(&gateway), expected, "two replicas");
+    for (mpirun, _) in launchers() {
+        let server = on_processes(&work, &mpirun, 2, &[fixed]);
+        assert_eq!(answers(&server), expected, "{}", mpirun.display());
+        assert_eq!(end_processes(&work, server, 2), Some(0));
+    }
+}
+
+#[test]
+fn load_and_figures_on_ranks_are_those_of_one() {
+    let work = with_model();
+    let [one, ranks] =
+        [&[][..], &["--ep", "2"]].map(|args| Server::start(&work, &[&["--batch-invariant"], args].concat()));
+    let figures = |server: &Server| {
+        answers(server);
+        let text = server.get("/metrics");
+        let is_count = |line: &&str| line.contains("tokens_total") || line.contains("request_success");
+        text.lines().filter(is_count).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let (of_one, of_ranks) = (figures(&one), figures(&ranks));
+    assert!(of_one.iter().any(|line| line.contains("expert_tokens_total")), "{of_one:?}");
+    assert_eq!(of_ranks, of_one);
+}
+
+#[test]
+fn clients_that_go_away_leave_nothing_on_ranks() {
+    let work = with_model();
+    let server = Server::start(&work, &["--ep", "2", "--max-running", "8"]);
+    for i in 0_u64..30 {
+        let body = json!({"prompt": "Line ".repeat(1 + i as usize % 7), "max_tokens": 150, "stream": i % 2 == 0, "ignore_eos": true});
+        let client = server.send("/v1/completions", &body);
+        std::thread::sleep(Duration::from_millis(i * 7 % 23));
+        drop(client);
+    }
+    server.wait_until_idle();
+    assert_eq!(server.figure("kv_cache_usage_perc"), 0.0);
+    assert_eq!(
+        server.post("/v1/completions", &json!({"prompt": "x", "max_tokens": 2}))["usage"]["completion_tokens"],
+        2
+    );
+}
+
+/// Sends more long streams than a server of one answer at a time ends soon, and waits until the first has begun.
+fn under_load(server: &Server) -> Vec<TcpStream> {
+    let body = json!({"prompt": "Line", "max_tokens": 250, "stream": true, "ignore_eos": true});
+    let mut streams: Vec<TcpStream> = (0..60).map(|_| server.send("/v1/completions", &body)).collect();
+    streams[0].read_exact(&mut [0; 64]).expect("a head");
+    streams
+}
+
+#[test]
+fn a_rank_that_is_killed_or_frozen_ends_its_requests_with_errors_and_the_server() {
+    for ((mpirun, _), name) in
+        launchers().into_iter().flat_map(|launcher| ["-KILL", "-STOP"].map(|name| (launcher.clone(), name)))
+    {
+        let work = with_model();
+        let mut server = on_processes(&work, &mpirun, 2, &["--max-running", "1"]);
+        let streams = under_load(&server);
+        let pid = process_of(&work.path(""), 1).expect("a process");
+        signal(name, pid);
+        let start = Instant::now();
+        let mut num_told = 0;
+        for mut stream in streams {
+            let mut rest = String::new();
+            // A connection may also be cut where the launcher is quicker.
+            let _ = stream.read_to_string(&mut rest);
+            assert!(start.elapsed() < PROMPTLY, "{name}: requests hang");
+            num_told += usize::from(rest.contains("\"error\"") || rest.contains("503 Service Unavailable"));
+        }
+        assert!(num_told > 50, "{name} {}: {num_told} of 60 were told", mpirun.display());
+        wait_for(PATIENCE, "end of rank 0", || process_of(&work.path(""), 0).is_none().then_some(()));
+        assert!(!server.child.wait().expect("ended").success(), "{name}");
+        if process_of(&work.path(""), 1).is_some() {
+            signal("-KILL", pid);
+        }
+    }
+}
+
+#[test]
+fn sigterm_on_all_ranks_ends_what_is_under_way_first() {
+    for (mpirun, _) in launchers() {
+        let work = with_model();
+        let server = on_processes(&work, &mpirun, 2, &[]);
+        let body = json!({"prompt": "Line", "max_tokens": 200, "stream": true, "ignore_eos": true});
+        let mut streams: Vec<TcpStream> = (0..3).map(|_| server.send("/v1/completions", &body)).collect();
+        streams.iter_mut().for_each(|stream| stream.read_exact(&mut [0; 64]).expect("a head"));
+        let code = end_processes(&work, server, 2);
+        for mut stream in streams {
+            let mut rest = String::new();
+            stream.read_to_string(&mut rest).expect("the rest");
+            assert!(rest.contains("data: [DONE]") && rest.contains("\"length\""), "{rest}");
+        }
+        assert_eq!(code, Some(0));
+    }
+}
