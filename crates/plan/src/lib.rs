@@ -28,6 +28,7 @@ mod nodes;
 mod placement;
 mod placements;
 mod propose;
+mod rebalance;
 pub mod schedule;
 mod shape;
 mod simulate;
@@ -45,6 +46,10 @@ pub use nodes::Nodes;
 pub use placement::{Placement, PlacementError};
 pub use placements::Placements;
 pub use propose::propose;
+pub use rebalance::{
+    Bandit, ExpertTransfer, LayerChange, LayerLoads, RebalancePolicy, RebalanceRates, RebalanceRules, expert_transfers,
+    most_copies, placement_step, rebalance_layer,
+};
 pub use schedule::{Schedule, ScheduleError, ScheduleKind, ScheduleRequest, StageTimes, Times};
 pub use shape::{ModelShape, Precision, Tokens, Workload};
 pub use simulate::{ScalingRow, weak_scaling};

@@ -16,6 +16,7 @@ mod parallel;
 mod pipeline;
 mod presets;
 mod print;
+mod rebalance;
 mod schemes;
 mod table;
 mod training;
@@ -35,6 +36,7 @@ pub use moeworks_plan::Precision;
 pub use parallel::{MovingChoice, ParallelConfig, PathChoice, PlacementChoice, WireChoice};
 pub use presets::PRESETS;
 pub use print::print_config;
+pub use rebalance::{PolicyChoice, RebalanceConfig, RebalanceMode};
 pub use table::{SettingRow, setting_rows, settings_page};
 pub use training::{GradientType, ScheduleKind, TrainConfig};
 
@@ -59,6 +61,8 @@ pub struct RunConfig {
     pub train: TrainConfig,
     /// The distribution over ranks.
     pub parallel: ParallelConfig,
+    /// The movement of experts between ranks.
+    pub rebalance: RebalanceConfig,
     /// The output folders.
     pub run: OutputConfig,
 }

@@ -11,7 +11,7 @@ use moeworks_tensor::Tensor;
 
 use super::saved::{ExpertsPart, Saved};
 use super::{ForwardInput, MoeLayer, MoeSaved};
-use crate::ep::{ChoiceIds, CrossRank, ExpertsInput, RanksSaved};
+use crate::ep::{ChoiceIds, CrossRank, ExpertsInput, LayerRanks, RanksSaved};
 use crate::router::{Decision, RouterSaved, ScoreRouter};
 use crate::shared::{SharedPass, SharedSaved};
 use crate::zero_computation::{self, ZeroComputationChoices};
@@ -40,7 +40,8 @@ impl MoeLayer {
         input: impl Into<ForwardInput<'a>>,
     ) -> (Tensor, MoeSaved) {
         let ForwardInput { router: input, base } = input.into();
-        let num_held = self.ranks.as_ref().map_or(self.config.num_experts, |ranks| ranks.held().len());
+        let ranks = self.ranks_in_force();
+        let num_held = ranks.as_ref().map_or(self.config.num_experts, |ranks| ranks.held().len());
         weights.check(&self.config, num_held);
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
         let dispatched = self.dispatch(ctx, weights, x, &input);
@@ -55,9 +56,9 @@ impl MoeLayer {
             is_forward_only: input.is_forward_only,
         };
         // A GPU adds it where it sums the experts' outputs; the CPU and expert-parallel layers add it at the end.
-        let is_early = ctx.gpu().is_some() && self.ranks.is_none();
+        let is_early = ctx.gpu().is_some() && ranks.is_none();
         let (early, late) = if is_early { (base, None) } else { (None, base) };
-        let (mut y, experts_saved) = self.experts_forward(ctx, experts, early);
+        let (mut y, experts_saved) = experts_forward(ctx, ranks.as_ref(), experts, early);
         let exact_x = self.add_zero_computation(ctx, experts, &dispatched.routing, &mut y);
         let shared = add_shared(ctx, experts, &mut y);
         if let Some(base) = late {
@@ -115,18 +116,23 @@ impl MoeLayer {
         let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
         Dispatched { routing, router: saved, num_rerouted, dispatch }
     }
+}
 
-    /// Sums the experts' outputs onto `base`, if given.
-    fn experts_forward(&self, ctx: &Context, input: ExpertsInput<'_>, base: Option<&Tensor>) -> (Tensor, ExpertsPart) {
-        if let Some(ranks) = &self.ranks {
-            let (y, saved) = RanksSaved::forward(ctx, ranks, input);
-            return (y, ExpertsPart::Ranks(saved));
-        }
-        let ExpertsInput { weights, activation, x, dispatch, is_forward_only, .. } = input;
-        let (experts, biases) = (weights.experts(activation), weights.expert_biases());
-        let (y, saved) = experts_forward_onto(ctx, x, experts, biases, dispatch.rows(), (base, is_forward_only));
-        (y, ExpertsPart::Here(saved))
+/// Sums the experts' outputs onto `base`, if given; `ranks` hold the experts unless all are on this rank.
+fn experts_forward(
+    ctx: &Context,
+    ranks: Option<&LayerRanks>,
+    input: ExpertsInput<'_>,
+    base: Option<&Tensor>,
+) -> (Tensor, ExpertsPart) {
+    if let Some(ranks) = ranks {
+        let (y, saved) = RanksSaved::forward(ctx, ranks, input);
+        return (y, ExpertsPart::Ranks(saved));
     }
+    let ExpertsInput { weights, activation, x, dispatch, is_forward_only, .. } = input;
+    let (experts, biases) = (weights.experts(activation), weights.expert_biases());
+    let (y, saved) = experts_forward_onto(ctx, x, experts, biases, dispatch.rows(), (base, is_forward_only));
+    (y, ExpertsPart::Here(saved))
 }
 
 /// Adds the output of the shared experts to `y`, if there are any.
