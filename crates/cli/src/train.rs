@@ -242,6 +242,9 @@ fn flag_settings(args: &TrainArgs) -> Result<Vec<Override>, Failure> {
     if let Some(device) = args.device {
         flags.push(Override::new("train.device", device.to_string()));
     }
+    if let Some(when) = &args.rebalance {
+        flags.push(Override::new("rebalance.mode", when.clone()));
+    }
     if args.no_pin {
         flags.push(Override::parse("parallel.pin=false")?);
     }

@@ -36,6 +36,7 @@ mod placement;
 mod placements;
 mod propose;
 mod reasons;
+mod rebalance;
 pub mod schedule;
 mod search;
 mod serving;
@@ -72,6 +73,10 @@ pub use placement::{Placement, PlacementError};
 pub use placements::Placements;
 pub use propose::propose;
 pub use reasons::{Alternative, Gain, Verdict, verdict};
+pub use rebalance::{
+    Bandit, ExpertTransfer, LayerChange, LayerLoads, RebalancePolicy, RebalanceRates, RebalanceRules, expert_transfers,
+    most_copies, placement_step, rebalance_layer,
+};
 pub use schedule::{Schedule, ScheduleError, ScheduleKind, ScheduleRequest, StageTimes, Times};
 pub use search::{Pins, Search, search};
 pub use serving::{Phase, PhaseCost, ServingJob, ServingPlan, serving_plan};

@@ -16,6 +16,7 @@ mod parallel;
 mod pipeline;
 mod presets;
 mod print;
+mod rebalance;
 mod schemes;
 mod table;
 mod training;
@@ -36,6 +37,7 @@ pub use parallel::{MovingChoice, ParallelConfig, PathChoice, PlacementChoice, Wi
 pub use presets::PRESETS;
 pub use print::print_config;
 pub(crate) use print::to_table as table_of;
+pub use rebalance::{PolicyChoice, RebalanceConfig, RebalanceMode};
 pub use table::{SettingRow, setting_rows, settings_page};
 pub use training::{GradientType, ScheduleKind, TrainConfig};
 
@@ -60,6 +62,8 @@ pub struct RunConfig {
     pub train: TrainConfig,
     /// The distribution over ranks.
     pub parallel: ParallelConfig,
+    /// The movement of experts between ranks.
+    pub rebalance: RebalanceConfig,
     /// The output folders.
     pub run: OutputConfig,
 }

@@ -108,6 +108,9 @@ pub enum TrainError {
         /// The existing names.
         known: String,
     },
+    /// A placement cannot be found by the load of experts.
+    #[error("rebalancing: {0}")]
+    Balance(#[from] moeworks_plan::BalanceError),
     /// A task does not support this kind of parallelism.
     #[error("this task does not support {what}")]
     Parallelism {

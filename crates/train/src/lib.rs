@@ -16,6 +16,7 @@ pub mod metrics;
 pub mod optimizer;
 mod parallel;
 pub mod pipeline;
+pub mod rebalance;
 pub mod report;
 pub mod routing;
 pub mod study;

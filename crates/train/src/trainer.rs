@@ -17,6 +17,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use moeworks_infer::store::Store;
+use moeworks_model::ParamSet;
 use moeworks_ops::Context;
 
 use crate::checkpoint::Progress;
@@ -24,7 +25,8 @@ use crate::cpu_time;
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, MetricsWriter, NamedFigure, Record};
 use crate::optimizer::{Optimizer, UpdateScale, clip_scale};
-use crate::parallel::Ranks;
+use crate::parallel::{ExpertState, Ranks};
+use crate::rebalance::Rebalancer;
 use crate::task::{Evaluation, Metric, ModelView, PassFigures, Task};
 pub use folder::{IfTaken, RunFolder};
 pub use requests::{Event, Outcome, Requests};
@@ -52,6 +54,8 @@ pub struct Trainer<T: Task> {
     peak_flops: f64,
     /// This rank's handle; none for a single rank.
     ranks: Option<Arc<Ranks>>,
+    /// The part that moves experts; none where they stay.
+    rebalancer: Option<Rebalancer>,
 }
 
 /// The files of a run.
@@ -106,6 +110,7 @@ impl<T: Task> Trainer<T> {
             let mut record = self.step(on_event)?;
             let step = self.progress.step;
             let is_last = step == total_steps;
+            self.rebalance(&mut record, is_last)?;
             let is_planned_checkpoint = is_last || is_due(step, self.settings.checkpoint_every);
             if is_planned_checkpoint {
                 let (task, model) = self.task_and_model();
@@ -129,6 +134,22 @@ impl<T: Task> Trainer<T> {
             }
         }
         Ok(Outcome::Finished)
+    }
+
+    /// Moves experts after the step of `record`, if that is due.
+    fn rebalance(&mut self, record: &mut Record, is_last: bool) -> Result<(), TrainError> {
+        let at = self.settings.optimizer_context(&self.ctx);
+        let (Some(rebalancer), Some(ranks)) = (&mut self.rebalancer, &self.ranks) else { return Ok(()) };
+        let Optimizer { first, second, .. } = &mut self.optimizer;
+        let mut state = ExpertState {
+            ctx: &self.ctx,
+            at: &at,
+            params: &mut self.params,
+            copy: self.copy.as_mut().map(|copy| copy as &mut dyn ParamSet),
+            grads: &mut self.grads,
+            moments: [first, second],
+        };
+        rebalancer.after_step(ranks, &mut state, record, is_last)
     }
 
     /// Returns whether this rank or any other was asked to stop, and to write a checkpoint.

@@ -57,6 +57,11 @@ pub(crate) struct TrainArgs {
     /// parallel.pp=N)
     #[arg(long, value_name = "N")]
     pub(crate) pp: Option<u64>,
+    /// Movement of experts between ranks while training goes on: off, online (by the load of the last steps), or the
+    /// file of a placement to which they move, such as `moeworks balance` writes (same as --set
+    /// rebalance.mode=WHEN)
+    #[arg(long, value_name = "WHEN")]
+    pub(crate) rebalance: Option<String>,
     /// Device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set
     /// train.device=NAME)
     #[arg(long, value_name = "NAME", value_parser = DeviceParser, hide_possible_values = true)]

@@ -95,7 +95,8 @@ impl RanksSaved {
             |_, chunk, x| {
                 let rows = chunk.arrived().rows();
                 let forward = || experts_forward_onto(ctx, &x, experts, biases, rows, (None, is_forward_only));
-                let (y, saved) = ranks.time("experts", forward);
+                let (y, saved) =
+                    if is_training { ranks.time_experts("experts", forward) } else { ranks.time("experts", forward) };
                 parts.extend(saved.map(|experts| SavedPart { x, experts }));
                 vec![(y, wire.of_sums())]
             },
@@ -131,7 +132,7 @@ impl RanksSaved {
                 let rows = chunk.arrived().rows();
                 let saved = &self.parts[index].experts;
                 let backward = || experts_backward(ctx, &dy, weights.experts(activation), rows, saved);
-                let mut backward = self.ranks.time("experts, backward", backward);
+                let mut backward = self.ranks.time_experts("experts, backward", backward);
                 if let Some((_, down)) = &weights.biases {
                     add_bias_row_weight_grads(ctx, &dy, down, rows, &mut backward.d_row_weights);
                 }
@@ -155,9 +156,9 @@ impl RanksSaved {
         RanksBackward { dx, dweights, task: RanksTask { parts, shadows } }
     }
 
-    /// Runs `work` and reports its time as `name` to the meter, if there is one.
-    pub(crate) fn time<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
-        self.ranks.time(name, work)
+    /// Runs `work`, GEMMs of the experts, and reports its time as `name`.
+    pub(crate) fn time_experts<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
+        self.ranks.time_experts(name, work)
     }
 
     /// Cuts `[T K]` from the K that was sent to this rank's own K.

@@ -14,19 +14,21 @@ mod cross_rank;
 mod ep_dispatch;
 mod experts;
 mod merge_chunks;
+mod mover;
 mod remote;
 mod remote_message;
 mod shadow;
 mod stats;
 mod tuning;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, PendingCombine, PendingDispatch, Reduce, RowPlan};
 use moeworks_ops::Context;
-use moeworks_plan::{Exchange, Moving, Placement, Placements, Wire};
+use moeworks_plan::{Exchange, Moving, Nodes, Placement, Placements, Wire};
 use moeworks_tensor::Tensor;
 
 use crate::LayerStats;
@@ -46,12 +48,33 @@ pub struct ExpertRanks {
     inner: Arc<Inner>,
 }
 
-/// One rank's handle to one expert-parallel layer: the ranks and the layer's placement. Clones share it.
+/// One rank's handle to one expert-parallel layer: the ranks and the placement that the layer had when the handle was
+/// made. Clones share it.
 #[derive(Clone)]
 pub struct LayerRanks {
     ranks: ExpertRanks,
+    layer: usize,
+    placed: LayerPlacement,
+}
+
+/// A layer's placement, and the experts that this rank holds by it.
+#[derive(Clone)]
+struct LayerPlacement {
     placement: Arc<Placement>,
     held: Arc<[usize]>,
+}
+
+/// The placements that are in force.
+struct Placed {
+    placements: Arc<Placements>,
+    /// The layers that were asked for.
+    of_layers: HashMap<usize, LayerPlacement>,
+}
+
+impl Placed {
+    fn new(placements: Placements) -> Self {
+        Self { placements: Arc::new(placements), of_layers: HashMap::new() }
+    }
 }
 
 /// The options of expert parallelism.
@@ -76,7 +99,7 @@ struct Inner {
     world: Box<dyn Communicator>,
     /// The group of ranks that hold the experts between them.
     hierarchy: Hierarchy,
-    placements: Placements,
+    placed: Mutex<Placed>,
     options: EpOptions,
     tuning: Mutex<Tuning>,
     failure: Mutex<Option<CommError>>,
@@ -98,22 +121,40 @@ impl ExpertRanks {
         let (placements, options) = (placements.into(), options.into());
         assert_eq!(placements.num_ranks(), group.size(), "ranks of a placement");
         let (hierarchy, tuning, failure) = (Hierarchy::from_comm(group)?, Mutex::default(), Mutex::default());
-        Ok(Self { inner: Arc::new(Inner { world, hierarchy, placements, options, tuning, failure }) })
+        let placed = Mutex::new(Placed::new(placements));
+        Ok(Self { inner: Arc::new(Inner { world, hierarchy, placed, options, tuning, failure }) })
     }
 
-    /// Returns the handle to the layer of index `layer`. Panics if the layer has no placement.
+    /// Returns the handle to the layer of index `layer` by the placement that is in force. Panics if the layer has no
+    /// placement.
     #[must_use]
     pub fn layer(&self, layer: usize) -> LayerRanks {
-        let placement = self.placements().layer(layer);
-        let placement = placement.unwrap_or_else(|| panic!("a placement of layer {layer}")).clone();
-        let held = placement.experts_of(self.group().rank()).into();
-        LayerRanks { ranks: self.clone(), placement: Arc::new(placement), held }
+        let rank = self.group().rank();
+        let mut placed = self.placed();
+        let Placed { placements, of_layers } = &mut *placed;
+        let placed = of_layers.entry(layer).or_insert_with(|| {
+            let placement = placements.layer(layer);
+            let placement = placement.unwrap_or_else(|| panic!("a placement of layer {layer}")).clone();
+            LayerPlacement { held: placement.experts_of(rank).into(), placement: Arc::new(placement) }
+        });
+        LayerRanks { ranks: self.clone(), layer, placed: placed.clone() }
     }
 
-    /// Returns the placements of all layers.
+    /// Returns the placements of all layers that are in force.
     #[must_use]
-    pub fn placements(&self) -> &Placements {
-        &self.inner.placements
+    pub fn placements(&self) -> Arc<Placements> {
+        Arc::clone(&self.placed().placements)
+    }
+
+    /// Puts other placements in force, for the passes that begin from now on. All ranks of the group do so between the
+    /// same passes, when their weights are those of these placements. Panics if they are for another number of ranks.
+    pub fn set_placements(&self, placements: Placements) {
+        assert_eq!(placements.num_ranks(), self.group().size(), "ranks of a placement");
+        *self.placed() = Placed::new(placements);
+    }
+
+    fn placed(&self) -> MutexGuard<'_, Placed> {
+        self.inner.placed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn moving(&self) -> Moving {
@@ -138,6 +179,12 @@ impl ExpertRanks {
     #[must_use]
     pub fn group(&self) -> &dyn Communicator {
         self.inner.hierarchy.comm()
+    }
+
+    /// Returns the nodes of the group's ranks.
+    #[must_use]
+    pub fn nodes(&self) -> &Nodes {
+        self.hierarchy().nodes()
     }
 
     /// Returns the algorithm, wire format and chunks of the exchange of tokens.
@@ -221,13 +268,19 @@ impl LayerRanks {
     /// Returns the layer's placement: the ranks of the group that hold each expert.
     #[must_use]
     pub fn placement(&self) -> &Placement {
-        &self.placement
+        &self.placed.placement
     }
 
     /// Returns the layer's experts that this rank holds, ascending.
     #[must_use]
     pub fn held(&self) -> &[usize] {
-        &self.held
+        &self.placed.held
+    }
+
+    /// Returns the handle to this layer by the placement that is in force now.
+    #[must_use]
+    pub fn in_force(&self) -> Self {
+        self.ranks.layer(self.layer)
     }
 }
 
@@ -248,6 +301,6 @@ impl fmt::Debug for LayerRanks {
 impl PartialEq for LayerRanks {
     /// Returns whether both are handles to the same layer of the same ranks.
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.ranks.inner, &other.ranks.inner) && self.placement == other.placement
+        Arc::ptr_eq(&self.ranks.inner, &other.ranks.inner) && self.placed.placement == other.placed.placement
     }
 }

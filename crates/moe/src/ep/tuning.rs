@@ -1,7 +1,7 @@
 //! The number of chunks of an exchange: fixed, or tuned by measurement.
 
 use std::sync::{MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use moeworks_comm::Reduce;
 use moeworks_plan::ChunkTuner;
@@ -20,6 +20,8 @@ pub(super) struct Tuning {
     num_backward: usize,
     /// True if a pass other than training contributed to the seconds.
     is_disturbed: bool,
+    /// This rank's seconds in the experts' GEMMs of training passes since they were last taken.
+    expert_seconds: f64,
 }
 
 impl ExpertRanks {
@@ -43,6 +45,20 @@ impl ExpertRanks {
         tuning.num_backward += 1;
     }
 
+    /// Runs `work`, GEMMs of experts in a training pass, and reports its time as `name`.
+    pub(crate) fn time_experts<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
+        let start = Instant::now();
+        let result = self.time(name, work);
+        self.tuning().expert_seconds += start.elapsed().as_secs_f64();
+        result
+    }
+
+    /// Returns this rank's seconds in the experts' GEMMs of training passes since the last call.
+    #[must_use]
+    pub fn take_expert_seconds(&self) -> f64 {
+        std::mem::take(&mut self.tuning().expert_seconds)
+    }
+
     /// Reports to the tuner the time of a pass on the slowest rank and the expected load of the next. `layers` are
     /// merged statistics, so that all ranks decide alike.
     pub(super) fn tune(&self, layers: &[LayerStats]) {
@@ -60,14 +76,15 @@ impl ExpertRanks {
         let load = layers.iter().enumerate().map(|(place, layer)| self.largest_load(place, layer));
         let load = load.sum::<f64>() / layers.len().max(1) as f64;
         let tuner = std::mem::take(&mut tuning.tuner);
-        *tuning = Tuning { tuner, ..Tuning::default() };
+        *tuning = Tuning { tuner, expert_seconds: tuning.expert_seconds, ..Tuning::default() };
         tuning.tuner.observe(load, seconds.filter(|seconds| seconds.is_finite()));
     }
 
     /// Returns the rows of the fullest rank of a group in the MoE layer of index `place`, if the ranks that hold the
     /// same expert share its rows evenly.
     fn largest_load(&self, place: usize, layer: &LayerStats) -> f64 {
-        let Some(placement) = self.placements().nth(place) else { return 0.0 };
+        let placements = self.placements();
+        let Some(placement) = placements.nth(place) else { return 0.0 };
         let mut loads = vec![0.0; placement.num_ranks()];
         for (expert, &rows) in layer.kept_per_expert.iter().take(placement.num_experts()).enumerate() {
             let ranks = placement.ranks_of(expert);

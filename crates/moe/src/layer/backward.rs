@@ -166,7 +166,7 @@ impl MoeGradTask {
     /// Runs the experts' GEMMs and reports their time to the ranks' meter, if there is one.
     fn timed<R>(&self, work: impl FnOnce() -> R) -> R {
         match &self.saved.experts {
-            ExpertsPart::Ranks(saved) => saved.time("experts, weights", work),
+            ExpertsPart::Ranks(saved) => saved.time_experts("experts, weights", work),
             ExpertsPart::Here(_) => work(),
         }
     }

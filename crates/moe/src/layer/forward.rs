@@ -11,7 +11,7 @@ use moeworks_tensor::Tensor;
 
 use super::saved::{ExpertsPart, Saved};
 use super::{ForwardInput, MoeLayer, MoeSaved};
-use crate::ep::{ChoiceIds, CrossRank, ExpertsInput, RanksSaved};
+use crate::ep::{ChoiceIds, CrossRank, ExpertsInput, LayerRanks, RanksSaved};
 use crate::router::{Decision, RouterSaved, ScoreRouter};
 use crate::shared::{SharedPass, SharedSaved};
 use crate::zero_computation::{self, ZeroComputationChoices};
@@ -40,7 +40,8 @@ impl MoeLayer {
         input: impl Into<ForwardInput<'a>>,
     ) -> (Tensor, MoeSaved) {
         let ForwardInput { router: input, base } = input.into();
-        weights.check(&self.config, self.num_held());
+        let ranks = self.ranks_in_force();
+        weights.check(&self.config, self.num_held(ranks.as_ref()));
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
         let dispatched = self.dispatch(ctx, weights, x, &input);
         let choice_sums = choice_sums_of(ctx, &dispatched.routing, !input.is_inference);
@@ -54,9 +55,9 @@ impl MoeLayer {
             is_forward_only: input.is_forward_only,
         };
         // A GPU adds it where it sums the experts' outputs; the CPU and expert-parallel layers add it at the end.
-        let is_early = ctx.gpu().is_some() && self.ranks.is_none();
+        let is_early = ctx.gpu().is_some() && ranks.is_none();
         let (early, late) = if is_early { (base, None) } else { (None, base) };
-        let (mut y, experts_saved) = self.experts_forward(ctx, experts, early);
+        let (mut y, experts_saved) = self.experts_forward(ctx, ranks.as_ref(), experts, early);
         let exact_x = self.add_zero_computation(ctx, experts, &dispatched.routing, &mut y);
         let shared = add_shared(ctx, experts, &mut y);
         if let Some(base) = late {
@@ -80,9 +81,9 @@ impl MoeLayer {
         (y, MoeSaved { inner: Arc::new(saved) })
     }
 
-    /// Returns the number of experts on this rank.
-    fn num_held(&self) -> usize {
-        let of_ranks = self.ranks.as_ref().map(|ranks| ranks.held().len());
+    /// Returns the number of experts on this rank, among `ranks` or with remote ones.
+    fn num_held(&self, ranks: Option<&LayerRanks>) -> usize {
+        let of_ranks = ranks.map(|ranks| ranks.held().len());
         let of_remote = self.remote.as_ref().map(|remote| remote.held().len());
         of_ranks.or(of_remote).unwrap_or(self.config.num_experts)
     }
@@ -122,9 +123,16 @@ impl MoeLayer {
         Dispatched { routing, router: saved, num_rerouted, dispatch }
     }
 
-    /// Sums the experts' outputs onto `base`, if given.
-    fn experts_forward(&self, ctx: &Context, input: ExpertsInput<'_>, base: Option<&Tensor>) -> (Tensor, ExpertsPart) {
-        if let Some(ranks) = &self.ranks {
+    /// Sums the experts' outputs onto `base`, if given; `ranks` hold the experts unless all are on this rank or are
+    /// remote.
+    fn experts_forward(
+        &self,
+        ctx: &Context,
+        ranks: Option<&LayerRanks>,
+        input: ExpertsInput<'_>,
+        base: Option<&Tensor>,
+    ) -> (Tensor, ExpertsPart) {
+        if let Some(ranks) = ranks {
             let (y, saved) = RanksSaved::forward(ctx, ranks, input);
             return (y, ExpertsPart::Ranks(saved));
         }

@@ -93,8 +93,8 @@ impl MoeLayer {
         Ok(Self { config, ranks: None, remote: None })
     }
 
-    /// Creates a layer whose experts are spread over `ranks`. Its weights are those of the experts on this rank, in
-    /// ascending order. All ranks of the group must make the same calls of [`forward`](Self::forward) and
+    /// Creates a layer whose experts are spread over `ranks`. Its weights are those of the experts that this rank
+    /// holds by the placement in force, in ascending order. All ranks of the group must make the same calls of [`forward`](Self::forward) and
     /// [`backward`](Self::backward), each with its own tokens, or none. Panics if the placement is for another number
     /// of experts.
     pub fn expert_parallel(config: MoeConfig, ranks: LayerRanks) -> Result<Self, ConfigError> {
@@ -162,6 +162,11 @@ impl MoeLayer {
     pub fn prefetch_experts(&self, ctx: &Context, weights: &MoeWeights, ids: &Tensor) {
         let num_experts = weights.gate_up.shape()[0];
         send_experts_ahead(ctx, weights.experts(self.config.activation), num_experts, ids.u32s());
+    }
+
+    /// Returns the ranks with the placement that is in force for a pass.
+    fn ranks_in_force(&self) -> Option<LayerRanks> {
+        self.ranks.as_ref().map(LayerRanks::in_force)
     }
 
     /// Runs `work` and reports its time to the ranks' meter, if there is one.

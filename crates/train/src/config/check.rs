@@ -82,6 +82,7 @@ impl RunConfig {
             self.data.check_ranges(),
             self.train.check_ranges(),
             self.parallel.check_ranges(),
+            self.rebalance.check_ranges(),
             self.run.check_ranges(),
         ];
         sections.into_iter().collect::<Result<(), _>>().map_err(out_of_range)
@@ -132,6 +133,7 @@ impl RunConfig {
         }
         self.check_tensor_parallel()?;
         self.check_pipeline()?;
+        self.check_rebalance()?;
         if parallel.ep > 1 && self.model.num_experts == 0 {
             return Err(wrong("parallel.ep", parallel.ep, "must be 1: the model has no experts; use parallel.dp"));
         }

@@ -6,7 +6,7 @@ use moeworks_model::ModelConfig;
 use moeworks_moe::{Range, RouterConfig, RouterKind, Section, Setting};
 use toml::{Table, Value};
 
-use super::{DataConfig, OutputConfig, ParallelConfig, RunConfig, TrainConfig, print};
+use super::{DataConfig, OutputConfig, ParallelConfig, RebalanceConfig, RunConfig, TrainConfig, print};
 
 /// The setting whose comment names all routing schemes.
 const SCHEME: &str = "model.router.kind";
@@ -52,6 +52,7 @@ pub fn setting_rows() -> Vec<SettingRow> {
     rows.extend(section::<DataConfig>("data", ""));
     rows.extend(section::<TrainConfig>("train", ""));
     rows.extend(section::<ParallelConfig>("parallel", ""));
+    rows.extend(section::<RebalanceConfig>("rebalance", ""));
     rows.extend(section::<OutputConfig>("run", ""));
     rows
 }

@@ -4,10 +4,13 @@ use moeworks_model::{BalanceKind, PassOptions, PassOrder, RouterNoise};
 use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_tensor::DType;
 
-use crate::config::{RunConfig, ScheduleKind};
+use crate::config::{RebalanceMode, RunConfig, ScheduleKind};
 use crate::data::Dataset;
+use crate::error::TrainError;
 use crate::lr_schedule::{Decay, LrSchedule};
 use crate::optimizer::AdamWConfig;
+use crate::parallel::rebalance_target;
+use crate::rebalance::{RebalanceSettings, RebalanceSource};
 use crate::task::Microbatch;
 use crate::trainer::TrainerSettings;
 
@@ -42,9 +45,12 @@ pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microba
 }
 
 /// Returns the settings of the trainer.
-pub(super) fn trainer_settings(config: &RunConfig) -> TrainerSettings {
+///
+/// # Errors
+/// If experts are to move to the placement of a file that is invalid or of another model.
+pub(super) fn trainer_settings(config: &RunConfig) -> Result<TrainerSettings, TrainError> {
     let train = &config.train;
-    TrainerSettings {
+    Ok(TrainerSettings {
         steps: train.steps,
         grad_accumulation: train.grad_accumulation,
         lr: lr_schedule(config),
@@ -59,7 +65,27 @@ pub(super) fn trainer_settings(config: &RunConfig) -> TrainerSettings {
         products: if train.precision.has_bf16_copies() { DType::BF16 } else { DType::F32 },
         expert_gradients: train.expert_gradients.dtype(),
         offload_optimizer: train.offload_optimizer,
-    }
+        rebalance: rebalance_settings(config)?,
+    })
+}
+
+fn rebalance_settings(config: &RunConfig) -> Result<RebalanceSettings, TrainError> {
+    let rebalance = &config.rebalance;
+    let source = match (&rebalance.mode, rebalance_target(config)?) {
+        (_, Some(placements)) => RebalanceSource::File { placements, at_step: rebalance.at_step },
+        (RebalanceMode::Online, _) => RebalanceSource::Online,
+        _ => RebalanceSource::Off,
+    };
+    Ok(RebalanceSettings {
+        source,
+        every: rebalance.every,
+        spare: rebalance.spare,
+        policies: rebalance.policy.policies(),
+        max_moves: rebalance.max_moves,
+        min_gain: rebalance.min_gain,
+        bytes_per_step: rebalance.bytes_per_step,
+        max_pause: rebalance.max_pause,
+    })
 }
 
 fn lr_schedule(config: &RunConfig) -> LrSchedule {

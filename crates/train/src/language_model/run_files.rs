@@ -9,7 +9,7 @@ use moeworks_infer::store::CONFIG_FILE;
 use moeworks_model::files::write_whole;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{ConfigError, ConfigLayers, PlacementChoice, RunConfig, TokenizerChoice};
+use crate::config::{ConfigError, ConfigLayers, PlacementChoice, RebalanceMode, RunConfig, TokenizerChoice};
 use crate::error::TrainError;
 use crate::pipeline::is_schedule_file;
 
@@ -59,6 +59,9 @@ pub(crate) fn make_absolute(config: &mut RunConfig) -> Result<(), TrainError> {
         *path = absolute(path.as_ref())?.display().to_string();
     }
     if let PlacementChoice::File(path) = &mut config.parallel.placement {
+        *path = absolute(path.as_ref())?.display().to_string();
+    }
+    if let RebalanceMode::File(path) = &mut config.rebalance.mode {
         *path = absolute(path.as_ref())?.display().to_string();
     }
     if is_schedule_file(&config.parallel.schedule) {

@@ -19,7 +19,7 @@ use super::setup::{check_memory, context, vocab_size};
 use super::{LanguageModel, LanguageModelTrainer, run_files};
 use crate::config::{ConfigError, RunConfig, print_config};
 use crate::error::TrainError;
-use crate::parallel::Ranks;
+use crate::parallel::{Ranks, placements_in_checkpoint};
 use crate::pipeline::{Pipeline, PipelinePlan};
 use crate::task::KeepPart;
 use crate::trainer::{ResumeOptions, ResumePoint, RunFolder, StartOptions, Trainer, is_root, root_first};
@@ -88,9 +88,10 @@ impl LanguageModel {
         if is_root(ranks.as_ref()) {
             folder.check()?;
         }
+        let settings = trainer_settings(&config)?;
         let mut run = Run::new(config, ranks, machine, watch);
         let (task, ctx) = run.prepare(from)?;
-        Trainer::start(task, StartOptions { folder, settings: trainer_settings(&run.config), ctx, ranks: run.ranks })
+        Trainer::start(task, StartOptions { folder, settings, ctx, ranks: run.ranks })
     }
 
     /// Resumes a run from its newest complete checkpoint, or starts it again if it has none.
@@ -99,6 +100,7 @@ impl LanguageModel {
     /// If the checkpoint is damaged or the data is invalid.
     pub fn resume(resume: LanguageModelResume<'_>) -> Result<LanguageModelTrainer, TrainError> {
         let LanguageModelResume { run_dir, config, ranks, machine, watch } = resume;
+        let settings = trainer_settings(&config)?;
         let mut run = Run::new(config, ranks, machine, watch);
         run.check_ranks()?;
         let point = ResumePoint::find(run_dir.clone(), run.ranks.as_deref())?;
@@ -106,7 +108,6 @@ impl LanguageModel {
             Some(checkpoint) => run.prepare_to_go_on(&checkpoint.path)?,
             None => run.prepare(run_files::read_origin(&run_dir)?)?,
         };
-        let settings = trainer_settings(&run.config);
         Trainer::resume_from(task, point, ResumeOptions { run_dir, settings, ctx, ranks: run.ranks })
     }
 
@@ -186,6 +187,9 @@ impl Run {
 
     /// Prepares the model and the data of a run that is resumed from the checkpoint in `dir`.
     fn prepare_to_go_on(&self, dir: &Path) -> Result<(LanguageModel, Context), TrainError> {
+        if let (Some(ranks), Some(placements)) = (&self.ranks, placements_in_checkpoint(&self.config, dir)?) {
+            ranks.experts().set_placements(placements);
+        }
         let open = || Corpus::open(&self.config, Some(Tokenizer::from_dir(dir)?), &self.watch);
         let corpus = root_first(self.ranks.as_deref(), open)?;
         let ctx = context(&self.config, self.ranks.as_deref(), &self.machine)?;

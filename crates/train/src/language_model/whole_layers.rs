@@ -39,7 +39,7 @@ impl WholeLayers {
         let experts = self.ranks.experts();
         let whole =
             pending.and_then(|pending| experts.attempt(None, || pending.finish().map(|(_, whole)| Some(whole))));
-        whole.unwrap_or_else(|| ctx.zeros(self.ranks.table().shape(place), slice.dtype()))
+        whole.unwrap_or_else(|| ctx.zeros(&self.ranks.table().shape(place), slice.dtype()))
     }
 
     fn start_layer(&self, ctx: &Context, parts: &DecoderWeights, index: usize) -> OnItsWay {

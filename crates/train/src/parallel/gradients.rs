@@ -42,8 +42,8 @@ impl Ranks {
         if let Some(slices) = &mut under_way.slices {
             return slices.layer_done(self, ctx, layer, grads);
         }
-        let placement = self.experts.placements().layer(layer);
-        let has_replicas = placement.is_some_and(Placement::has_replicas);
+        let placements = self.experts.placements();
+        let has_replicas = placements.layer(layer).is_some_and(Placement::has_replicas);
         for (place, tensor) in self.table().in_layer(layer, grads) {
             let spec = self.table().spec(place);
             let is_waiting = spec.role.is_of_experts() && has_replicas;

@@ -7,6 +7,7 @@
 mod exchange;
 mod gather;
 mod gradients;
+mod mover;
 mod placements;
 mod rank_records;
 mod stage_groups;
@@ -29,7 +30,9 @@ use moeworks_plan::{Layout, Placements};
 use crate::config::RunConfig;
 use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
+pub(crate) use mover::{ExpertState, LayerMove};
 pub use placements::placements;
+pub(crate) use placements::{placements_in_checkpoint, rebalance_target};
 use stage_groups::StageGroups;
 use table::PartTable;
 use tensor::{TensorGroups, TensorPart};
@@ -165,6 +168,11 @@ impl Ranks {
         assert!(zero == 0 || !self.experts.placements().has_replicas(), "replicas have whole optimizer states");
         self.zero = zero;
         self
+    }
+
+    /// Returns whether an expert may be on several ranks of a group.
+    pub(crate) fn may_replicate(&self) -> bool {
+        self.zero == 0
     }
 
     /// Returns whether the optimizer state is sharded.

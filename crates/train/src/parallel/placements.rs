@@ -5,8 +5,9 @@ use std::path::Path;
 
 use moeworks_plan::{Placement, PlacementError, Placements};
 
-use crate::config::{PlacementChoice, RunConfig};
+use crate::config::{PlacementChoice, RebalanceMode, RunConfig};
 use crate::error::TrainError;
+use crate::rebalance::PLACEMENT_FILE;
 
 /// Returns the placement of each layer's experts according to `config`.
 ///
@@ -20,11 +21,45 @@ pub fn placements(config: &RunConfig) -> Result<Placements, TrainError> {
         PlacementChoice::Everywhere => return Ok(Placement::everywhere(num_experts, num_ranks).into()),
         PlacementChoice::File(path) => Path::new(path),
     };
-    let text = fs::read_to_string(path).map_err(TrainError::io(path))?;
+    read(path, config)
+}
+
+/// Returns the placements to which experts move while the run goes on, if `config` names a file of them.
+///
+/// # Errors
+/// Those of [`placements`].
+pub(crate) fn rebalance_target(config: &RunConfig) -> Result<Option<Placements>, TrainError> {
+    match &config.rebalance.mode {
+        RebalanceMode::File(path) => read(Path::new(path), config).map(Some),
+        _ => Ok(None),
+    }
+}
+
+/// Returns the placements that were in force when the checkpoint in `dir` was written, if experts move in the run and
+/// they are for its ranks.
+///
+/// # Errors
+/// [`TrainError::State`] if the file is damaged; [`TrainError::Io`] if it cannot be read.
+pub(crate) fn placements_in_checkpoint(config: &RunConfig, dir: &Path) -> Result<Option<Placements>, TrainError> {
+    let path = dir.join(PLACEMENT_FILE);
+    if config.rebalance.mode == RebalanceMode::Off || !path.is_file() {
+        return Ok(None);
+    }
+    let placements = parse(&path)?;
+    Ok(check(&placements, config).is_ok().then_some(placements))
+}
+
+fn read(path: &Path, config: &RunConfig) -> Result<Placements, TrainError> {
+    let placements = parse(path)?;
     let wrong = |problem: String| TrainError::State { path: path.to_owned(), problem };
-    let placements: Placements = text.parse().map_err(|error: PlacementError| wrong(error.to_string()))?;
     check(&placements, config).map_err(wrong)?;
     Ok(placements)
+}
+
+fn parse(path: &Path) -> Result<Placements, TrainError> {
+    let text = fs::read_to_string(path).map_err(TrainError::io(path))?;
+    let wrong = |error: PlacementError| TrainError::State { path: path.to_owned(), problem: error.to_string() };
+    text.parse().map_err(wrong)
 }
 
 /// Checks that `placements` match the experts, ranks and layers of the run.

@@ -1,7 +1,7 @@
 //! The tensors of a rank's part of a model, by their indices in the table of weights.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use moeworks_model::{ParamSet, WeightSpec, WeightTable};
 use moeworks_tensor::Tensor;
@@ -9,14 +9,20 @@ use moeworks_tensor::Tensor;
 /// The table of a model's weights, with the shapes of this rank's parts.
 pub(crate) struct PartTable {
     weights: Arc<WeightTable>,
-    shapes: Vec<Vec<usize>>,
+    /// The shapes of the parts, of which those of experts change when experts move.
+    shapes: RwLock<Vec<Vec<usize>>>,
 }
 
 impl PartTable {
     /// Creates the table of the parts of `weights`; `part_shape` returns their shapes.
     pub(super) fn new(weights: &Arc<WeightTable>, part_shape: impl Fn(&WeightSpec) -> Vec<usize>) -> Self {
         let shapes = weights.specs().iter().map(part_shape).collect();
-        Self { weights: Arc::clone(weights), shapes }
+        Self { weights: Arc::clone(weights), shapes: RwLock::new(shapes) }
+    }
+
+    /// Sets the shape of a part whose experts have changed.
+    pub(super) fn set_shape(&self, place: usize, shape: Vec<usize>) {
+        self.shapes.write().unwrap_or_else(PoisonError::into_inner)[place] = shape;
     }
 
     pub(crate) fn weights(&self) -> &WeightTable {
@@ -35,13 +41,13 @@ impl PartTable {
         self.spec(place).is_trainable
     }
 
-    pub(crate) fn shape(&self, place: usize) -> &[usize] {
-        &self.shapes[place]
+    pub(crate) fn shape(&self, place: usize) -> Vec<usize> {
+        self.shapes.read().unwrap_or_else(PoisonError::into_inner)[place].clone()
     }
 
     /// Returns the shape of the part's gradient while a pass computes it; `[0]` if the pass leaves it out.
-    pub(super) fn grad_shape(&self, place: usize) -> &[usize] {
-        if self.weights.skips_gradient(self.spec(place)) { &[0] } else { self.shape(place) }
+    pub(super) fn grad_shape(&self, place: usize) -> Vec<usize> {
+        if self.weights.skips_gradient(self.spec(place)) { vec![0] } else { self.shape(place) }
     }
 
     pub(super) fn num_layers(&self) -> usize {

@@ -100,7 +100,7 @@ impl GradSlices {
 /// Allocates the gradients of a layer.
 fn make_room(ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut dyn ParamSet) {
     for (place, tensor) in ranks.table().in_layer(layer, grads) {
-        *tensor = ctx.zeros(ranks.table().grad_shape(place), DType::F32);
+        *tensor = ctx.zeros(&ranks.table().grad_shape(place), DType::F32);
     }
 }
 
@@ -113,8 +113,8 @@ impl Ranks {
         }
         let outside: Vec<usize> = self.table().outside().collect();
         let grads = weights.map_params(self.table().weights(), |spec, _| {
-            let shape = if outside.contains(&spec.index) { self.table().grad_shape(spec.index) } else { &[0] };
-            ctx.zeros(shape, DType::F32)
+            let shape = if outside.contains(&spec.index) { self.table().grad_shape(spec.index) } else { vec![0] };
+            ctx.zeros(&shape, DType::F32)
         });
         grads.without_states(ctx)
     }

@@ -97,7 +97,7 @@ impl Ranks {
 
     /// Starts the all-gather of tensor `place`.
     pub(crate) fn start_joining(&self, ctx: &Context, place: usize, slice: &Tensor) -> Result<PendingWhole, CommError> {
-        let whole = ctx.empty(self.table().shape(place), slice.dtype());
+        let whole = ctx.empty(&self.table().shape(place), slice.dtype());
         self.holders_of(place).start_all_gather_v(slice.clone(), whole, &self.slice_counts(place))
     }
 }

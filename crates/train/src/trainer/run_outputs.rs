@@ -6,11 +6,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use moeworks_infer::store::Keep;
+use moeworks_model::files::{FileError, write_whole};
 use moeworks_model::safetensors::TensorBytes;
 
 use super::{Event, Output, Trainer};
 use crate::checkpoint;
 use crate::error::TrainError;
+use crate::rebalance::PLACEMENT_FILE;
 use crate::task::{ModelToSave, SaveError, Task};
 
 impl<T: Task> Trainer<T> {
@@ -75,10 +77,18 @@ impl<T: Task> Trainer<T> {
         let keep = Keep { last: self.settings.keep_last, best: true };
         let checkpoint = output.store.save(&checkpoint::metadata(&self.progress), keep, |dir| {
             write_model(dir)?;
+            self.save_placements(dir)?;
             checkpoint::save_moments(dir, moments).map_err(SaveError::from)
         })?;
         output.last_checkpoint = Some(checkpoint.path.clone());
         Ok(checkpoint.path)
+    }
+
+    /// Writes the placements in force, if experts move.
+    fn save_placements(&self, dir: &Path) -> Result<(), FileError> {
+        let Some(ranks) = self.ranks.as_ref().filter(|_| self.rebalancer.is_some()) else { return Ok(()) };
+        let (path, text) = (dir.join(PLACEMENT_FILE), ranks.experts().placements().to_string());
+        write_whole(&path, text.as_bytes()).map_err(FileError::at(&path))
     }
 
     /// Samples a text from the model and records it.

@@ -5,6 +5,7 @@ use moeworks_tensor::DType;
 
 use crate::lr_schedule::{Decay, LrSchedule};
 use crate::optimizer::AdamWConfig;
+use crate::rebalance::RebalanceSettings;
 
 /// The settings of a trainer, for any task.
 #[derive(Clone, Debug, PartialEq)]
@@ -37,6 +38,8 @@ pub struct TrainerSettings {
     pub expert_gradients: DType,
     /// True to update weights in host memory when a GPU computes.
     pub offload_optimizer: bool,
+    /// The movement of experts between ranks while training goes on.
+    pub rebalance: RebalanceSettings,
 }
 
 impl Default for TrainerSettings {
@@ -58,6 +61,7 @@ impl Default for TrainerSettings {
             products: DType::F32,
             expert_gradients: DType::F32,
             offload_optimizer: false,
+            rebalance: RebalanceSettings::default(),
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::checkpoint::{self, Progress};
 use crate::error::TrainError;
 use crate::optimizer::Optimizer;
 use crate::parallel::Ranks;
+use crate::rebalance::Rebalancer;
 use crate::task::{KeepPart, Task};
 
 /// The options of a new run.
@@ -235,6 +236,13 @@ impl<T: Task> Setup<T> {
             Some(ranks) => ranks.first_grads(&ctx, &params),
             None => params.gradients(&ctx, task.table(), settings.expert_gradients),
         };
+        let rebalancer = match &ranks {
+            Some(ranks) => {
+                let log_dir = output.is_some().then_some(&*run_dir);
+                Rebalancer::new(&settings.rebalance, ranks, task.moe_layers(), log_dir, progress.step)?
+            }
+            None => None,
+        };
         let trainer = Trainer {
             ctx,
             task,
@@ -248,6 +256,7 @@ impl<T: Task> Setup<T> {
             output,
             peak_flops,
             ranks,
+            rebalancer,
         };
         trainer.ctx.pool().restart();
         trainer.ranks.as_ref().map_or(Ok(()), |ranks| ranks.begin_steps())?;
