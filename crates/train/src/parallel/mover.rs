@@ -135,7 +135,7 @@ impl Ranks {
         }
         let mut grads = state.grads.params_mut();
         for &place in places {
-            *grads[place] = state.ctx.zeros_there(&self.table().grad_shape(place), DType::F32);
+            *grads[place] = state.ctx.zeros_on_device(&self.table().grad_shape(place), DType::F32);
         }
     }
 }
