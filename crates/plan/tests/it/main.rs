@@ -7,5 +7,6 @@ mod models;
 mod placements;
 mod proposals;
 mod published;
+mod published_page;
 mod schedules;
 mod topologies;
