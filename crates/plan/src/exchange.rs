@@ -16,6 +16,11 @@ pub enum Algorithm {
     TwoHop,
 }
 
+impl Algorithm {
+    /// All paths, the simplest first.
+    pub const ALL: [Self; 3] = [Self::Linear, Self::Hierarchical, Self::TwoHop];
+}
+
 /// The wire format of a token's row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wire {

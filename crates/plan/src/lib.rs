@@ -56,7 +56,7 @@ pub use balance::{
 pub use bill::{Bill, Rate};
 pub use cluster::{Cluster, ClusterError, Device, Level, Routing};
 pub use cost::estimate::{Estimate, StepTime, Traffic};
-pub use cost::fabric::{Fabric, FabricLevel, Rates};
+pub use cost::fabric::{Fabric, FabricLevel, Members, Rates};
 pub use cost::memory::{RankMemory, rank_memory};
 pub use cost::training::{MeshCost, Practice, StepSeconds, TrainingJob, mesh_cost};
 pub use exchange::{Algorithm, Exchange, Moving, Wire};

@@ -6,7 +6,7 @@
 //! tokens choose and the keys and values of all its sequences, or computes for longer than that takes.
 
 use crate::cost::fabric::{ExpertRows, Fabric, Members};
-use crate::{ModelParts, Skew};
+use crate::{Algorithm, ModelParts, Skew};
 
 /// A model to serve, and the requests.
 #[derive(Clone, Debug, PartialEq)]
@@ -179,9 +179,9 @@ impl Replica<'_> {
             max_units: parts.max_units,
         };
         let group = Members { num: self.ranks, stride: 1 };
-        let dispatch = self.fabric.fastest_all_to_all(group, &rows).1;
-        let combine =
-            self.fabric.fastest_all_to_all(group, &ExpertRows { row_bytes: 2.0 * parts.width as f64, ..rows }).1;
+        let dispatch = self.fabric.fastest_all_to_all(group, &rows, &Algorithm::ALL).1;
+        let outputs = ExpertRows { row_bytes: 2.0 * parts.width as f64, ..rows };
+        let combine = self.fabric.fastest_all_to_all(group, &outputs, &Algorithm::ALL).1;
         (2.0 * layers - moe) * sums.total() + moe * (dispatch.total() + combine.total())
     }
 

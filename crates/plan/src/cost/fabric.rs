@@ -221,7 +221,7 @@ impl Fabric {
     }
 
     /// Returns the cost of the all-to-all of `rows` in a group. A token on the two-hop path goes once to each unit
-    /// that has experts for it, and is handed on there.
+    /// that has experts for it, and is handed on there while others arrive: the slowest level counts.
     #[must_use]
     pub fn all_to_all(&self, group: Members, path: Algorithm, rows: &ExpertRows) -> LinkCost {
         let (n, all) = (group.num as f64, rows.tokens * rows.top_k as f64 * rows.row_bytes);
@@ -243,17 +243,24 @@ impl Fabric {
             cost.seconds[level] += links.at_once(messages, bytes);
             cost.bytes[level] += bytes;
         });
-        if hops > 1 && path != Algorithm::Linear {
+        if path == Algorithm::TwoHop {
+            let slowest = (0..MAX_LEVELS).max_by(|&a, &b| cost.seconds[a].total_cmp(&cost.seconds[b])).unwrap_or(0);
+            let others = cost.seconds.iter_mut().enumerate().filter(|(level, _)| *level != slowest);
+            others.for_each(|(_, seconds)| *seconds = 0.0);
+        }
+        if hops > 1 && path == Algorithm::Hierarchical {
             cost.copies = 2.0 * all / self.rates.memory_bytes_per_s;
         }
         cost
     }
 
-    /// Returns the path on which the all-to-all takes the least time, and its cost; the simplest at ties.
+    /// Returns the path of `paths` on which the all-to-all takes the least time, and its cost; the first at ties, and
+    /// the linear one without any.
     #[must_use]
-    pub fn fastest_all_to_all(&self, group: Members, rows: &ExpertRows) -> (Algorithm, LinkCost) {
-        let mut best = (Algorithm::Linear, self.all_to_all(group, Algorithm::Linear, rows));
-        for path in [Algorithm::Hierarchical, Algorithm::TwoHop] {
+    pub fn fastest_all_to_all(&self, group: Members, rows: &ExpertRows, paths: &[Algorithm]) -> (Algorithm, LinkCost) {
+        let first = paths.first().copied().unwrap_or_default();
+        let mut best = (first, self.all_to_all(group, first, rows));
+        for &path in paths.iter().skip(1) {
             let cost = self.all_to_all(group, path, rows);
             if cost.total() < best.1.total() {
                 best = (path, cost);

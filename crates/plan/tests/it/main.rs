@@ -7,6 +7,7 @@ mod models;
 mod placements;
 mod proposals;
 mod published;
+mod published_page;
 mod schedules;
 mod steps;
 mod topologies;

@@ -38,6 +38,8 @@ pub struct Practice {
     pub divides_residual: bool,
     /// True if the outputs of activation functions are kept for the backward.
     pub keeps_outputs: bool,
+    /// The paths of all-to-alls that it has.
+    pub paths: &'static [Algorithm],
     /// The most chunks of an all-to-all that overlap with experts; 1 for none.
     pub max_chunks: usize,
 }
@@ -55,12 +57,13 @@ impl Practice {
             overlaps_gradients: false,
             divides_residual: false,
             keeps_outputs: false,
+            paths: &Algorithm::ALL,
             max_chunks: 8,
         }
     }
 
     /// Megatron-Core with its distributed optimizer: `6 + 12/d` bytes a parameter, sequence parallelism, and gradients
-    /// that are summed beside the backward.
+    /// that are summed beside the backward. Tokens go straight to their experts.
     pub const MEGATRON: Self = Self {
         sum_bytes: 2.0,
         residual_bytes: 2.0,
@@ -70,6 +73,7 @@ impl Practice {
         overlaps_gradients: true,
         divides_residual: true,
         keeps_outputs: true,
+        paths: &[Algorithm::Linear],
         max_chunks: 1,
     };
 }

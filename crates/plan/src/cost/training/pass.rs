@@ -197,7 +197,7 @@ impl Step<'_> {
             row_bytes,
             max_units: parts.max_units,
         };
-        let (path, one_way) = self.fabric.fastest_all_to_all(self.expert_group(), &rows);
+        let (path, one_way) = self.fabric.fastest_all_to_all(self.expert_group(), &rows, practice.paths);
         let empty = self.fabric.all_to_all(self.expert_group(), path, &ExpertRows { tokens: 0.0, ..rows }).total();
         let exposed = |chunks: usize, compute: f64| {
             let r = chunks as f64;
