@@ -10,6 +10,7 @@ use std::{fs, io};
 
 use moeworks_plan::schedule::{PairTime, SvgOptions, Timeline, UnknownSchedule};
 use moeworks_plan::{Cluster, Model, Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times};
+use serde_json::json;
 
 use crate::args::SimulateArgs;
 use crate::exit_code::ExitCode;
@@ -21,7 +22,7 @@ use self::print::{print_json, print_table};
 
 pub(crate) fn run(args: &SimulateArgs) -> Result<ExitCode, Failure> {
     if args.list {
-        list();
+        list(args.json);
         return Ok(ExitCode::SUCCESS);
     }
     for (option, place, mark) in [
@@ -83,14 +84,20 @@ fn write_files(
 }
 
 /// Prints the bundled models and clusters.
-fn list() {
-    let rows = |all: &[(&str, &str)]| {
-        let row = |&(name, text): &(&str, &str)| vec![format!("{name:18}{}", Cluster::summary(text))];
-        all.iter().map(row).collect::<Vec<_>>()
-    };
-    tables::print(&["Models, for --model"], &rows(&Model::NAMES));
+fn list(is_json: bool) {
+    let [models, clusters] = [&Model::NAMES[..], &Cluster::NAMES[..]].map(|all| all.iter().copied());
+    if is_json {
+        let of = |(name, text): (&str, &str)| json!({ "name": name, "summary": Cluster::summary(text) });
+        println!(
+            "{:#}",
+            json!({ "models": models.map(of).collect::<Vec<_>>(), "clusters": clusters.map(of).collect::<Vec<_>>() })
+        );
+        return;
+    }
+    let row = |(name, text): (&str, &str)| vec![format!("{name:18}{}", Cluster::summary(text))];
+    tables::print(&["Models, for --model"], &models.map(row).collect::<Vec<_>>());
     println!();
-    tables::print(&["Clusters, for --cluster"], &rows(&Cluster::NAMES));
+    tables::print(&["Clusters, for --cluster"], &clusters.map(row).collect::<Vec<_>>());
 }
 
 fn times(args: &SimulateArgs) -> Result<Times, Failure> {

@@ -4,7 +4,8 @@
 //! number of levels, [`Topology`] those of ranks and nodes, and [`Model`] a model on paper.
 //! [`Layout`] divides the ranks into groups, [`Placement`] gives the ranks that hold each expert of a layer, and
 //! [`Exchange`] the path of tokens between them. [`cost`] computes the bytes and the seconds of each,
-//! [`propose`](fn@propose) compares layouts, and [`weak_scaling`] makes the table of a growing cluster.
+//! [`propose`](fn@propose) compares layouts, and [`weak_scaling`] makes the table of a growing cluster. [`StepRequest`]
+//! simulates a step of a model on a cluster event by event.
 //!
 //! ```
 //! use moeworks_plan::{ModelShape, Precision, Tokens, Topology, Workload, propose};
@@ -26,6 +27,7 @@ pub mod cost;
 mod exchange;
 mod expert_fetch;
 mod hybrid_ep;
+mod layer_split;
 mod layout;
 mod mesh;
 pub mod models;
@@ -64,6 +66,7 @@ pub use expert_fetch::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
 pub use hybrid_ep::{
     DomainLevel, DomainWork, Migration, Peer, choose_domains, domain_seconds, domain_transfers, peer, token_share,
 };
+pub use layer_split::split_layers;
 pub use layout::{Group, Layout, LayoutError, RankOrder};
 pub use mesh::{Mesh, Recompute};
 pub use models::{Model, ModelError};

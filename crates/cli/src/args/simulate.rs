@@ -15,7 +15,13 @@ use clap::{Args, ValueEnum};
 pub(crate) struct SimulateArgs {
     /// Schedule: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, zb_1p, zb_2p, dualpipe, dualpipe_v, 1f1b_overlap,
     /// interleaved_overlap, or a file in the format of --text
-    #[arg(long, value_name = "NAME|FILE", required_unless_present = "list", default_value_if("list", "true", ""))]
+    #[arg(
+        long,
+        value_name = "NAME|FILE",
+        required = false,
+        required_unless_present = "list",
+        default_value_if("list", "true", "")
+    )]
     pub(crate) schedule: String,
     /// Number of pipeline ranks
     #[arg(long, value_name = "N")]

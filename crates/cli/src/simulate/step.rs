@@ -180,7 +180,7 @@ impl Shown<'_> {
 
     fn print(&self) {
         let Self { request, schedule, report, .. } = *self;
-        let (timeline, device) = (&report.simulation.timeline, &request.cluster.device);
+        let device = &request.cluster.device;
         println!(
             "{} on {}: {} ranks, {}; {}: {} stages, {} microbatches of {} tokens a rank",
             request.model.name,
@@ -192,12 +192,25 @@ impl Shown<'_> {
             schedule.num_microbatches(),
             thousands(request.tokens as u64),
         );
-        let after = report.step_s - timeline.makespan;
+        self.print_figures();
+        let fits = if self.fits() { "fits" } else { "does not fit" };
+        println!(
+            "  peak memory {} a rank, {fits} in {}",
+            bytes(self.most_memory() as u64),
+            bytes(device.memory_bytes as u64)
+        );
+        self.print_levels();
+        self.print_ranks();
+    }
+
+    fn print_figures(&self) {
+        let report = self.report;
+        let timeline = &report.simulation.timeline;
         println!(
             "  step {} s: {} s of the schedule, {} s of sums of gradients and update",
             number(report.step_s),
             number(timeline.makespan),
-            number(after)
+            number(report.step_s - timeline.makespan)
         );
         let hidden = report.hidden.map_or_else(
             || "no communication".to_owned(),
@@ -210,14 +223,6 @@ impl Shown<'_> {
             number(report.tokens_per_s / report.num_ranks as f64),
             percent(report.mfu),
         );
-        let fits = if self.fits() { "fits" } else { "does not fit" };
-        println!(
-            "  peak memory {} a rank, {fits} in {}",
-            bytes(self.most_memory() as u64),
-            bytes(device.memory_bytes as u64)
-        );
-        self.print_levels();
-        self.print_ranks();
     }
 
     fn print_levels(&self) {
@@ -233,18 +238,18 @@ impl Shown<'_> {
     fn print_ranks(&self) {
         println!("Ranks of the pipeline; each stands for the {} of its column:", self.request.layout.column_size());
         let row = |rank: usize| {
-            let Peaks { activations, .. } = self.checked.peaks()[rank];
+            let Peaks { held, .. } = self.checked.peaks()[rank];
             vec![
                 rank.to_string(),
                 number(self.report.simulation.timeline.busy[rank]),
-                activations.to_string(),
+                held.to_string(),
                 bytes(self.report.state_bytes[rank] as u64),
                 bytes(self.report.peak_memory[rank] as u64),
             ]
         };
         let ranks = self.schedule.num_ranks();
         let rows: Vec<_> = (0..ranks.min(SHOWN)).map(row).collect();
-        tables::print(&["rank", "busy s", "microbatches", "state", "peak memory"], &rows);
+        tables::print(&["rank", "busy s", "microbatches held", "state", "peak memory"], &rows);
         if ranks > SHOWN {
             println!("  and {} more", ranks - SHOWN);
         }

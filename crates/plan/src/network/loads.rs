@@ -58,6 +58,15 @@ impl<'a> Loads<'a> {
         self.fixed_s = self.fixed_s.max(seconds);
     }
 
+    /// Returns the transfer with this share of its bytes and of its first seconds still to come; the others have passed
+    /// before, and count as sent.
+    pub(crate) fn scaled(mut self, share: f64) -> Self {
+        self.bytes.values_mut().for_each(|bytes| *bytes *= share);
+        self.bytes.retain(|_, bytes| *bytes > 0.0);
+        self.fixed_s *= share;
+        self
+    }
+
     /// Adds bytes that `rank` sends to others of its unit at `level`, but not below.
     pub(super) fn add_out(&mut self, rank: usize, level: usize, bytes: f64) {
         self.levels[level][0] += bytes;

@@ -3,7 +3,7 @@
 use super::StepRequest;
 use crate::models::LayerCost;
 use crate::network::{Loads, Places, distinct_groups};
-use crate::{Precision, StageTimes};
+use crate::{Precision, StageTimes, split_layers};
 
 /// The share of the activations of a layer that W needs after B: 32 of 34 parts, without the scores of attention
 /// (Zero Bubble, 2401.10241, table 2).
@@ -31,21 +31,29 @@ pub(super) struct Stage {
 }
 
 impl StepRequest<'_> {
-    /// Returns the stages: as many layers in each as in the others, or one less. The last one has the layers that
-    /// predict further tokens and the head.
+    /// Returns the stages, whose layers are shared out so that the costliest computes least. The last one has the layers
+    /// that predict further tokens and the head.
     pub(super) fn stages(&self, num_stages: usize, hottest: f64, places: &Places<'_>) -> Vec<Stage> {
-        let mut layers = self.model.layers(self.precision);
-        let (num_layers, mtp) = (layers.len(), self.model.mtp_layers);
-        layers.extend(self.model.mtp_layer(self.precision).map_or_else(Vec::new, |layer| vec![layer; mtp]));
+        let layers = self.model.layers(self.precision);
+        let further = self.model.mtp_layer(self.precision);
+        let further = further.map_or_else(Vec::new, |layer| vec![layer; self.model.mtp_layers]);
+        let mut costs: Vec<f64> = layers.iter().map(LayerCost::forward_flops).collect();
+        if let Some(last) = costs.last_mut() {
+            *last = self.model.forward_flops()
+                - layers[..layers.len() - 1].iter().map(LayerCost::forward_flops).sum::<f64>();
+        }
         let sum = self.tensor_parallel_sum(places);
-        let of = |stage: usize| {
+        let mut rest = &layers[..];
+        let of = |(stage, num): (usize, usize)| {
             let is_last = stage + 1 == num_stages;
-            let end = if is_last { layers.len() } else { num_layers * (stage + 1) / num_stages };
-            let mut of = self.stage(&layers[num_layers * stage / num_stages..end], hottest, sum);
+            let (mut own, others) = (rest[..num].to_vec(), &rest[num..]);
+            rest = others;
+            own.extend(if is_last { &further[..] } else { &[] });
+            let mut of = self.stage(&own, hottest, sum);
             self.add_ends(&mut of, stage == 0, is_last);
             of
         };
-        (0..num_stages).map(of).collect()
+        split_layers(&costs, num_stages).into_iter().enumerate().map(of).collect()
     }
 
     /// Returns the seconds of an all-reduce of the residual stream of a microbatch over ranks that cut matrices.

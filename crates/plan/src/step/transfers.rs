@@ -111,15 +111,10 @@ impl StepCosts<'_> {
         let held = shape.num_experts.div_ceil(request.layout.num_expert_ranks()) as f64;
         let params = held * shape.expert_params as f64 / request.expert_compression;
         let expert_bytes = params * request.precision.bytes() as f64;
-        let exchange = |bytes| places.domain_exchange(&request.layout, rank, domain, [row_bytes, bytes]);
-        let [gather, tokens] = exchange(expert_bytes);
+        let [gather, tokens] = places.domain_exchange(&request.layout, rank, domain, [row_bytes, expert_bytes]);
         let seconds = gather.seconds();
         let left = if seconds > 0.0 { (1.0 - hides / seconds).max(0.0) } else { 0.0 };
-        if left <= 0.0 {
-            return vec![tokens];
-        }
-        let [gather, tokens] = exchange(expert_bytes * left);
-        vec![gather, tokens]
+        vec![gather.scaled(left), tokens]
     }
 
     /// Returns the sums of gradients of a rank over all that hold the same weights; those of several columns, if

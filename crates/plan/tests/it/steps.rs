@@ -5,7 +5,7 @@ use moeworks_plan::network::{ExpertShares, Loads, Places, Rows};
 use moeworks_plan::schedule::Simulation;
 use moeworks_plan::{
     Algorithm, Cluster, Exchange, Group, Layout, Level, Link, Model, Nodes, Placement, RankSpec, Routing, Schedule,
-    ScheduleKind, ScheduleRequest, StepError, StepRequest, Topology, Wire,
+    ScheduleKind, ScheduleRequest, StepError, StepRequest, Topology, Wire, split_layers,
 };
 use proptest::prelude::*;
 
@@ -205,6 +205,19 @@ proptest! {
         // Copies in device memory remain.
         prop_assert!(least <= step * (1.0 + 1e-6), "{} on fast links, {} here", least, step);
     }
+}
+
+#[test]
+fn layers_are_shared_out_so_that_the_head_does_not_hold_the_others_up() {
+    let (model, cluster) = (Model::named("deepseek-v3").unwrap(), Cluster::named("h800").unwrap());
+    let request = StepRequest::new(&model, &cluster, Layout::new(1, 64, 1).with_pipeline(16), 4096);
+    let costs = request.costs(16).unwrap();
+    let totals: Vec<f64> = costs.times().stages.iter().map(moeworks_plan::StageTimes::total).collect();
+    let mean = totals.iter().sum::<f64>() / 16.0;
+    let most = totals.iter().copied().fold(0.0, f64::max);
+    assert!(most < 1.35 * mean, "{most} of {mean}: {totals:?}");
+    assert_eq!(split_layers(&[1.0; 7], 3).iter().sum::<usize>(), 7);
+    assert_eq!(split_layers(&[1.0, 1.0, 1.0, 9.0], 2), [3, 1]);
 }
 
 #[test]
