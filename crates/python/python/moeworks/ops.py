@@ -10,7 +10,7 @@ T tokens, D width, F expert width, E experts, K experts a token.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _kernels
 from ._torch import torch
@@ -269,7 +269,7 @@ def _plain_grouped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     ends = offs.tolist()
     starts = [0, *ends[:-1]]
     parts = [a[start:end] @ matrix for start, end, matrix in zip(starts, ends, b, strict=True)]
-    return torch.cat([*parts, a[ends[-1] :].new_zeros(a.shape[0] - ends[-1], b.shape[2])])
+    return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
 
 
 def gate_of(activation: str, alpha: float, limit: float, is_interleaved: bool) -> Callable[[Tensor], Tensor]:
@@ -291,6 +291,29 @@ def gate_of(activation: str, alpha: float, limit: float, is_interleaved: bool) -
     return plain.get(activation, gated)
 
 
+class LowRank(NamedTuple):
+    """A low-rank addition to a stack of matrices ``[E, K, N]``: ``scaling * left right``.
+
+    Attributes:
+        left: ``[E, K, r]``.
+        right: ``[E, r, N]``.
+        scaling: a factor.
+    """
+
+    left: Tensor
+    right: Tensor
+    scaling: float
+
+
+def _adapted(rows: Tensor, stack: Tensor, added: LowRank | None, ends: Tensor) -> Tensor:
+    """Multiplies groups of rows by a stack and its low-rank addition, without making their sum."""
+    y = grouped_mm(rows, stack, offs=ends)
+    if added is None:
+        return y
+    narrow = grouped_mm(rows, added.left, offs=ends) * added.scaling
+    return y + grouped_mm(narrow, added.right, offs=ends)
+
+
 def two_products(
     x: Tensor,
     expert_ids: Tensor,
@@ -300,6 +323,7 @@ def two_products(
     gate: Callable[[Tensor], Tensor],
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     after: Callable[[Tensor], Tensor] | None = None,
+    low_rank: tuple[LowRank | None, LowRank | None] = (None, None),
 ) -> Tensor:
     """Computes experts by two grouped products with any function between them.
 
@@ -312,6 +336,7 @@ def two_products(
         gate: the activation, ``[M, A F]`` to ``[M, F]``.
         biases: those of both products.
         after: a function of the second product's rows, such as a norm.
+        low_rank: what is added to ``first`` and ``second``, as factors.
     """
     num_tokens, num_choices = expert_ids.shape
     num_experts = first.shape[0]
@@ -323,17 +348,17 @@ def two_products(
     ends = torch.searchsorted(groups, every, right=True).to(torch.int32)
     is_skipped = (groups == num_experts).unsqueeze(1)
     groups = groups.clamp(max=num_experts - 1)
-    h = grouped_mm(x[order // num_choices], first, offs=ends)
+    h = _adapted(x[order // num_choices], first, low_rank[0], ends)
     if biases[0] is not None:
         h = h + biases[0].to(h.dtype)[groups]
-    out = grouped_mm(gate(h).to(x.dtype), second, offs=ends)
+    out = _adapted(gate(h).to(x.dtype), second, low_rank[1], ends)
     if biases[1] is not None:
         out = out + biases[1].to(out.dtype)[groups]
     if after is not None:
         out = after(out)
     weights = expert_weights.reshape(-1)[order].unsqueeze(1)
     # Filled and not multiplied by 0, which keeps what is not a number.
-    out = (out.masked_fill(is_skipped, 0) * weights.masked_fill(is_skipped, 0)).to(torch.promote_types(out.dtype, weights.dtype))
+    out = out.masked_fill(is_skipped, 0) * weights.masked_fill(is_skipped, 0)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0], device=order.device)
     return out[back].view(num_tokens, num_choices, out.shape[-1]).sum(1).to(x.dtype)

@@ -6,7 +6,8 @@
 or, for a model that is loaded, ``model.set_experts_implementation("moeworks")``. Parameters and files stay as they are.
 
 Experts whose activation the kernels have are computed by them. The others (and training with transposed weights) take
-two grouped products with the module's own activation between them, with one warning for each class.
+two grouped products with the module's own activation between them, with one warning for each class. A LoRA adapter of
+PEFT (``target_parameters``) is computed from its factors, without the sum of it and the weight.
 """
 
 from __future__ import annotations
@@ -166,29 +167,51 @@ def experts_forward(
         top_k_weights: ``[T, K]``.
     """
     has_gate, has_bias = getattr(self, "has_gate", True), getattr(self, "has_bias", False)
-    first = self.gate_up_proj if has_gate else self.up_proj
-    first_bias = (self.gate_up_proj_bias if has_gate else self.up_proj_bias) if has_bias else None
-    second, second_bias = self.down_proj, self.down_proj_bias if has_bias else None
-    settings = fused_settings(self)
+    names = ("gate_up_proj" if has_gate else "up_proj", "down_proj")
+    adapters = [_adapter(self, name) for name in names]
+    biases = tuple(getattr(self, f"{name}_bias") if has_bias else None for name in names)
+    settings = None if any(adapters) else fused_settings(self)
     if settings is not None:
+        first, second = (getattr(self, name) for name in names)
         return ops.experts(
             hidden_states,
             first,
             second,
             top_k_index,
             top_k_weights,
-            gate_up_bias=first_bias,
-            down_bias=second_bias,
+            gate_up_bias=biases[0],
+            down_bias=biases[1],
             **settings,
         )
-    _warn(type(self))
-    if not getattr(self, "is_transposed", False):
-        first, second = first.mT, second.mT
+    if not any(adapters):
+        _warn(type(self))
+    stacks, factors = [], []
+    for name, adapter in zip(names, adapters, strict=True):
+        stack = getattr(self, name) if adapter is None else adapter.original
+        left, right = (None, None) if adapter is None else (adapter[0].lhs, adapter[0].rhs)
+        if not getattr(self, "is_transposed", False):
+            stack = stack.mT
+            left, right = (None, None) if adapter is None else (right.mT, left.mT)
+        stacks.append(stack)
+        factors.append(None if adapter is None else ops.LowRank(left, right, adapter[0].scaling))
     gate = self._apply_gate if has_gate else self.act_fn
     after = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
     return ops.two_products(
-        hidden_states, top_k_index, top_k_weights, first, second, gate, (first_bias, second_bias), after
+        hidden_states, top_k_index, top_k_weights, *stacks, gate, biases, after, tuple(factors)
     )
+
+
+def _adapter(experts: torch.nn.Module, name: str) -> Any:
+    """Returns PEFT's only adapter of a parameter, as a list with its factors, and the frozen ``original``.
+
+    ``None`` if there is none, or another kind: the parameter is then their sum, which PEFT makes.
+    """
+    chains = experts._modules.get("parametrizations")
+    if chains is None or name not in chains:
+        return None
+    chain = chains[name]
+    is_factors = len(chain) == 1 and type(chain[0]).__name__ == "_LoraFactorsProxy"
+    return chain if is_factors else None
 
 
 def fp8_experts_forward(

@@ -89,3 +89,8 @@ fn layers_match_the_blocks_of_model_families() {
 fn every_class_of_experts_in_transformers_matches_its_eager_code() {
     run("test_transformers.py", ", torch, transformers");
 }
+
+#[test]
+fn adapters_of_peft_are_computed_from_their_factors() {
+    run("test_peft.py", ", torch, transformers, peft");
+}
