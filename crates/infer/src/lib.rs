@@ -4,7 +4,7 @@
 //! [`open`] finds the model that a path names (a run, a checkpoint, a model folder, a GGUF file) and loads it.
 //! [`generation`] draws tokens. [`chat`] renders conversations by the model's own template. [`data`] reads text and
 //! tokenises it; [`evaluation`] measures how well a model predicts it. [`store`] manages run folders and their
-//! checkpoints. [`system`] describes the machine. Nothing here prints or ends the process: results are values, and
+//! checkpoints. [`routing_record`] records which experts tokens go to. [`system`] describes the machine. Nothing here prints or ends the process: results are values, and
 //! errors are [`InferError`].
 //!
 //! ```no_run
@@ -41,6 +41,7 @@ pub mod evaluation;
 pub mod generation;
 pub mod json;
 pub mod open;
+pub mod routing_record;
 pub mod store;
 pub mod system;
 
