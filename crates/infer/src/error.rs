@@ -8,6 +8,7 @@ use moeworks_moe::ConfigError;
 
 use crate::chat::{ChatError, SandboxError};
 use crate::data::{DataError, SpanTokensError};
+use crate::routing_record::RecordError;
 use crate::store::StoreError;
 
 /// An error of opening or using a model, as one line: the problem, its place, and what would be right.
@@ -107,6 +108,9 @@ pub enum InferError {
     /// The text cannot be read.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// The routing cannot be recorded.
+    #[error(transparent)]
+    Record(#[from] RecordError),
     /// The tokenizer lacks the tokens of span corruption.
     #[error(transparent)]
     SpanTokens(#[from] SpanTokensError),

@@ -9,10 +9,12 @@ use std::f64::consts::LN_2;
 use std::ops::ControlFlow;
 
 use moeworks_model::PassStats;
+use moeworks_moe::MoeSaved;
 
 use crate::InferError;
 use crate::data::{Batch, SpanRule, TokenStore, evaluation_batches, span_batches};
 use crate::open::Model;
+use crate::routing_record::{PassTokens, RecordError, RoutingRecorder, Run};
 
 /// The number of tokens of a batch, whatever the sequence length.
 const BATCH_TOKENS: usize = 4096;
@@ -100,6 +102,20 @@ pub fn evaluate(
     model: &Model,
     tokens: &TokenStore,
     options: EvaluationOptions,
+    on_batch: impl FnMut(EvaluationProgress) -> ControlFlow<()>,
+) -> Result<Evaluation, InferError> {
+    evaluate_recorded(model, tokens, options, None, on_batch)
+}
+
+/// Evaluates as [`evaluate`] does, and records the experts of each token, if a recorder is given.
+///
+/// # Errors
+/// Fails as [`evaluate`] does, or if the record cannot be written.
+pub fn evaluate_recorded(
+    model: &Model,
+    tokens: &TokenStore,
+    options: EvaluationOptions,
+    mut recorder: Option<&mut RoutingRecorder>,
     mut on_batch: impl FnMut(EvaluationProgress) -> ControlFlow<()>,
 ) -> Result<Evaluation, InferError> {
     let seq_len = options.seq_len(model)?;
@@ -117,7 +133,17 @@ pub fn evaluate(
         if spans.is_none() {
             num_ignored += batch.ignore_text_starts(model.tokenizer.text_start(), model.tokenizer.eos_id());
         }
-        add(&mut stats, model.decoder.evaluate(&model.ctx, &model.weights, &batch.tokens(), None)?);
+        let mut tell = |layer: usize, saved: &MoeSaved| {
+            if let Some(recorder) = &mut recorder {
+                recorder.tell(layer, saved);
+            }
+        };
+        add(&mut stats, model.decoder.evaluate(&model.ctx, &model.weights, &batch.tokens(), Some(&mut tell))?);
+        if let Some(recorder) = &mut recorder {
+            let num_left = tokens.len().saturating_sub(1).saturating_sub(num_sequences * seq_len as u64);
+            let num_real = if spans.is_some() { u64::MAX } else { num_left };
+            record(recorder, &batch, num_sequences, num_real)?;
+        }
         num_sequences += batch.num_sequences as u64;
         let num_tokens = tokens.len();
         let num_tokens_done = (num_sequences * seq_len as u64).min(num_tokens);
@@ -134,6 +160,15 @@ pub fn evaluate(
     let share = (stats.num_targets + num_ignored) as f64 / (tokens.len() - 1) as f64;
     let num_bytes = (!model.has_encoder()).then(|| tokens.num_text_bytes() as f64 * share);
     Ok(Evaluation { stats, num_bytes })
+}
+
+/// Records the choices of a batch, whose first window is number `first`. Only the first `num_real` tokens are those of
+/// the text; the others fill the last window up.
+fn record(recorder: &mut RoutingRecorder, batch: &Batch, first: u64, num_real: u64) -> Result<(), RecordError> {
+    let len = |sequence: usize| num_real.saturating_sub((sequence * batch.seq_len) as u64).min(batch.seq_len as u64);
+    let run = |sequence| Run { id: first + sequence as u64, position: 0, len: len(sequence) as u32 };
+    let runs: Vec<Run> = (0..batch.num_sequences).map(run).filter(|run| run.len > 0).collect();
+    recorder.finish_pass(PassTokens { runs: &runs, token_ids: &batch.inputs })
 }
 
 /// The sizes of batches. With a limit on sequences, batches have one sequence, so that they end exactly at the limit.

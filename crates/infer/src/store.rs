@@ -30,6 +30,8 @@ pub const CONFIG_FILE: &str = "config.toml";
 pub const MANIFEST_FILE: &str = "checkpoint.json";
 /// The file of the records in a run folder: one JSON object per line.
 pub const METRICS_JSONL: &str = "metrics.jsonl";
+/// The record of routing of a run that keeps one.
+pub const ROUTING_RECORD: &str = "routing.records";
 /// The lock file, which the trainer of a run holds while it works.
 const LOCK_FILE: &str = ".lock";
 /// The prefix of folders being written, replaced or deleted. No other name begins like this, so leftovers can be

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use moeworks_infer::InferError;
 use moeworks_infer::generation::{AnswerText, End, Sampler, TokenLogprobs};
 use moeworks_infer::open::Model;
+use moeworks_infer::routing_record::{RoutingRecorder, Run};
 use moeworks_model::{Decoder, PagedKvCache, SequencePart, WantedLogits};
 use moeworks_moe::MoeSaved;
 use moeworks_ops::elementwise::copy_rows;
@@ -109,6 +110,14 @@ impl<'a> Engine<'a> {
     #[must_use]
     pub fn expert_load(&self) -> Option<Arc<ExpertLoad>> {
         self.experts.as_ref().map(|experts| Arc::clone(experts.load()))
+    }
+
+    /// Writes the experts of every token that is passed from now on to `recorder`; nothing for a model without MoE
+    /// layers. If the file cannot be written, a warning is logged and the recording ends.
+    pub fn record_routing(&mut self, recorder: RoutingRecorder) {
+        if let Some(experts) = &mut self.experts {
+            experts.record_to(recorder);
+        }
     }
 
     /// The bounds of what is done at a time.
@@ -237,6 +246,10 @@ impl<'a> Engine<'a> {
         if let Some(pass) = pass {
             pass.finish();
         }
+        if let Some(experts) = self.experts.as_mut().filter(|experts| experts.is_recorded()) {
+            let (runs, ids) = rows(decoder, &parts, turn);
+            experts.write_record(&runs, &ids);
+        }
         Ok(logits)
     }
 
@@ -325,6 +338,15 @@ fn slots(decoder: &Decoder, parts: &[SequencePart<'_>], block_len: usize) -> Slo
         slots.add(part.blocks, part.start..part.start + part.ids.len(), block_len);
     }
     slots
+}
+
+/// The runs and the ids of the tokens of a turn's parts, in the order in which a pass goes through them.
+fn rows(decoder: &Decoder, parts: &[SequencePart<'_>], turn: &Turn) -> (Vec<Run>, Vec<u32>) {
+    let order: Vec<&TurnPart> =
+        decoder.ragged_groups(parts).into_iter().flatten().map(|index| &turn.parts[index]).collect();
+    let run =
+        |part: &&TurnPart| Run { id: part.sequence.0, position: part.start as u32, len: part.tokens.len() as u32 };
+    (order.iter().map(run).collect(), order.iter().flat_map(|part| &part.tokens).copied().collect())
 }
 
 /// A part of a turn as the model takes it.

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use moeworks_comm::CommError;
 use moeworks_gpu::GpuError;
 use moeworks_infer::data::{DataError, SpanTokensError};
+use moeworks_infer::routing_record::RecordError;
 use moeworks_infer::store::StoreError;
 use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_plan::Layout;
@@ -36,6 +37,9 @@ pub enum TrainError {
     /// Records cannot be written or read.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
+    /// The routing cannot be recorded.
+    #[error(transparent)]
+    Record(#[from] RecordError),
     /// The report cannot be written.
     #[error(transparent)]
     Report(#[from] ReportError),

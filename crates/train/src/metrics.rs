@@ -7,6 +7,7 @@
 mod lines;
 mod loads;
 mod ranks;
+mod recorded;
 mod writer;
 
 pub use moeworks_infer::store::METRICS_JSONL;
@@ -19,6 +20,7 @@ pub use lines::{MetricsError, ReadRecords, read_records};
 pub use loads::{ExpertLoads, LoadWindow, read_loads};
 pub(crate) use ranks::NUM_FIGURES;
 pub use ranks::{RankRecord, RanksRecord};
+pub use recorded::{RecordedLoads, read_recorded_loads};
 pub use writer::{MetricsWriter, Sample, read_last_record, read_samples};
 
 /// The file of the records in a run folder, as a table.

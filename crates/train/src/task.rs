@@ -184,6 +184,28 @@ pub trait Task {
         Ok(())
     }
 
+    /// Records the routing of some tokens of a step, before its passes; called on all ranks.
+    ///
+    /// # Errors
+    /// See [`train_pass`](Self::train_pass).
+    fn record_choices(
+        &mut self,
+        model: &ModelView<'_, Self::Params>,
+        step: RecordedStep<'_>,
+    ) -> Result<(), TrainError> {
+        let _ = (model, step);
+        Ok(())
+    }
+
+    /// Records the loads of the experts in a step, whose passes gave `figures`.
+    ///
+    /// # Errors
+    /// If the record cannot be written.
+    fn record_loads(&mut self, step: RecordedStep<'_>, figures: &PassFigures) -> Result<(), TrainError> {
+        let _ = (step, figures);
+        Ok(())
+    }
+
     /// Generates a text after `step` steps, on the rank that records; none for models that generate none.
     ///
     /// # Errors
@@ -192,6 +214,17 @@ pub trait Task {
         let _ = (model, step);
         Ok(None)
     }
+}
+
+/// A step whose routing may be recorded.
+#[derive(Clone, Copy, Debug)]
+pub struct RecordedStep<'a> {
+    /// The run's folder.
+    pub run_dir: &'a Path,
+    /// The number of the step, from 1.
+    pub step: u64,
+    /// True on the rank that writes files.
+    pub writes: bool,
 }
 
 /// The kinds of parallelism that a task supports besides expert parallelism.

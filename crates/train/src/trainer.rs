@@ -27,7 +27,7 @@ use crate::metrics::{LayerRecord, MetricsWriter, NamedFigure, Record};
 use crate::optimizer::{Optimizer, UpdateScale, clip_scale};
 use crate::parallel::{ExpertState, Ranks};
 use crate::rebalance::Rebalancer;
-use crate::task::{Evaluation, Metric, ModelView, PassFigures, Task};
+use crate::task::{Evaluation, Metric, ModelView, PassFigures, RecordedStep, Task};
 pub use folder::{IfTaken, RunFolder};
 pub use requests::{Event, Outcome, Requests};
 pub use settings::TrainerSettings;
@@ -164,6 +164,7 @@ impl<T: Task> Trainer<T> {
         let step = self.progress.step;
         let ranks = self.ranks.clone();
         let mut timing = StepTiming::begin(ranks.as_deref());
+        self.record_choices(step + 1)?;
         let (figures, sums) = self.accumulate(step)?;
         timing.passed();
         let (norm, slices) = self.sum_gradients(sums)?;
@@ -184,6 +185,8 @@ impl<T: Task> Trainer<T> {
         self.progress.step += 1;
         self.progress.tokens += figures.num_targets as u64;
         let (seconds, cpu_seconds) = (start.elapsed().as_secs_f64(), cpu_time::seconds() - cpu_start);
+        let recorded = RecordedStep { run_dir: &self.run_dir, step: step + 1, writes: self.output.is_some() };
+        self.task.record_loads(recorded, &figures)?;
         let mut record = self.record(&figures, seconds);
         let evaluation = self.evaluate_if_due(&mut record.layers)?;
         record.val_loss = evaluation.as_ref().map(|evaluation| evaluation.loss);
@@ -236,6 +239,14 @@ impl<T: Task> Trainer<T> {
             self.progress.val_loss = Some(evaluation.loss);
         }
         Ok(evaluation)
+    }
+
+    /// Lets the task record the routing of some tokens of the coming step.
+    fn record_choices(&mut self, step: u64) -> Result<(), TrainError> {
+        let run_dir = self.run_dir.clone();
+        let recorded = RecordedStep { run_dir: &run_dir, step, writes: self.output.is_some() };
+        let (task, model) = self.task_and_model();
+        task.record_choices(&model, recorded)
     }
 
     /// Returns the task, and the model as its passes see it.

@@ -16,9 +16,12 @@ mod stream;
 use std::ops::ControlFlow;
 
 use moeworks_model::{BatchError, Decoder, DecoderWeights, KvCache, ModelConfig, SourceBatch};
+use moeworks_moe::MoeSaved;
 use moeworks_ops::Context;
 use moeworks_ops::sampling::Drawn;
 use moeworks_tensor::Tensor;
+
+use crate::routing_record::{PassTokens, RecordError, RoutingRecorder, Run};
 
 pub use answer::{Answer, End, answer, prompt_ids};
 pub use answer_text::AnswerText;
@@ -80,13 +83,58 @@ pub struct CachedSequence {
     cache: KvCache,
     /// The ids in the cache.
     ids: Vec<u32>,
+    recording: Option<Recording>,
+}
+
+/// The record of the experts of a sequence's tokens.
+struct Recording {
+    recorder: RoutingRecorder,
+    /// The MoE layers of an encoder, which are numbered before the decoder's.
+    num_encoder_layers: usize,
+    /// The error that ended the recording.
+    failure: Option<RecordError>,
 }
 
 impl CachedSequence {
     /// Makes an empty sequence for a model of `config`.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
-        Self { cache: KvCache::new(config), ids: Vec::new() }
+        Self { cache: KvCache::new(config), ids: Vec::new(), recording: None }
+    }
+
+    /// Makes an empty sequence that records the experts of each of its tokens. A step then waits for the device.
+    #[must_use]
+    pub fn recorded(config: &ModelConfig, recorder: RoutingRecorder) -> Self {
+        let num_encoder_layers = config.num_encoder_layers();
+        Self { recording: Some(Recording { recorder, num_encoder_layers, failure: None }), ..Self::new(config) }
+    }
+
+    /// Ends the recording and returns the recorder, if there is one.
+    ///
+    /// # Errors
+    /// If the record could not be written.
+    pub fn end_recording(&mut self) -> Result<Option<RoutingRecorder>, RecordError> {
+        match self.recording.take() {
+            Some(Recording { failure: Some(failure), .. }) => Err(failure),
+            recording => Ok(recording.map(|recording| recording.recorder)),
+        }
+    }
+
+    /// Appends `ids` and returns the logits behind them.
+    fn append(&mut self, model: ModelRef<'_>, ids: &[u32]) -> Result<Tensor, BatchError> {
+        let ModelRef { ctx, decoder, weights } = model;
+        let Self { cache, ids: known, recording } = self;
+        let Some(recording) = recording else {
+            let logits = decoder.forward_cached(ctx, weights, cache, ids, None)?;
+            known.extend(ids);
+            return Ok(logits);
+        };
+        let before = recording.num_encoder_layers;
+        let mut tell = |layer: usize, saved: &MoeSaved| recording.recorder.tell(before + layer, saved);
+        let logits = decoder.forward_cached(ctx, weights, cache, ids, Some(&mut tell))?;
+        recording.finish_pass(known.len(), ids);
+        known.extend(ids);
+        Ok(logits)
     }
 
     /// Returns the ids in the cache.
@@ -101,6 +149,16 @@ impl CachedSequence {
         let kept = self.cache.truncate(same.min(prompt.len().saturating_sub(1)));
         self.ids.truncate(kept);
         kept
+    }
+}
+
+impl Recording {
+    /// Writes the choices for `ids`, which follow `position` other tokens. After a failure nothing more is written.
+    fn finish_pass(&mut self, position: usize, ids: &[u32]) {
+        let runs = [Run { id: 0, position: position as u32, len: ids.len() as u32 }];
+        if self.failure.is_none() {
+            self.failure = self.recorder.finish_pass(PassTokens { runs: &runs, token_ids: ids }).err();
+        }
     }
 }
 
@@ -131,8 +189,16 @@ pub fn generate(
             &prompt[sequence.keep(prompt)..]
         }
         Some(encoder) => {
-            let memory = decoder.encode(ctx, weights, &SourceBatch { ids: prompt, num_sequences: 1 }, None)?;
-            *sequence = CachedSequence { cache: KvCache::with_encoder_output(config, memory), ids: Vec::new() };
+            let source = SourceBatch { ids: prompt, num_sequences: 1 };
+            let recording = &mut sequence.recording;
+            let mut tell = |layer: usize, saved: &MoeSaved| {
+                if let Some(recording) = recording {
+                    recording.recorder.tell(layer, saved);
+                }
+            };
+            let output = decoder.encode(ctx, weights, &source, Some(&mut tell))?;
+            sequence.cache = KvCache::with_encoder_output(config, output);
+            sequence.ids.clear();
             sampler.begin(&[encoder.start_id]);
             &[encoder.start_id][..]
         }
@@ -140,15 +206,10 @@ pub fn generate(
     let request = GenerateRequest { prompt: first, ..*request };
     // A step that turns out to be one too many is taken back, which a cache of a sliding window may not be able to.
     let is_ahead = decoder.can_run_ahead(ctx) && !sampler.counts_tokens();
-    if is_ahead && config.variant.window == 0 {
+    if is_ahead && config.variant.window == 0 && sequence.recording.is_none() {
         return generate_ahead(model, sequence, &request, sampler, on_token);
     }
-    let next = |ids: &[u32]| {
-        let logits = decoder.forward_cached(ctx, weights, &mut sequence.cache, ids, None)?;
-        sequence.ids.extend(ids);
-        Ok(logits)
-    };
-    generate_with(next, ctx, &request, sampler, on_token)
+    generate_with(|ids| sequence.append(model, ids), ctx, &request, sampler, on_token)
 }
 
 /// Generates with each step started before the host knows its input token.

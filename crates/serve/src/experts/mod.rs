@@ -9,6 +9,7 @@ mod record;
 
 use std::sync::Arc;
 
+use moeworks_infer::routing_record::{PassTokens, RoutingRecorder, Run};
 use moeworks_model::ModelConfig;
 use moeworks_moe::MoeSaved;
 
@@ -20,6 +21,8 @@ pub(crate) use record::{ExpertRecord, Slots};
 pub(crate) struct Experts {
     load: Arc<ExpertLoad>,
     record: ExpertRecord,
+    /// The file that choices are written to, if there is one.
+    recorder: Option<RoutingRecorder>,
 }
 
 /// The choices of a pass that is under way.
@@ -43,11 +46,30 @@ impl Experts {
         }
         let load = Arc::new(ExpertLoad::new(&layers, config.moe().num_choosable()));
         let record = ExpertRecord::new(layers.len(), config.top_k, num_blocks * block_len);
-        Some(Self { load, record })
+        Some(Self { load, record, recorder: None })
     }
 
     pub(crate) fn load(&self) -> &Arc<ExpertLoad> {
         &self.load
+    }
+
+    /// Writes all choices from now on to `recorder`.
+    pub(crate) fn record_to(&mut self, recorder: RoutingRecorder) {
+        self.recorder = Some(recorder);
+    }
+
+    /// Returns whether choices are written to a file.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.recorder.is_some()
+    }
+
+    /// Writes the choices of the pass that is over. A record that cannot be written ends, and the serving goes on.
+    pub(crate) fn write_record(&mut self, runs: &[Run], token_ids: &[u32]) {
+        let Some(recorder) = &mut self.recorder else { return };
+        if let Err(error) = recorder.finish_pass(PassTokens { runs, token_ids }) {
+            tracing::warn!("the routing is no longer recorded: {error}");
+            self.recorder = None;
+        }
     }
 
     pub(crate) fn record(&mut self) -> &mut ExpertRecord {
@@ -82,6 +104,9 @@ impl PassExperts<'_> {
         let first = self.num_told[place];
         self.num_told[place] += routing.num_tokens();
         self.experts.load.add(place, routing.num_tokens(), ids);
+        if let Some(recorder) = &mut self.experts.recorder {
+            recorder.tell(layer, saved);
+        }
         self.experts.record.write(place, self.slots.rows(first, routing.num_tokens()), ids, top_k);
     }
 }

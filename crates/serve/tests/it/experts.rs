@@ -3,6 +3,9 @@
 use std::collections::HashMap;
 
 use moeworks_infer::open::Model;
+use moeworks_infer::routing_record::{
+    Block, RecordHeader, RecordOptions, RecordReader, RecordSource, RecordWriter, RoutingRecorder,
+};
 use moeworks_model::{PagedKvCache, SequencePart, WantedLogits};
 use moeworks_moe::MoeSaved;
 use moeworks_serve::{Engine, Limits, Request, RoutedExperts, SequenceId};
@@ -107,5 +110,51 @@ fn the_load_counts_each_token_that_was_passed_in_each_layer() {
         }
         assert_eq!((layer.layer, &layer.tokens_per_expert), (place, &expected));
         assert_eq!(layer.num_tokens as usize, told.experts.num_tokens());
+    }
+}
+
+#[test]
+fn a_record_has_the_experts_of_every_token_that_was_passed() {
+    let model = model("olmoe");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.records");
+    let header = RecordHeader::new(RecordSource::Serve, "olmoe", model.decoder.config()).unwrap();
+    let writer = RecordWriter::create(&path, header).unwrap();
+    let options = RecordOptions { token_ids: true, weights: true };
+    let mut engine = Engine::new(&model, Limits { num_blocks: 64, block_len: 4, ..limits() }).unwrap();
+    engine.record_routing(RoutingRecorder::new(writer, options));
+    let load = engine.expert_load().unwrap();
+    let add = |index| Request { experts_from: Some(0), ..request(index) };
+    let ids: Vec<SequenceId> = (0..12).map(|index| engine.add(add(index)).unwrap()).collect();
+    let answers = run(&mut engine);
+    let mut reader = RecordReader::open(&path).unwrap();
+    let mut counts = vec![vec![0; model.decoder.config().num_experts]; load.num_layers()];
+    let mut num_tokens = 0;
+    while let Some(Block::Tokens(block)) = reader.next_block().unwrap() {
+        let (mut t, token_ids) = (0, block.token_ids.as_ref().unwrap());
+        for run in &block.runs {
+            let index = ids.iter().position(|id| id.0 == run.id).unwrap();
+            let passed = [&request(index).prompt[..], &answers[&ids[index]].tokens].concat();
+            let expected = by_one_pass(&model, &passed);
+            for position in run.position..run.position + run.len {
+                assert_eq!(token_ids[t], passed[position as usize]);
+                for (layer, choices) in block.layers.iter().enumerate() {
+                    let experts = &choices.expert_ids[t * block.top_k..(t + 1) * block.top_k];
+                    assert_eq!(
+                        experts.iter().map(|&id| id as i32).collect::<Vec<_>>(),
+                        expected[position as usize][layer]
+                    );
+                    experts.iter().for_each(|&expert| counts[layer][expert as usize] += 1);
+                    let weights = &choices.weights.as_ref().unwrap()[t * block.top_k..(t + 1) * block.top_k];
+                    assert!(weights.iter().all(|weight| *weight > 0.0), "{weights:?}");
+                }
+                t += 1;
+            }
+        }
+        num_tokens += t as u64;
+    }
+    assert!(reader.damage().is_none());
+    for (layer, counts) in load.layers().iter().zip(&counts) {
+        assert_eq!((layer.num_tokens, &layer.tokens_per_expert), (num_tokens, counts));
     }
 }

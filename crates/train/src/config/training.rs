@@ -126,6 +126,12 @@ settings! {
         sample_tokens: usize = 120, in Range::COUNT;
         /// Prompt that a sample continues.
         sample_prompt: String = "The ".into();
+        /// Steps between records of routing in routing.records of the run: loads, and choices of single tokens; 0: none.
+        record_routing: u64 = 0, in Range::COUNT;
+        /// Tokens of a recorded step whose choices are recorded, in whole sequences; 0: loads alone.
+        ///
+        /// They cost a forward pass over these tokens.
+        record_tokens: usize = 4096, in Range::COUNT;
         /// Steps between checkpoints; 0: only at the end.
         checkpoint_every: u64 = 100, in Range::COUNT;
         /// Number of the newest checkpoints that are kept, besides the best.

@@ -5,6 +5,7 @@ mod corpus;
 mod on_ranks;
 mod options;
 mod pipelined;
+mod recording;
 mod run_files;
 mod samples;
 mod setup;
@@ -18,6 +19,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use moeworks_infer::data::Batch;
+use moeworks_infer::routing_record::RoutingRecorder;
 use moeworks_model::files::FileError;
 use moeworks_model::hf::{self, SaveOptions, StreamedWeights};
 use moeworks_model::model_cost::{routing_flops_per_token, training_flops_per_answer_token, training_flops_per_token};
@@ -34,7 +36,7 @@ use crate::pipeline::Pipeline;
 use crate::routing::RoutingSample;
 use crate::task::{
     Evaluation, KeepPart, Microbatch, ModelToSave, ModelView, Parallelism, ParamsAndCopy, PassFigures, PassGradients,
-    SaveError, Task,
+    RecordedStep, SaveError, Task,
 };
 use crate::trainer::Trainer;
 #[cfg(test)]
@@ -62,6 +64,8 @@ pub struct LanguageModel {
     /// The routers' choices at the newest planned checkpoint. Requested checkpoints do not count, so that an
     /// interrupted run has the same records as an uninterrupted one.
     routing: Option<RoutingSample>,
+    /// The record of routing, on the rank that writes it once it is open.
+    recorder: Option<RoutingRecorder>,
 }
 
 impl LanguageModel {
@@ -185,6 +189,7 @@ impl Task for LanguageModel {
     }
 
     fn begin_run(&self, run_dir: &Path) -> Result<(), TrainError> {
+        recording::remove_record(run_dir)?;
         run_files::write_origin(run_dir, self.from.as_deref())
     }
 
@@ -215,6 +220,18 @@ impl Task for LanguageModel {
         record: &mut Record,
     ) -> Result<(), TrainError> {
         self.compare_routing(model, record)
+    }
+
+    fn record_choices(
+        &mut self,
+        model: &ModelView<'_, DecoderWeights>,
+        step: RecordedStep<'_>,
+    ) -> Result<(), TrainError> {
+        self.record_choices_of(model, step)
+    }
+
+    fn record_loads(&mut self, step: RecordedStep<'_>, figures: &PassFigures) -> Result<(), TrainError> {
+        self.record_loads_of(step, figures)
     }
 
     fn sample(&mut self, model: &ModelView<'_, DecoderWeights>, step: u64) -> Result<Option<Sample>, TrainError> {

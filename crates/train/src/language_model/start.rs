@@ -215,7 +215,7 @@ impl Run {
     fn task(&self, corpus: Corpus, model: Model, from: Option<PathBuf>) -> LanguageModel {
         let Corpus { dataset, tokenizer, hash: data_hash } = corpus;
         let (config, Model { decoder, pipeline }) = (self.config.clone(), model);
-        LanguageModel { config, decoder, pipeline, tokenizer, dataset, data_hash, from, routing: None }
+        LanguageModel { config, decoder, pipeline, tokenizer, dataset, data_hash, from, routing: None, recorder: None }
     }
 }
 

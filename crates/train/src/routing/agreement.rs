@@ -41,6 +41,11 @@ impl RoutingSample {
         self.layers.is_empty()
     }
 
+    /// Lists the layers' indices with the choices of their tokens.
+    pub(crate) fn layers(&self) -> impl Iterator<Item = (usize, &[Vec<u32>])> {
+        self.layers.iter().map(|(&layer, choices)| (layer, choices.as_slice()))
+    }
+
     /// Adds the choices of layer `layer` for the next tokens.
     pub fn add(&mut self, layer: usize, routing: &Routing) {
         let choices = (0..routing.num_tokens()).map(|t| routing.choices(t).map(|(expert, _)| expert).collect());
