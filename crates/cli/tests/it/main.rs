@@ -27,6 +27,7 @@ mod plan;
 mod program;
 mod rank_failures;
 mod ranks;
+mod rebalance;
 mod routing;
 mod schemes;
 mod serve;

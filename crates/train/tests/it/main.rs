@@ -11,4 +11,5 @@ mod lost_ranks;
 mod offload;
 mod pages;
 mod real_text;
+mod rebalance;
 mod steps;
