@@ -416,7 +416,10 @@ fn measure_rebalancing() {
         ("off", of_source(RebalanceSource::Off)),
         ("file", of_source(RebalanceSource::File { placements: first.into(), at_step: 20 })),
         ("online", of_source(RebalanceSource::Online)),
-        ("online, moves", RebalanceSettings { policies: vec![RebalancePolicy::Moves], ..of_source(RebalanceSource::Online) }),
+        (
+            "online, moves",
+            RebalanceSettings { policies: vec![RebalancePolicy::Moves], ..of_source(RebalanceSource::Online) },
+        ),
     ];
     let mut rates = vec![Vec::new(); modes.len()];
     for turn in 0..3 {
