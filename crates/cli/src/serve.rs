@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use moeworks_infer::chat::ChatTemplate;
 use moeworks_infer::open::{Model, Source};
+use moeworks_infer::routing_record::RecordSource;
 use moeworks_infer::system::System;
 use moeworks_model::PagedKvCache;
 use moeworks_serve::server::{ApiKeys, Loading, ServedModel, ServerOptions, StopSignal};
@@ -18,6 +19,7 @@ use crate::host::Call;
 use crate::listening::{Address, bind, check_metrics_prefix, seconds};
 use crate::log;
 use crate::model::open;
+use crate::record;
 
 /// The smallest number of blocks of keys and values.
 const MIN_BLOCKS: usize = 4;
@@ -26,6 +28,7 @@ const MAX_BLOCKS: usize = u32::MAX as usize;
 
 pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let options = server_options(args)?;
+    record::check(&args.record)?;
     log::set_json(args.log_format == LogFormat::Json);
     // The address is bound first, so that one in use is reported before the model is loaded.
     let listener = listen(args)?;
@@ -34,7 +37,10 @@ pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure
     let defaults = source.sampling_defaults()?;
     let model = Arc::new(open(&source, &args.compute)?);
     let limits = limits(&args.load, &model)?;
-    let engine = Engine::new(&model, limits)?;
+    let mut engine = Engine::new(&model, limits)?;
+    if let Some(recorder) = record::begin(&args.record, RecordSource::Serve, &model, &args.model)? {
+        engine.record_routing(recorder);
+    }
     let served = ServedModel {
         names: names(args)?,
         template: template(args.chat_template.as_deref(), &source, &model)?,
