@@ -1,76 +1,92 @@
-//! `moeworks balance`: a placement of experts on ranks, by the load that a run recorded.
+//! `moeworks balance`: a placement of experts on ranks, by the load that a run or a record has.
+
+mod loads;
+mod print;
 
 use std::fs;
 use std::path::Path;
 
-use moeworks_infer::store::METRICS_JSONL;
-use moeworks_plan::{BalanceError, EplbSizes, Placement, Placements, RankLoads, eplb, improve};
-use moeworks_train::metrics::{ExpertLoads, LoadWindow, read_loads};
-use serde_json::json;
+use moeworks_plan::{
+    BalanceError, BeamOptions, Coactivation, EplbSizes, NodeSizes, Placement, Placements, RankLoads, SplitOptions,
+    eplb, improve, improve_by_beam, place_by_coactivation, split_rows,
+};
+use moeworks_train::metrics::ExpertLoads;
 
+use self::loads::Loads;
 use crate::args::{BalanceArgs, Policy};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::page::{Target, write_whole};
-use crate::tables;
 
 const PLACEMENT_FILE: &str = "placement.txt";
 /// Ranks and slots at most.
 const MAX_SIZE: usize = 1 << 16;
+/// The load of a node over the mean at most, less 1, that placing by co-activation allows.
+const MAX_NODE_EXCESS: f64 = 0.1;
+
+/// A figure before and after.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Change {
+    before: f64,
+    after: f64,
+}
 
 /// The outcome in one layer.
 struct LayerOutcome {
     layer: usize,
     placement: Placement,
-    before: f64,
-    after: f64,
+    /// The imbalance of the load of all steps together.
+    imbalance: Change,
+    /// The mean of the imbalances of single steps, where they are recorded.
+    of_steps: Option<Change>,
+    /// The mean imbalance of single steps under the new placement with rows shared out in each.
+    with_split: Option<f64>,
+    /// The share of pairs of experts that a node holds, where pairs are recorded.
+    in_node: Option<Change>,
     /// Copies of experts on ranks that did not hold them.
     num_moved: usize,
 }
 
 pub(crate) fn run(args: &BalanceArgs) -> Result<ExitCode, Failure> {
-    for (option, value, least) in
-        [("--ranks", args.ranks, 1), ("--nodes", args.nodes, 1), ("--spare", args.spare, 0), ("--last", args.last, 1)]
-    {
+    for (option, value, least) in [
+        ("--ranks", args.ranks, 1),
+        ("--nodes", args.nodes, 1),
+        ("--spare", args.spare, 0),
+        ("--last", args.last, 1),
+        ("--beam", args.beam, 1),
+    ] {
         if !(least..=MAX_SIZE).contains(&value) {
             return Err(Failure::input(format!("{option} {value}: must be from {least} to {MAX_SIZE}")));
         }
     }
-    let window = read_window(args)?;
-    let out = args.out.clone().unwrap_or_else(|| args.run.join(PLACEMENT_FILE));
+    let loads = Loads::read(args)?;
+    let out = args.out.clone().unwrap_or_else(|| default_out(&args.run));
     Target { option: "--out", path: &out, mark: "placement experts=", is_forced: args.force }.check()?;
-    let before = args.from.as_deref().map(|file| read_placement(file, args, &window)).transpose()?;
-    let outcomes: Vec<LayerOutcome> = window
-        .layers
-        .iter()
-        .map(|loads| balance(args, loads, before.as_ref()).map_err(|error| Failure::input(error.to_string())))
+    let before = args.from.as_deref().map(|file| read_placement(file, args, &loads)).transpose()?;
+    let outcomes: Vec<LayerOutcome> = (0..loads.window.layers.len())
+        .map(|at| balance(args, &loads, at, before.as_ref()).map_err(|error| Failure::input(error.to_string())))
         .collect::<Result<_, _>>()?;
     let placements = Placements::per_layer(outcomes.iter().map(|outcome| (outcome.layer, outcome.placement.clone())));
     write_whole(&out, &placements.to_string())?;
     if args.json {
-        print_json(&window, &outcomes, &out);
+        print::json(&loads, &outcomes, &out);
     } else {
-        print_table(&window, &outcomes, &out);
+        print::table(&loads, &outcomes, &out);
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn read_window(args: &BalanceArgs) -> Result<LoadWindow, Failure> {
-    let file = args.run.join(METRICS_JSONL);
-    let window = read_loads(&file, args.last).map_err(|error| Failure::input(error.to_string()))?;
-    if window.layers.is_empty() {
-        let message = format!("{}: has no record of an MoE layer; train a model with experts first", file.display());
-        return Err(Failure::input(message));
-    }
-    Ok(window)
+/// The placement's file in a run, or beside a record.
+fn default_out(run: &Path) -> std::path::PathBuf {
+    if run.is_file() { run.with_file_name(PLACEMENT_FILE) } else { run.join(PLACEMENT_FILE) }
 }
 
 /// The placement that is compared with, for the layers and sizes of the run.
-fn read_placement(file: &Path, args: &BalanceArgs, window: &LoadWindow) -> Result<Placements, Failure> {
+fn read_placement(file: &Path, args: &BalanceArgs, loads: &Loads) -> Result<Placements, Failure> {
     let as_failure = |problem: String| Failure::input(format!("--from {}: {problem}", file.display()));
     let text = fs::read_to_string(file).map_err(|error| as_failure(error.to_string()))?;
     let placements: Placements = text.parse().map_err(|error| as_failure(format!("{error}")))?;
-    for ExpertLoads { layer, tokens_per_expert } in &window.layers {
+    for ExpertLoads { layer, tokens_per_expert } in &loads.window.layers {
         let sizes = placements.layer(*layer).map(|placement| (placement.num_experts(), placement.num_ranks()));
         let expected = (tokens_per_expert.len(), args.ranks);
         match sizes {
@@ -87,64 +103,83 @@ fn read_placement(file: &Path, args: &BalanceArgs, window: &LoadWindow) -> Resul
     Ok(placements)
 }
 
-fn balance(args: &BalanceArgs, loads: &ExpertLoads, before: Option<&Placements>) -> Result<LayerOutcome, BalanceError> {
-    let (num_experts, num_ranks) = (loads.tokens_per_expert.len(), args.ranks);
-    let expert_loads: Vec<f64> = loads.tokens_per_expert.iter().map(|&count| count as f64).collect();
+fn as_loads(counts: &[u64]) -> Vec<f64> {
+    counts.iter().map(|&count| count as f64).collect()
+}
+
+fn balance(
+    args: &BalanceArgs,
+    loads: &Loads,
+    at: usize,
+    before: Option<&Placements>,
+) -> Result<LayerOutcome, BalanceError> {
+    let ExpertLoads { layer, tokens_per_expert } = &loads.window.layers[at];
+    let (num_experts, num_ranks) = (tokens_per_expert.len(), args.ranks);
+    let expert_loads = as_loads(tokens_per_expert);
     let sharded = || Placement::sharded(num_experts, num_ranks);
-    let old = before.and_then(|placements| placements.layer(loads.layer).cloned()).unwrap_or_else(sharded);
+    let old = before.and_then(|placements| placements.layer(*layer).cloned()).unwrap_or_else(sharded);
+    let pairs = loads.pairs.get(at);
+    let placement = place(args, &expert_loads, &old, pairs)?;
+    let moved = |expert| placement.ranks_of(expert).iter().filter(|&&rank| !old.holds(rank, expert)).count();
+    let imbalance = |placement: &Placement| RankLoads::new(placement, &expert_loads).map(|loads| loads.imbalance());
+    let steps: Vec<&[u64]> = loads.steps.iter().map(|step| &step[at][..]).collect();
+    let ranks_per_node = num_ranks / args.nodes.min(num_ranks);
+    let in_node = |pairs: &Coactivation, placement: &Placement| pairs.in_node_share(placement, ranks_per_node);
+    let with_pairs = pairs.filter(|_| args.nodes > 1);
+    Ok(LayerOutcome {
+        layer: *layer,
+        imbalance: Change { before: imbalance(&old)?, after: imbalance(&placement)? },
+        of_steps: mean_of_steps(&old, &steps)?
+            .zip(mean_of_steps(&placement, &steps)?)
+            .map(|(before, after)| Change { before, after }),
+        with_split: if args.split_rows { mean_with_split(&placement, &steps)? } else { None },
+        in_node: with_pairs.map(|pairs| Change { before: in_node(pairs, &old), after: in_node(pairs, &placement) }),
+        num_moved: (0..num_experts).map(moved).sum(),
+        placement,
+    })
+}
+
+/// Finds the placement of a layer by the policy.
+fn place(
+    args: &BalanceArgs,
+    expert_loads: &[f64],
+    old: &Placement,
+    pairs: Option<&Coactivation>,
+) -> Result<Placement, BalanceError> {
+    let num_ranks = args.ranks;
     // Experts that do not divide over the ranks leave slots over, which are filled as well.
-    let num_slots = (num_experts + args.spare).next_multiple_of(num_ranks);
-    let placement = match args.policy {
+    let num_slots = (expert_loads.len() + args.spare).next_multiple_of(num_ranks);
+    let slots_per_rank = num_slots / num_ranks;
+    match args.policy {
         Policy::Eplb => {
             let sizes = EplbSizes { num_slots, num_groups: args.groups, num_nodes: args.nodes, num_ranks };
-            eplb(&expert_loads, sizes)?
+            eplb(expert_loads, sizes)
         }
-        Policy::Moves => improve(&old, &expert_loads, num_slots / num_ranks, args.moves)?.0,
-    };
-    let imbalance = |placement: &Placement| RankLoads::new(placement, &expert_loads).map(|loads| loads.imbalance());
-    let moved = |expert| placement.ranks_of(expert).iter().filter(|&&rank| !old.holds(rank, expert)).count();
-    let num_moved = (0..num_experts).map(moved).sum();
-    let (before, after) = (imbalance(&old)?, imbalance(&placement)?);
-    Ok(LayerOutcome { layer: loads.layer, placement, before, after, num_moved })
+        Policy::Moves => improve(old, expert_loads, slots_per_rank, args.moves).map(|(placement, _)| placement),
+        Policy::Beam => {
+            let options = BeamOptions { slots_per_rank, max_moves: args.moves, width: args.beam };
+            improve_by_beam(old, expert_loads, options).map(|(placement, _)| placement)
+        }
+        Policy::Coactivation => {
+            let sizes = NodeSizes { num_ranks, num_nodes: args.nodes, slots_per_rank, max_excess: MAX_NODE_EXCESS };
+            let none = Coactivation::new(expert_loads.len());
+            place_by_coactivation(expert_loads, pairs.unwrap_or(&none), sizes)
+        }
+    }
 }
 
-fn mean(outcomes: &[LayerOutcome], value: impl Fn(&LayerOutcome) -> f64) -> f64 {
-    outcomes.iter().map(value).sum::<f64>() / outcomes.len() as f64
+/// Returns the mean imbalance of single steps; none without a step with load.
+fn mean_of_steps(placement: &Placement, steps: &[&[u64]]) -> Result<Option<f64>, BalanceError> {
+    mean(steps, |rows| Ok(RankLoads::new(placement, &as_loads(rows))?.imbalance()))
 }
 
-fn print_table(window: &LoadWindow, outcomes: &[LayerOutcome], out: &Path) {
-    let LoadWindow { last_step, num_steps, .. } = window;
-    println!(
-        "Load of the last {num_steps} steps up to step {last_step}; imbalance is the largest rank's load over the mean, less 1"
-    );
-    let row = |outcome: &LayerOutcome| {
-        let figures =
-            [format!("{:.3}", outcome.before), format!("{:.3}", outcome.after), outcome.num_moved.to_string()];
-        [vec![outcome.layer.to_string()], figures.to_vec()].concat()
-    };
-    let rows: Vec<Vec<String>> = outcomes.iter().map(row).collect();
-    tables::print(&["layer", "before", "after", "experts to copy"], &rows);
-    let (before, after) = (mean(outcomes, |outcome| outcome.before), mean(outcomes, |outcome| outcome.after));
-    println!("Mean imbalance {before:.3} before, {after:.3} after: {}", out.display());
+/// Returns the mean imbalance of single steps in which rows of hot experts are shared out.
+fn mean_with_split(placement: &Placement, steps: &[&[u64]]) -> Result<Option<f64>, BalanceError> {
+    mean(steps, |rows| Ok(split_rows(placement, rows, SplitOptions::default())?.imbalance()))
 }
 
-fn print_json(window: &LoadWindow, outcomes: &[LayerOutcome], out: &Path) {
-    let layer = |outcome: &LayerOutcome| {
-        json!({
-            "layer": outcome.layer,
-            "imbalance_before": outcome.before,
-            "imbalance_after": outcome.after,
-            "experts_to_copy": outcome.num_moved,
-        })
-    };
-    let layers: Vec<_> = outcomes.iter().map(layer).collect();
-    let value = json!({
-        "last_step": window.last_step,
-        "steps": window.num_steps,
-        "layers": layers,
-        "imbalance_before": mean(outcomes, |outcome| outcome.before),
-        "imbalance_after": mean(outcomes, |outcome| outcome.after),
-        "placement": out.display().to_string(),
-    });
-    println!("{value:#}");
+fn mean(steps: &[&[u64]], figure: impl Fn(&[u64]) -> Result<f64, BalanceError>) -> Result<Option<f64>, BalanceError> {
+    let steps: Vec<&&[u64]> = steps.iter().filter(|rows| rows.iter().any(|&count| count > 0)).collect();
+    let sum = steps.iter().map(|rows| figure(rows)).sum::<Result<f64, _>>()?;
+    Ok((!steps.is_empty()).then(|| sum / steps.len() as f64))
 }

@@ -6,8 +6,9 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use moeworks_infer::data::{Sources, TokenStore};
-use moeworks_infer::evaluation::{Evaluation, EvaluationOptions, evaluate};
+use moeworks_infer::evaluation::{Evaluation, EvaluationOptions, evaluate_recorded};
 use moeworks_infer::open::{Model, Source};
+use moeworks_infer::routing_record::RecordSource;
 use moeworks_model::PassStats;
 use moeworks_train::config::RunConfig;
 use serde_json::{Value, json};
@@ -20,6 +21,7 @@ use crate::model::with_options;
 use crate::model_ranks::{ModelOptions, ModelRank, on_model_ranks};
 use crate::progress::thousands;
 use crate::reading;
+use crate::record;
 use crate::tables;
 
 pub(crate) fn run(args: &EvaluateArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
@@ -29,11 +31,14 @@ pub(crate) fn run(args: &EvaluateArgs, call: &Call<'_>) -> Result<ExitCode, Fail
 
 /// Evaluates on the rank that makes the passes.
 fn one_rank(args: &EvaluateArgs, rank: ModelRank<'_>) -> Result<ExitCode, Failure> {
+    record::check(&args.record)?;
     let model = rank.open(&Source::open(&args.model)?)?;
     let options = EvaluationOptions { seq_len: args.seq_len, max_sequences: args.max_sequences };
     options.seq_len(&model).map_err(with_options)?;
     let tokens = tokens_of(&model, args)?;
-    let result = evaluate(&model, &tokens, options, |_| ControlFlow::Continue(())).map_err(with_options)?;
+    let mut recorder = record::begin(&args.record, RecordSource::Evaluate, &model, &args.model)?;
+    let on_batch = |_| ControlFlow::Continue(());
+    let result = evaluate_recorded(&model, &tokens, options, recorder.as_mut(), on_batch).map_err(with_options)?;
     if args.json {
         println!("{:#}", as_json(&model, &result));
     } else {

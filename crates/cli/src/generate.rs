@@ -10,6 +10,7 @@ use moeworks_infer::generation::{
     Answer, CachedSequence, End, GenerateRequest, TokenLimits, answer, max_new_tokens, prompt_ids,
 };
 use moeworks_infer::open::{Model, Source};
+use moeworks_infer::routing_record::{RecordSource, RoutingRecorder};
 
 use crate::args::GenerateArgs;
 use crate::exit_code::ExitCode;
@@ -18,6 +19,7 @@ use crate::generate_many::{self, Files};
 use crate::host::Call;
 use crate::model::with_options;
 use crate::model_ranks::{ModelOptions, ModelRank, on_model_ranks};
+use crate::record;
 use crate::sampling::{Sampling, warn_of_unused};
 use crate::terminal::shown;
 
@@ -31,6 +33,7 @@ pub(crate) fn run(args: &GenerateArgs, call: &Call<'_>) -> Result<ExitCode, Fail
 
 /// Continues one prompt.
 fn one_prompt(args: &GenerateArgs, rank: ModelRank<'_>) -> Result<ExitCode, Failure> {
+    record::check(&args.record)?;
     let text = prompt_text(args)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
@@ -41,6 +44,7 @@ fn one_prompt(args: &GenerateArgs, rank: ModelRank<'_>) -> Result<ExitCode, Fail
     let prompt = prompt_ids(&model, &text, args.special).map_err(with_options)?;
     let limits = TokenLimits { asked: args.max_tokens, of_model: sampling.limit_of_model };
     let max_new_tokens = max_new_tokens(&model, prompt.len(), limits).map_err(with_options)?;
+    let recorder = record::begin(&args.record, RecordSource::Generate, &model, &args.model)?;
     // A model with an encoder answers the prompt instead of continuing it, so the prompt is not printed.
     if !model.has_encoder() {
         print!("{}", shown(&text));
@@ -48,7 +52,7 @@ fn one_prompt(args: &GenerateArgs, rank: ModelRank<'_>) -> Result<ExitCode, Fail
     }
     let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &model.stop_ids };
     let start = Instant::now();
-    let answer = print_answer(&model, &request, &mut sampling);
+    let answer = print_answer(&model, &request, &mut sampling, recorder);
     // The line is ended so that an error is on a line of its own.
     println!();
     let Answer { num_tokens, end, .. } = answer?;
@@ -60,16 +64,28 @@ fn one_prompt(args: &GenerateArgs, rank: ModelRank<'_>) -> Result<ExitCode, Fail
 }
 
 /// Generates an answer and prints it in pieces, without a newline at the end.
-fn print_answer(model: &Model, request: &GenerateRequest<'_>, sampling: &mut Sampling) -> Result<Answer, Failure> {
+fn print_answer(
+    model: &Model,
+    request: &GenerateRequest<'_>,
+    sampling: &mut Sampling,
+    recorder: Option<RoutingRecorder>,
+) -> Result<Answer, Failure> {
     if request.max_new_tokens == 0 {
         return Ok(Answer::default());
     }
-    let mut sequence = CachedSequence::new(model.decoder.config());
+    let config = model.decoder.config();
+    let mut sequence = match recorder {
+        Some(recorder) => CachedSequence::recorded(config, recorder),
+        None => CachedSequence::new(config),
+    };
     let on_text = |piece: &str| {
         print_piece(piece);
         ControlFlow::Continue(())
     };
-    answer(model, &mut sequence, request, &mut sampling.sampler, &sampling.stops, on_text).map_err(with_options)
+    let answer = answer(model, &mut sequence, request, &mut sampling.sampler, &sampling.stops, on_text);
+    let answer = answer.map_err(with_options)?;
+    sequence.end_recording()?;
+    Ok(answer)
 }
 
 /// Prints a piece of an answer and flushes it.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use moeworks_infer::open::Source;
+use moeworks_infer::routing_record::{RecordSource, RoutingRecorder};
 use moeworks_model::files::write_whole;
 use moeworks_serve::batch::{BatchAnswer, BatchDefaults, BatchPrompt, answer_all, read};
 use moeworks_serve::server::ServedModel;
@@ -15,6 +16,7 @@ use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::host::Call;
 use crate::model_ranks::ModelRank;
+use crate::record;
 use crate::sampling::{Sampling, warn_of_unused};
 use crate::serve::{limits, name_of, template};
 
@@ -67,7 +69,8 @@ pub(crate) fn run(
     if prompts.is_empty() {
         return Err(Failure::input(format!("--data {shown}: has no prompt; give a JSON object a line")));
     }
-    let answers = answered(&served, prompts, limits)?;
+    let recorder = record::begin(&args.record, RecordSource::Generate, &served.model, &args.model)?;
+    let answers = answered(&served, prompts, limits, recorder)?;
     model.end_ranks()?;
     write_whole(out, answers.as_bytes())
         .map_err(|error| Failure::input(format!("--out {}: cannot be written: {error}", out.display())))?;
@@ -109,8 +112,14 @@ fn load(args: &GenerateArgs) -> LoadArgs {
 }
 
 /// Answers all prompts and returns the lines of their answers.
-fn answered(served: &ServedModel, prompts: Vec<BatchPrompt>, limits: Limits) -> Result<String, Failure> {
+fn answered(
+    served: &ServedModel,
+    prompts: Vec<BatchPrompt>,
+    limits: Limits,
+    recorder: Option<RoutingRecorder>,
+) -> Result<String, Failure> {
     let mut engine = Engine::new(&served.model, limits)?;
+    recorder.into_iter().for_each(|recorder| engine.record_routing(recorder));
     let names: Vec<_> = prompts.iter().map(|prompt| (prompt.id.clone(), prompt.info)).collect();
     let (start, count) = (Instant::now(), prompts.len());
     let (mut last, mut num_done, mut num_tokens) = (start, 0, 0);

@@ -46,6 +46,7 @@ mod progress;
 mod quote;
 mod ranks;
 mod reading;
+mod record;
 mod routing;
 mod sampling;
 mod serve;

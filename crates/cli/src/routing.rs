@@ -1,5 +1,8 @@
 //! `moeworks routing`: a page that shows the experts that each token of a text chooses.
 
+mod export;
+mod stats;
+
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +13,7 @@ use moeworks_infer::store::Resolved;
 use moeworks_model::Mode;
 use moeworks_train::routing::{RoutedText, first_tokens, routing_page};
 
-use crate::args::RoutingArgs;
+use crate::args::{RoutingArgs, RoutingCommand, RoutingPageArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::model::open;
@@ -25,6 +28,16 @@ const SEQ_LEN: usize = 1024;
 const PAGE_FILE: &str = "routing.html";
 
 pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
+    match (&args.command, &args.page) {
+        (Some(RoutingCommand::Stats(args)), _) => stats::run(args),
+        (Some(RoutingCommand::Export(args)), _) => export::run(args),
+        (None, Some(args)) => page(args),
+        (None, None) => Err(Failure::input("routing: needs a model and --data, or stats or export with a record")),
+    }
+}
+
+/// Writes the page of a text.
+fn page(args: &RoutingPageArgs) -> Result<ExitCode, Failure> {
     if !(1..=MAX_TOKENS).contains(&args.max_tokens) {
         return Err(Failure::input(format!("--max-tokens {}: must be from 1 to {MAX_TOKENS}", args.max_tokens)));
     }

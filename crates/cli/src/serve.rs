@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use moeworks_infer::chat::ChatTemplate;
 use moeworks_infer::open::{Model, Source};
+use moeworks_infer::routing_record::RecordSource;
 use moeworks_infer::system::System;
 use moeworks_model::PagedKvCache;
 use moeworks_serve::server::{ApiKeys, FailureSignal, Loading, ServedModel, ServerOptions, StopSignal};
@@ -19,6 +20,7 @@ use crate::host::Call;
 use crate::listening::{Address, bind, check_metrics_prefix, seconds};
 use crate::log;
 use crate::model_ranks::{LastWords, ModelOptions, ModelRank, on_model_ranks};
+use crate::record;
 
 /// The smallest number of blocks of keys and values.
 const MIN_BLOCKS: usize = 4;
@@ -49,6 +51,7 @@ fn one_rank(
     failure: &FailureSignal,
 ) -> Result<ExitCode, Failure> {
     let options = ServerOptions { failure: failure.clone(), ..server_options(args)? };
+    record::check(&args.record)?;
     log::set_json(args.log_format == LogFormat::Json);
     // The address is bound first, so that one in use is reported before the model is loaded.
     let listener = listen(args)?;
@@ -57,7 +60,10 @@ fn one_rank(
     let defaults = source.sampling_defaults()?;
     let model = Arc::new(rank.open(&source)?);
     let limits = limits(&args.load, &model)?;
-    let engine = Engine::new(&model, limits)?;
+    let mut engine = Engine::new(&model, limits)?;
+    if let Some(recorder) = record::begin(&args.record, RecordSource::Serve, &model, &args.model)? {
+        engine.record_routing(recorder);
+    }
     let served = ServedModel {
         names: names(args)?,
         template: template(args.chat_template.as_deref(), &source, &model)?,

@@ -11,17 +11,22 @@ pub(crate) enum Policy {
     Eplb,
     /// By a few moves and swaps from a placement that is there
     Moves,
+    /// As moves, with a beam search in place of the best move each time
+    Beam,
+    /// Anew, with experts that tokens choose together on one node (GRACE-MoE); needs choices of single tokens
+    Coactivation,
 }
 
 #[derive(Debug, Args)]
 #[command(
     before_help = "Usual use:\n  moeworks balance run --ranks 8 --spare 8              copies of hot experts in 8 spare slots\n  \
                          moeworks balance run --ranks 8 --policy moves --moves 4   at most 4 moves in each layer\n  \
+                         moeworks balance run.records --ranks 8 --nodes 2 --policy coactivation   by a record of single tokens\n  \
                          moeworks train --ep 8 --set parallel.placement=run/placement.txt   trains with the placement"
 )]
 pub(crate) struct BalanceArgs {
-    /// The run whose records say how much each expert was chosen
-    #[arg(value_name = "RUN")]
+    /// The run whose records say how much each expert was chosen, or a record of routing
+    #[arg(value_name = "RUN|RECORD")]
     pub(crate) run: PathBuf,
     /// Ranks that hold the experts between them
     #[arg(long, value_name = "N")]
@@ -38,17 +43,23 @@ pub(crate) struct BalanceArgs {
     /// The way in which the placement is found
     #[arg(long, value_enum, default_value_t = Policy::Eplb)]
     pub(crate) policy: Policy,
-    /// Moves of experts in each layer at most, with --policy moves
+    /// Moves of experts in each layer at most, with --policy moves or beam
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub(crate) moves: usize,
+    /// Placements that --policy beam follows at a time
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub(crate) beam: usize,
+    /// Show the imbalance of single steps with rows of hot experts shared out over idle ranks, too (needs a record)
+    #[arg(long)]
+    pub(crate) split_rows: bool,
     /// The placement that is compared with, and that --policy moves begins with (default: experts sharded in their
     /// order)
     #[arg(long, value_name = "FILE")]
     pub(crate) from: Option<PathBuf>,
-    /// Steps at the end of the run whose load counts
+    /// Steps at the end of the run whose load counts; blocks of a record without loads of steps
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub(crate) last: usize,
-    /// The file that is written (default: placement.txt in the run)
+    /// The file that is written (default: placement.txt in the run, or beside the record)
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
     /// Replaces a file that this command did not make

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use moeworks_infer::generation::{SamplingSettings, TokenLimit};
 
-use super::{ComputeArgs, RankArgs};
+use super::{ComputeArgs, RankArgs, RecordArgs};
 
 /// Options for sampling. Missing ones come from the model's `generation_config.json`, or from the keys
 /// `general.sampling.*` of a GGUF file.
@@ -88,6 +88,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) batch: BatchArgs,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) record: RecordArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
     #[command(flatten)]

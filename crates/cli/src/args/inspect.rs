@@ -1,11 +1,11 @@
-//! Command-line options of `evaluate`, `inspect`, `routing` and `doctor`.
+//! Command-line options of `evaluate`, `inspect` and `doctor`.
 
 use std::path::PathBuf;
 
 use clap::Args;
 use moeworks_infer::data::{DataFormat, TextOptions};
 
-use super::{CheckArgs, ComputeArgs, RankArgs};
+use super::{CheckArgs, ComputeArgs, RankArgs, RecordArgs};
 
 /// Options for the text that a command reads.
 #[derive(Debug, Args)]
@@ -45,6 +45,8 @@ pub(crate) struct EvaluateArgs {
     /// Largest number of sequences (0: all of the text)
     #[arg(long, default_value_t = 0)]
     pub(crate) max_sequences: usize,
+    #[command(flatten)]
+    pub(crate) record: RecordArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
     #[command(flatten)]
@@ -97,29 +99,6 @@ pub(crate) struct ShardingArgs {
     /// Weights that are not trained, as in train.freeze, such as "*.mlp.experts.*" (repeatable)
     #[arg(long, value_name = "PATTERN", requires = "sharding")]
     pub(crate) freeze: Vec<String>,
-}
-
-#[derive(Debug, Args)]
-#[command(
-    override_usage = "moeworks routing [OPTIONS] <MODEL> --data <FILE>...",
-    before_help = "Usual use:\n  moeworks routing MODEL --data text.txt    writes routing.html"
-)]
-pub(crate) struct RoutingArgs {
-    /// Model: a run, a checkpoint, a model folder or a GGUF file
-    pub(crate) model: PathBuf,
-    #[command(flatten)]
-    pub(crate) text: DataArgs,
-    /// Page to write (default: routing.html in the run's folder; in the current folder for a model folder)
-    #[arg(long, value_name = "PAGE.html")]
-    pub(crate) out: Option<PathBuf>,
-    /// Number of tokens to show, from the start of the text
-    #[arg(long, value_name = "N", default_value_t = 2000)]
-    pub(crate) max_tokens: usize,
-    /// Overwrite a page that `routing` did not write
-    #[arg(long)]
-    pub(crate) force: bool,
-    #[command(flatten)]
-    pub(crate) compute: ComputeArgs,
 }
 
 #[derive(Debug, Args)]

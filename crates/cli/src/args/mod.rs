@@ -13,6 +13,8 @@ mod inspect;
 mod machine;
 mod parse;
 mod plan;
+mod record;
+mod routing;
 mod serve;
 mod simulate;
 mod train;
@@ -30,10 +32,12 @@ pub(crate) use errors::OneLine;
 pub(crate) use gateway::GatewayArgs;
 pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};
 pub(crate) use help::command;
-pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, RoutingArgs, ShardingArgs};
+pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, ShardingArgs};
 pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs, RankArgs};
 pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
+pub(crate) use record::RecordArgs;
+pub(crate) use routing::{RoutingArgs, RoutingCommand, RoutingExportArgs, RoutingPageArgs, RoutingStatsArgs};
 pub(crate) use serve::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
 pub(crate) use simulate::{PathChoice, PrecisionChoice, SimulateArgs, StepArgs, WireChoice};
 pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
@@ -85,7 +89,7 @@ pub(crate) enum Command {
     Balance(BalanceArgs),
     /// Simulate a pipeline schedule, with given times or of a model on a cluster: what each rank does when, and memory
     Simulate(SimulateArgs),
-    /// Write a page that shows the experts of each token of a text
+    /// Show the experts of each token of a text; statistics and export of recorded routing
     Routing(RoutingArgs),
     /// Compare routing schemes: train the same small model with each, and a dense model
     Study(StudyArgs),

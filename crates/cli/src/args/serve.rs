@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::{ComputeArgs, RankArgs};
+use super::{ComputeArgs, RankArgs, RecordArgs};
 
 #[derive(Debug, Args)]
 #[command(
@@ -34,6 +34,8 @@ pub(crate) struct ServeArgs {
     pub(crate) access: AccessArgs,
     #[command(flatten)]
     pub(crate) load: LoadArgs,
+    #[command(flatten)]
+    pub(crate) record: RecordArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
     #[command(flatten)]
