@@ -146,8 +146,9 @@ impl ExpertRanks {
         Arc::clone(&self.placed().placements)
     }
 
-    /// Puts other placements in force, for the passes that begin from now on. All ranks of the group do so between the
-    /// same passes, when their weights are those of these placements. Panics if they are for another number of ranks.
+    /// Puts other placements in force, for the passes that begin from now on. All ranks of the group do so between
+    /// the same passes, when their weights are those of these placements. Panics if they are for another number of
+    /// ranks.
     pub fn set_placements(&self, placements: Placements) {
         assert_eq!(placements.num_ranks(), self.group().size(), "ranks of a placement");
         *self.placed() = Placed::new(placements);

@@ -1,7 +1,8 @@
 //! Moving experts between ranks: tensors `[held, ..]` of one placement become those of another.
 //!
-//! Only the rows of experts that arrive on a rank travel, in one all-to-all for all tensors of a layer (weights, and in
-//! training their masters and moments). The caller puts the placement in force when all tensors of the layer have moved.
+//! Only the rows of experts that arrive on a rank travel, in one all-to-all for all tensors of a layer (weights, and
+//! in training their masters and moments). The caller puts the placement in force when all tensors of the layer have
+//! moved.
 
 use moeworks_comm::CommError;
 use moeworks_ops::Context;

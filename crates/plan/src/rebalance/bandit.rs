@@ -1,9 +1,9 @@
 //! A bandit that chooses among policies by measured times, and follows when they change.
 //!
-//! Discounted UCB (Garivier & Moulines, 0805.3415) for times, of which the smallest is best: older observations count
-//! less, each arm has a lower bound of its time, and the arm with the lowest bound is chosen. The width of the bound is
-//! in units of how far observations lie from their arms' means, so that no scale of times has to be known. There is no
-//! chance in it: ranks that observe the same choose the same.
+//! Discounted UCB (Garivier & Moulines, 0805.3415) for times, of which the smallest is best: older observations
+//! count less, each arm has a lower bound of its time, and the arm with the lowest bound is chosen. The width of the
+//! bound is in units of how far observations lie from their arms' means, so that no scale of times has to be known.
+//! There is no chance in it: ranks that observe the same choose the same.
 
 /// The weight of an observation after one more was made.
 const DISCOUNT: f64 = 0.9;

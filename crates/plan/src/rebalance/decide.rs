@@ -11,7 +11,8 @@ pub enum RebalancePolicy {
     Keep,
     /// Improves it by few moves and swaps ([`improve`]).
     Moves,
-    /// Makes it anew: with copies of hot experts in spare slots ([`eplb`](fn@eplb)), or else packed by descending load.
+    /// Makes it anew: with copies of hot experts in spare slots ([`eplb`](fn@eplb)), or else packed by descending
+    /// load.
     Anew,
 }
 
@@ -37,7 +38,7 @@ pub struct RebalanceRules {
     pub slots_per_rank: usize,
     /// The most moves of [`RebalancePolicy::Moves`] in a layer.
     pub max_moves: usize,
-    /// Whether an expert may be on several ranks.
+    /// True if an expert may be on several ranks.
     pub may_replicate: bool,
     /// The steps for which the placement is expected to serve.
     pub num_steps: u64,

@@ -13,8 +13,8 @@ pub struct ExpertTransfer {
     pub to: usize,
 }
 
-/// Lists the copies that ranks lack of placement `to` where they have those of `from`, by expert and destination. Each
-/// comes from a rank of the same node if one has the expert; several holders share the destinations.
+/// Lists the copies that ranks lack of placement `to` where they have those of `from`, by expert and destination.
+/// Each comes from a rank of the same node if one has the expert; several holders share the destinations.
 #[must_use]
 pub fn expert_transfers(from: &Placement, to: &Placement, nodes: &Nodes) -> Vec<ExpertTransfer> {
     let of_expert = |expert: usize| {
@@ -48,10 +48,10 @@ struct Step<'a> {
     counts: Vec<[usize; 2]>,
 }
 
-/// Returns the placement after the next step from `current` to `target`, in which no rank sends or receives more than
-/// `max_copies` copies, or one if that is 0. An expert leaves its old ranks in the step in which the last of its new
-/// copies arrives. A rank holds at most one expert more than by the fuller of the two placements, unless nothing could
-/// move otherwise. Repeated steps end at `target`.
+/// Returns the placement after the next step from `current` to `target`, in which no rank sends or receives more
+/// than `max_copies` copies, or one if that is 0. An expert leaves its old ranks in the step in which the last of
+/// its new copies arrives. A rank holds at most one expert more than by the fuller of the two placements, unless
+/// nothing could move otherwise. Repeated steps end at `target`.
 #[must_use]
 pub fn placement_step(current: &Placement, target: &Placement, nodes: &Nodes, max_copies: usize) -> Placement {
     let mut pending = expert_transfers(current, target, nodes);

@@ -8,29 +8,30 @@ use super::check::wrong;
 use super::{ConfigError, RunConfig};
 
 settings! {
-    /// Movement of experts between ranks while training goes on, so that the load of ranks is even. The losses are those
-    /// without it.
+    /// Movement of experts between ranks while training goes on, so that the load of ranks is even. The losses are
+    /// those without it.
     #[serde(deny_unknown_fields, default)]
     pub struct RebalanceConfig in "rebalance." {
-        /// off, online (by the load of the last steps), or the path of a placement, in the form of parallel.placement,
-        /// to which the experts move.
+        /// off, online (by the load of the last steps), or the path of a placement, in the form of
+        /// parallel.placement, to which the experts move.
         mode: RebalanceMode = RebalanceMode::Off;
         /// Step after which the experts begin to move to the placement of a file.
         at_step: u64 = 1, in Range::AT_LEAST_ONE;
         /// Steps between the decisions of online, whose load is summed.
         every: u64 = 50, in Range::AT_LEAST_ONE;
-        /// Slots for experts on each rank beyond an even share: for copies of hot experts, or with parallel.zero above
-        /// 0 for more experts on one rank than on another.
+        /// Slots for experts on each rank beyond an even share: for copies of hot experts, or with parallel.zero
+        /// above 0 for more experts on one rank than on another.
         spare: usize = 0, in Range::whole(0..=1 << 20);
-        /// Policy of online: moves (few moves and swaps), anew (a new placement, with copies in spare slots), or auto:
-        /// the one, moves, anew or none, after whose decisions steps were fastest.
+        /// Policy of online: moves (few moves and swaps), anew (a new placement, with copies in spare slots), or
+        /// auto: the one, moves, anew or none, after whose decisions steps were fastest.
         policy: PolicyChoice = PolicyChoice::Auto;
         /// The most moves and swaps of a decision by moves in a layer.
         max_moves: usize = 8, in Range::whole(1..=1 << 20);
         /// Seconds that a change must promise to save until the next decision for each second of moving; 0: any
         /// change that lowers the load of the fullest rank.
         min_gain: f64 = 2.0, in Range::NOT_NEGATIVE;
-        /// The most bytes that a rank sends or receives between two steps, though at least one expert; 0: by max_pause.
+        /// The most bytes that a rank sends or receives between two steps, though at least one expert; 0: by
+        /// max_pause.
         bytes_per_step: u64 = 0, in Range::COUNT;
         /// The share of a step's time for which moving may pause training, by the measured rate, though at least
         /// one expert moves.

@@ -1,8 +1,8 @@
 //! Moving the experts of a layer between the ranks of a group, in training: weights, moments and the copy that GEMMs
 //! read. Only weights and moments travel; the copy is made of the weights again.
 //!
-//! Where ranks that hold the same experts have slices of them (ZeRO), each first gathers the tensors of the layer, and
-//! cuts its slices of the new part afterwards.
+//! Where ranks that hold the same experts have slices of them (ZeRO), each first gathers the tensors of the layer,
+//! and cuts its slices of the new part afterwards.
 
 use moeworks_model::{ParamSet, WeightSpec};
 use moeworks_ops::Context;

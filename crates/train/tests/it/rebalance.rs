@@ -307,7 +307,8 @@ fn a_rank_that_dies_while_experts_move_is_named_and_nothing_is_lost() {
 #[test]
 fn online_moves_experts_by_any_policy_and_sizes_and_the_losses_stay() {
     let place = Place::new();
-    // Six experts do not divide over four ranks; there are more spare slots than experts; seven ranks for six experts.
+    // Six experts do not divide over four ranks; there are more spare slots than experts; seven ranks for six
+    // experts.
     for (ep, spare, zero) in [(1, 1, 0), (2, 0, 0), (4, 1, 0), (2, 99, 0), (2, 2, 1), (7, 1, 0)] {
         let what = format!("ep{ep}-spare{spare}-zero{zero}");
         let layout = |config: &mut RunConfig| (config.parallel.ep, config.parallel.zero) = (ep, zero);
@@ -402,8 +403,8 @@ fn imbalance_falls_after_moves_and_follows_the_load() {
     assert!(num_changes >= 2, "the load was uneven at first, and after a change: {imbalance:?}");
 }
 
-/// Measures tokens a second over a whole run whose load changes every 200 steps: without moves, with a placement made for
-/// the load of the first period, and online. Medians of three runs, in turns.
+/// Measures tokens a second over a whole run whose load changes every 200 steps: without moves, with a placement
+/// made for the load of the first period, and online. Medians of three runs, in turns.
 #[test]
 #[ignore = "a measurement of minutes: cargo test -p moeworks-train --test it measure_rebalancing -- --ignored --nocapture"]
 fn measure_rebalancing() {
