@@ -9,4 +9,5 @@ mod proposals;
 mod published;
 mod published_page;
 mod schedules;
+mod servings;
 mod topologies;
