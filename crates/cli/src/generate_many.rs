@@ -41,6 +41,7 @@ pub(crate) fn run(
 ) -> Result<ExitCode, Failure> {
     let Files { data, out } = *files;
     check_out(out, args.batch.force)?;
+    record::check(&args.record)?;
     let shown = data.display();
     let text = std::fs::read(data).map_err(|error| Failure::input(format!("--data {shown}: {error}")))?;
     let source = Source::open(&args.model)?;

@@ -1,8 +1,12 @@
 //! `moeworks plan`: layouts of a model on ranks and their costs, without starting any rank.
 
 mod explain;
+mod inputs;
 mod json;
+mod layouts;
+mod layouts_json;
 mod rows;
+mod serving;
 
 use std::path::{Path, PathBuf};
 
@@ -44,7 +48,12 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if args.ranks.is_some_and(|ranks| !(1..=MAX_RANKS).contains(&ranks)) {
         return Err(Failure::input(format!("--ranks must be from 1 to {MAX_RANKS}")));
     }
-    if args.scaling { scaling(args) } else { proposals(args) }
+    match args {
+        _ if args.scaling => scaling(args),
+        _ if args.serving.serve => serving::run(args),
+        _ if args.is_wide() => layouts::run(args),
+        _ => proposals(args),
+    }
 }
 
 fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
@@ -76,6 +85,10 @@ fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
     }
     println!();
     explain(&found, workload.zero, &topology);
+    println!();
+    println!(
+        "Pipelines, context parallelism, schedules and recomputation are compared with --global-batch, --cluster or --model."
+    );
     Ok(ExitCode::SUCCESS)
 }
 

@@ -257,36 +257,35 @@ fn costs(job: &ServingJob, fabric: &Fabric, phase: Phase) -> Vec<PhaseCost> {
     found
 }
 
-/// Returns the replica with the most requests per second and rank; the smaller at ties.
-fn best(costs: Vec<PhaseCost>) -> Option<PhaseCost> {
-    let rate = |cost: &PhaseCost| cost.requests_per_s / cost.ranks as f64;
-    costs.into_iter().reduce(|best, next| if rate(&next) > rate(&best) { next } else { best })
-}
-
 /// Returns the best plans of serving: with prefill and decode apart if there are ranks for both, and on the same
 /// replicas. Empty if the model fits nowhere within the limits.
 #[must_use]
 pub fn serving_plan(job: &ServingJob, fabric: &Fabric) -> Vec<ServingPlan> {
-    let decodes = costs(job, fabric, Phase::Decode);
-    let together = decodes.iter().filter_map(|decode| shared(job, fabric, decode));
-    let together = together.reduce(|best, next| if next.requests_per_s > best.requests_per_s { next } else { best });
-    let both = best(costs(job, fabric, Phase::Prefill)).zip(best(decodes));
-    let apart = both.and_then(|(prefill, decode)| split(job, fabric, prefill, decode));
+    let (prefills, decodes) = (costs(job, fabric, Phase::Prefill), costs(job, fabric, Phase::Decode));
+    let together = decodes.iter().filter_map(|decode| shared(job, fabric, decode)).reduce(better);
+    let pairs = prefills.iter().flat_map(|prefill| decodes.iter().map(move |decode| (prefill, decode)));
+    let apart = pairs.filter_map(|(prefill, decode)| split(job, fabric, prefill, decode)).reduce(better);
     let mut plans: Vec<ServingPlan> = apart.into_iter().chain(together).collect();
     plans.sort_by(|a, b| b.requests_per_s.total_cmp(&a.requests_per_s));
     plans
 }
 
+/// Returns the plan that serves more requests; the one with the shorter wait for a first token at ties.
+fn better(a: ServingPlan, b: ServingPlan) -> ServingPlan {
+    let by_rate = b.requests_per_s.total_cmp(&a.requests_per_s);
+    if by_rate.then(a.first_token_s.total_cmp(&b.first_token_s)).is_gt() { b } else { a }
+}
+
 /// Returns the plan with ranks of their own for prompts and for answers, in the numbers that serve the most requests.
-fn split(job: &ServingJob, fabric: &Fabric, prefill: PhaseCost, decode: PhaseCost) -> Option<ServingPlan> {
+fn split(job: &ServingJob, fabric: &Fabric, prefill: &PhaseCost, decode: &PhaseCost) -> Option<ServingPlan> {
     let most = fabric.num_ranks.checked_sub(decode.ranks)? / prefill.ranks;
     let plan = |prefill_replicas: usize| {
         let decode_replicas = (fabric.num_ranks - prefill_replicas * prefill.ranks) / decode.ranks;
         let prompts = prefill_replicas as f64 * prefill.requests_per_s;
         let requests_per_s = prompts.min(decode_replicas as f64 * decode.requests_per_s);
         ServingPlan {
-            prefill,
-            decode,
+            prefill: *prefill,
+            decode: *decode,
             prefill_replicas,
             decode_replicas,
             idle_ranks: fabric.num_ranks - prefill_replicas * prefill.ranks - decode_replicas * decode.ranks,
@@ -296,7 +295,10 @@ fn split(job: &ServingJob, fabric: &Fabric, prefill: PhaseCost, decode: PhaseCos
             token_s: decode.step_s,
         }
     };
-    (1..=most).map(plan).reduce(|best, next| if next.requests_per_s > best.requests_per_s { next } else { best })
+    // Where both serve as many requests, and one more.
+    let each = prefill.ranks as f64 + decode.ranks as f64 * prefill.requests_per_s / decode.requests_per_s;
+    let even = (fabric.num_ranks as f64 / each) as usize;
+    (even.max(1)..=even + 1).filter(|&replicas| replicas <= most).map(plan).reduce(better)
 }
 
 /// Returns the plan in which replicas like `decode` do the prompts as well: while they do, answers wait.

@@ -51,3 +51,130 @@ fn a_plan_without_ranks_and_a_broken_topology_are_refused() {
     refused(&work, &["plan", "--topology", "missing.toml"], &["missing.toml"]);
     refused(&work, &["plan", "--topology", &broken], &["broken.toml", "cluster_link.bytes_per_s"]);
 }
+
+fn json_of(work: &Workplace, args: &[&str]) -> serde_json::Value {
+    let output = work.run(&[&["plan", "--json"], args].concat());
+    assert_success(&output);
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+const MIXTRAL: [&str; 6] = ["--model", "mixtral-8x22b", "--cluster", "h100", "--global-batch", "256"];
+
+#[test]
+fn layouts_in_all_dimensions_use_all_ranks_and_come_with_reasons() {
+    let work = Workplace::new();
+    let value = json_of(&work, &[&MIXTRAL[..], &["--ranks", "64", "--tokens", "1T", "--price", "2"]].concat());
+    let proposals = value["proposals"].as_array().expect("proposals");
+    assert_eq!(proposals.len(), 8);
+    for proposal in proposals {
+        let size = |name: &str| proposal[name].as_u64().expect(name);
+        assert_eq!(size("tp") * size("cp") * size("dp") * size("pp"), 64);
+        assert_eq!(size("ep") * size("etp") * size("expert_copies") * size("pp"), 64);
+        let seconds = proposal["seconds"].as_object().expect("seconds");
+        let sum: f64 =
+            seconds.iter().filter(|(name, _)| *name != "total").map(|(_, part)| part.as_f64().unwrap()).sum();
+        assert!((sum / seconds["total"].as_f64().unwrap() - 1.0).abs() < 1e-9);
+    }
+    let gains = value["verdict"]["gains"].as_array().expect("gains");
+    assert_eq!(gains[0]["resource"], value["verdict"]["binds"]);
+    let (days, hours) = (value["bill"]["days"].as_f64().unwrap(), value["bill"]["rank_hours"].as_f64().unwrap());
+    assert!((hours / (days * 24.0 * 64.0) - 1.0).abs() < 1e-9);
+    assert!((value["bill"]["price"].as_f64().unwrap() / (2.0 * hours) - 1.0).abs() < 1e-9);
+}
+
+#[test]
+fn the_text_of_a_plan_says_what_the_json_says() {
+    let work = Workplace::new();
+    let args = [&MIXTRAL[..], &["--ranks", "64", "--tokens", "1T"]].concat();
+    let value = json_of(&work, &args);
+    let output = work.run(&[&["plan"], &args[..]].concat());
+    assert_success(&output);
+    let text = String::from_utf8(output.stdout).expect("text");
+    for sentence in value["sentences"].as_array().expect("sentences") {
+        assert!(text.contains(sentence.as_str().unwrap()), "{sentence} in {text}");
+    }
+    let first = &value["proposals"][0];
+    let layout = ["tp", "cp", "dp", "pp", "ep", "etp"].map(|name| format!("{name} {}", first[name])).join(" ");
+    assert!(text.contains(&layout), "{layout} in {text}");
+}
+
+#[test]
+fn a_proposal_of_the_trainer_is_an_option_of_train() {
+    let work = Workplace::new();
+    let value = json_of(&work, &[&MIXTRAL[..], &["--ranks", "64", "--trainable"]].concat());
+    for proposal in value["proposals"].as_array().expect("proposals") {
+        let options = proposal["train_options"].as_str().expect("options");
+        assert!(options.starts_with("--dp ") && options.contains("train.grad_accumulation="), "{options}");
+        assert_eq!((&proposal["cp"], &proposal["etp"]), (&1.into(), &1.into()));
+    }
+}
+
+#[test]
+fn odd_numbers_of_ranks_and_models_that_fit_nowhere_are_answered() {
+    let work = Workplace::new();
+    for ranks in ["1", "97", "10240"] {
+        let value = json_of(&work, &["--model", "deepseek-v3", "--cluster", "h800", "--ranks", ranks]);
+        assert_eq!(value["ranks"].to_string(), ranks);
+        assert_eq!(value["num_fitting"].as_u64() > Some(0), ranks == "10240", "{ranks}");
+        assert_eq!(value["verdict"].is_null(), ranks != "10240");
+    }
+    let output = work.run(&["plan", "--model", "switch-c", "--cluster", "h100", "--ranks", "8"]);
+    assert_success(&output);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("No layout fits"));
+}
+
+#[test]
+fn serving_is_planned_apart_and_together() {
+    let work = Workplace::new();
+    let value = json_of(
+        &work,
+        &["--model", "deepseek-v3", "--cluster", "h800", "--ranks", "128", "--serve", "--precision", "fp8"],
+    );
+    let plans = value["plans"].as_array().expect("plans");
+    assert_eq!(plans.iter().filter(|plan| plan["apart"] == true).count(), 1);
+    assert_eq!(plans.iter().filter(|plan| plan["apart"] == false).count(), 1);
+    assert!(plans[0]["requests_per_s"].as_f64() >= plans[1]["requests_per_s"].as_f64());
+}
+
+#[test]
+fn loads_of_a_run_make_the_hottest_rank() {
+    let work = Workplace::new();
+    assert_success(&work.train("run", 4, &[]));
+    let mut args = vec!["--ranks", "4", "--topology", "c.toml", "--loads", "run", "--ep", "4"];
+    work.file("c.toml", CLUSTER);
+    for setting in crate::program::TINY {
+        args.extend(["--set", setting]);
+    }
+    args.extend(["--set", "train.batch_size=4"]);
+    let value = json_of(&work, &args);
+    assert!(value["proposals"][0]["hottest_rank"]["time"].as_f64() > Some(1.0), "{value}");
+    refused(&work, &["plan", "--ranks", "4", "--topology", "c.toml", "--loads", "none"], &["--loads", "none"]);
+}
+
+#[test]
+fn wrong_options_of_a_plan_are_named() {
+    let work = Workplace::new();
+    let broken = work.file("broken-model.toml", "width = 4\n");
+    let with = |more: &[&str], parts: &[&str]| {
+        refused(&work, &[&["plan"], &MIXTRAL[..], more].concat(), parts);
+    };
+    refused(&work, &["plan", "--model", "mixtral"], &["--model", "mixtral-8x22b"]);
+    refused(&work, &["plan", "--model", "mixtral-8x22b"], &["--cluster", "h800"]);
+    refused(&work, &["plan", "--model", "mixtral-8x22b", "--cluster", "h99"], &["h99", "h800"]);
+    refused(&work, &["plan", "--model", &broken, "--cluster", "h100"], &["broken-model.toml"]);
+    with(&["--ranks", "64", "--tokens", "many"], &["--tokens many", "14.8T"]);
+    with(&["--ranks", "64", "--skew", "-1"], &["--skew"]);
+    with(&["--ranks", "64", "--price", "nan"], &["--price"]);
+    with(&["--ranks", "64", "--pp", "3"], &["--pp 3", "64"]);
+    with(&["--ranks", "64", "--pp", "64"], &["--pp 64", "56"]);
+    with(&["--ranks", "64", "--schedule", "fast"], &["--schedule", "1f1b"]);
+    with(&["--ranks", "64", "--recompute", "some"], &["--recompute some", "selective"]);
+    with(&["--ranks", "64", "--zero", "4"], &["--zero"]);
+    with(&["--ranks", "521"], &["256 sequences", "521 ranks"]);
+    with(&["--ranks", "64", "--precision", "int4"], &["--precision int4", "bf16"]);
+    refused(
+        &work,
+        &["plan", "--model", "mixtral-8x22b", "--cluster", "h100", "--serve", "--input", "0"],
+        &["--input 0"],
+    );
+}

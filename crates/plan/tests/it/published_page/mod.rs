@@ -89,7 +89,7 @@ fn number(value: f64) -> String {
 pub(crate) fn solve(low: f64, high: f64, target: f64, of: impl Fn(f64) -> f64) -> f64 {
     let (mut low, mut high) = (low, high);
     let is_rising = of(high) > of(low);
-    for _ in 0..60 {
+    for _ in 0..40 {
         let middle = f64::midpoint(low, high);
         if (of(middle) < target) == is_rising { low = middle } else { high = middle }
     }

@@ -2,6 +2,8 @@
 
 use moeworks_plan::Algorithm;
 use moeworks_plan::cost::fabric::ExpertRows;
+use std::sync::OnceLock;
+
 use moeworks_plan::models::{Attention, Experts, LayerGroup};
 use moeworks_plan::{
     Cluster, Fabric, Members, Mesh, MeshCost, Model, ModelParts, Practice, Precision, Rate, Recompute, ScheduleKind,
@@ -161,7 +163,12 @@ impl Printed {
 
 /// The constants of H100 nodes, from two cells of folding's row.
 pub(super) fn h100() -> Constants {
-    Constants::fit([49.3, 28.8], |constants| [0, 1].map(|place: usize| 100.0 * TABLE_3[place].cost(constants, 256).mfu))
+    static FITTED: OnceLock<Constants> = OnceLock::new();
+    *FITTED.get_or_init(|| {
+        Constants::fit([49.3, 28.8], |constants| {
+            [0, 1].map(|place: usize| 100.0 * TABLE_3[place].cost(constants, 256).mfu)
+        })
+    })
 }
 
 fn table_3(constants: Constants) -> Table {
