@@ -94,7 +94,7 @@ mod zero_computation;
 pub use config::{MoeConfig, ScoreOrder};
 pub use config_error::ConfigError;
 pub use dispatch::{Dispatch, DispatchRule, capacity};
-pub use ep::{EpOptions, ExpertRanks, LayerRanks};
+pub use ep::{EpOptions, ExchangeTimes, ExpertRanks, LayerRanks, Pace};
 pub use layer::{BackwardInput, ForwardInput, MoeGradTask, MoeLayer, MoeSaved, WgradTarget};
 pub use losses::{
     BalanceLoss, EntropyLoss, EntropyRule, LossGrad, balance_loss_gshard, balance_loss_per_layer, balance_loss_pooled,
