@@ -94,7 +94,9 @@ mod zero_computation;
 pub use config::{MoeConfig, ScoreOrder};
 pub use config_error::ConfigError;
 pub use dispatch::{Dispatch, DispatchRule, capacity};
-pub use ep::{EpOptions, ExpertRanks, HeldLayer, LayerRanks, RemoteExperts, RemoteLayer, serve_experts};
+pub use ep::{
+    EpOptions, ExchangeTimes, ExpertRanks, HeldLayer, LayerRanks, Pace, RemoteExperts, RemoteLayer, serve_experts,
+};
 pub use layer::{BackwardInput, ForwardInput, MoeGradTask, MoeLayer, MoeSaved, WgradTarget};
 pub use losses::{
     BalanceLoss, EntropyLoss, EntropyRule, LossGrad, balance_loss_gshard, balance_loss_per_layer, balance_loss_pooled,

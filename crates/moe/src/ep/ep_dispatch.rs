@@ -6,8 +6,9 @@
 //! the first is combined, and each is in flight while another is computed.
 
 use std::ops::Range;
+use std::time::Instant;
 
-use moeworks_comm::{Reduce, RowPlan};
+use moeworks_comm::{PendingCombine, Reduce, RowPlan};
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::NO_ROW;
@@ -45,6 +46,24 @@ pub(crate) type Outcome = Vec<(Tensor, Wire)>;
 /// The expert number of a choice without a row, in the f32 rows (expert numbers, then weights) that describe a
 /// token's choices.
 const NOWHERE: f32 = -1.0;
+
+/// An exchange under way, and the time at which it began.
+struct Started<T> {
+    at: Instant,
+    exchange: T,
+}
+
+/// Combines under way.
+pub(crate) struct Returning<'a> {
+    chunks: Vec<(&'a RowPlan, Started<Vec<ReturningTensor>>)>,
+}
+
+/// A tensor on its way back to the ranks of its tokens, and that of their sums.
+struct ReturningTensor {
+    started: Option<PendingCombine>,
+    shape: [usize; 2],
+    dtype: DType,
+}
 
 impl Chunk {
     /// Returns the arrived choices in the form that the operations on experts take.
@@ -106,39 +125,56 @@ impl EpDispatch {
         &self.chunks
     }
 
-    /// Dispatches `rows [T, D]` in the format of `wire`, computes and combines, chunk by chunk. `meanwhile` runs
-    /// while the first chunk is in flight. `work` turns the arrived rows `[A, D]` of a chunk into the tensors to send
-    /// back. `home` receives the chunk's range of tokens and, for each of these tensors, the sums that came back,
-    /// `[tokens, ..]`.
-    pub(crate) fn dispatch_and_combine(
+    /// Dispatches `rows [T, D]` in the format of `wire` and computes, chunk by chunk. `meanwhile` runs while the first
+    /// chunk is in flight. `work` turns the arrived rows `[A, D]` of a chunk into the tensors to send back. Returns
+    /// the combines, which are under way.
+    pub(crate) fn dispatch(
         &self,
         ctx: &Context,
         SentRows { rows, wire }: SentRows<'_>,
         meanwhile: impl FnOnce(),
         mut work: impl FnMut(usize, &Chunk, Tensor) -> Outcome,
-        mut home: impl FnMut(Range<usize>, Vec<Tensor>),
-    ) {
+    ) -> Returning<'_> {
         let ranks = &self.ranks;
-        let mut next = self.chunks.first().map(|first| ranks.start_dispatch(&first.plan, rows, wire));
+        let start_dispatch =
+            |chunk: &Chunk| Started { at: Instant::now(), exchange: ranks.start_dispatch(&chunk.plan, rows, wire) };
+        let mut next = self.chunks.first().map(start_dispatch);
         meanwhile();
         let mut returning = Vec::with_capacity(self.chunks.len());
         for (index, chunk) in self.chunks.iter().enumerate() {
-            let started = next.take().flatten();
-            next = self.chunks.get(index + 1).map(|next| ranks.start_dispatch(&next.plan, rows, wire));
+            let started = next.take();
+            next = self.chunks.get(index + 1).map(start_dispatch);
             let zeros = || ctx.zeros(&[chunk.num_arrived(), rows.cols()], rows.dtype());
-            let arrived = ranks.finish_dispatch(ctx, &chunk.plan, started).unwrap_or_else(zeros);
-            let done = work(index, chunk, arrived);
+            let arrived = started.and_then(|Started { at, exchange }| {
+                ranks.finish_exchange(at, || ranks.finish_dispatch(ctx, &chunk.plan, exchange))
+            });
+            let done = work(index, chunk, arrived.unwrap_or_else(zeros));
+            let at = Instant::now();
             let started = done.into_iter().map(|(part, wire)| {
                 let shape = [chunk.plan.rows().len(), part.cols()];
-                (ranks.start_combine(&chunk.plan, &part, wire), shape, part.dtype())
+                let started = ranks.start_combine(&chunk.plan, &part, wire);
+                ReturningTensor { started, shape, dtype: part.dtype() }
             });
-            returning.push((&chunk.plan, started.collect::<Vec<_>>()));
+            returning.push((&chunk.plan, Started { at, exchange: started.collect::<Vec<_>>() }));
         }
-        for (plan, parts) in returning {
-            let sum = |(started, shape, dtype): (_, [usize; 2], DType)| {
+        Returning { chunks: returning }
+    }
+
+    /// Finishes the combines. `home` receives each chunk's range of tokens and, for each of the tensors sent back, the
+    /// sums that came, `[tokens, ..]`.
+    pub(crate) fn combine(
+        &self,
+        ctx: &Context,
+        returning: Returning<'_>,
+        mut home: impl FnMut(Range<usize>, Vec<Tensor>),
+    ) {
+        let ranks = &self.ranks;
+        for (plan, Started { at, exchange: parts }) in returning.chunks {
+            let sum = |ReturningTensor { started, shape, dtype }| {
                 ranks.finish_combine(ctx, plan, started).unwrap_or_else(|| ctx.zeros(&shape, dtype))
             };
-            home(plan.rows(), parts.into_iter().map(sum).collect());
+            let sums = ranks.finish_exchange(at, || parts.into_iter().map(sum).collect());
+            home(plan.rows(), sums);
         }
     }
 

@@ -13,7 +13,7 @@ use super::ep_dispatch::SentRows;
 use super::merge_chunks::{ChunkTensors, MergedChunks};
 use super::shadow::{self, ShadowTask, Shadows, ShadowsSaved};
 use super::{EpDispatch, LayerRanks};
-use crate::{Dispatch, MoeWeights};
+use crate::{Dispatch, MoeWeights, WgradTarget};
 
 /// The inputs of the experts' part of a pass.
 #[derive(Clone, Copy)]
@@ -62,6 +62,15 @@ pub(crate) struct RanksBackward {
 pub(crate) struct RanksTask {
     parts: Vec<TaskPart>,
     shadows: Option<ShadowTask>,
+    /// The merged chunks, if backward has computed the gradients of the experts' matrices from them.
+    merged: Option<MergedChunks>,
+}
+
+impl RanksTask {
+    /// Returns whether backward has computed the gradients of the experts' matrices.
+    pub(crate) fn is_done(&self) -> bool {
+        self.merged.is_some()
+    }
 }
 
 struct TaskPart {
@@ -75,6 +84,7 @@ impl RanksSaved {
     pub(crate) fn forward(ctx: &Context, ranks: &LayerRanks, input: ExpertsInput<'_>) -> (Tensor, Self) {
         let ExpertsInput { weights, activation, x, dispatch, num_choices, is_training, is_forward_only } = input;
         let start = Instant::now();
+        ranks.wait_as_for(1, |pace| pace.attention_forward_s);
         let wire = ranks.exchange().wire;
         let fetched = shadow::choose(ranks, &input);
         // No token moves if every expert was fetched.
@@ -88,20 +98,23 @@ impl RanksSaved {
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
         let mut y = ctx.zeros(&[x.rows(), x.cols()], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(num_chunks), None);
-        ep_dispatch.dispatch_and_combine(
+        let returning = ep_dispatch.dispatch(
             ctx,
             SentRows { rows: x, wire },
             || here = shadows.map(|shadows| shadows.forward(ctx, x, is_forward_only)),
             |_, chunk, x| {
                 let rows = chunk.arrived().rows();
-                let forward = || experts_forward_onto(ctx, &x, experts, biases, rows, (None, is_forward_only));
+                let forward = || {
+                    ranks.wait_as_for(num_chunks, |pace| pace.experts_forward_s);
+                    experts_forward_onto(ctx, &x, experts, biases, rows, (None, is_forward_only))
+                };
                 let (y, saved) =
                     if is_training { ranks.time_experts("experts", forward) } else { ranks.time("experts", forward) };
                 parts.extend(saved.map(|experts| SavedPart { x, experts }));
                 vec![(y, wire.of_sums())]
             },
-            |tokens, sums| write_rows(&mut y, tokens.start, &sums[0]),
         );
+        ep_dispatch.combine(ctx, returning, |tokens, sums| write_rows(&mut y, tokens.start, &sums[0]));
         let shadows = here.and_then(|(own, shadows)| {
             add_assign(ctx, &mut y, &own);
             shadows
@@ -117,6 +130,7 @@ impl RanksSaved {
         weights: &MoeWeights,
         activation: Activation,
         dy: &Tensor,
+        wgrad: Option<WgradTarget<'_>>,
     ) -> RanksBackward {
         let start = Instant::now();
         let num_choices = self.ep_dispatch.num_choices();
@@ -124,14 +138,18 @@ impl RanksSaved {
         let mut dx = ctx.zeros(&[dy.rows(), dy.cols()], DType::F32);
         let mut dweights = ctx.zeros(&[dy.rows() * num_choices], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(self.parts.len()), None);
-        self.ep_dispatch.dispatch_and_combine(
+        let num_chunks = self.ep_dispatch.chunks().len();
+        let returning = self.ep_dispatch.dispatch(
             ctx,
             SentRows { rows: dy, wire },
             || here = self.shadows.as_ref().map(|shadows| shadows.backward(ctx, dy)),
             |index, chunk, dy| {
                 let rows = chunk.arrived().rows();
                 let saved = &self.parts[index].experts;
-                let backward = || experts_backward(ctx, &dy, weights.experts(activation), rows, saved);
+                let backward = || {
+                    self.ranks.wait_as_for(num_chunks, |pace| pace.experts_backward_s);
+                    experts_backward(ctx, &dy, weights.experts(activation), rows, saved)
+                };
                 let mut backward = self.ranks.time_experts("experts, backward", backward);
                 if let Some((_, down)) = &weights.biases {
                     add_bias_row_weight_grads(ctx, &dy, down, rows, &mut backward.d_row_weights);
@@ -141,24 +159,47 @@ impl RanksSaved {
                 parts.push(TaskPart { dy, dh: backward.dh });
                 vec![(backward.dx, wire), (of_choices, moeworks_plan::Wire::F32)]
             },
-            |tokens, sums| {
-                write_rows(&mut dx, tokens.start, &sums[0]);
-                write_rows(&mut dweights, tokens.start * num_choices, &sums[1]);
-            },
         );
+        // The gradients of the experts' matrices fill in while the gradients of the inputs travel.
+        let merged = wgrad.map(|wgrad| {
+            let merged = self.merge(ctx, &parts);
+            self.weight_grads(ctx, activation, &merged, wgrad);
+            merged
+        });
+        self.ep_dispatch.combine(ctx, returning, |tokens, sums| {
+            write_rows(&mut dx, tokens.start, &sums[0]);
+            write_rows(&mut dweights, tokens.start * num_choices, &sums[1]);
+        });
         let mut dweights = self.own_choices(ctx, dweights);
         let shadows = here.map(|back| {
             add_assign(ctx, &mut dx, &back.dx);
             add_assign(ctx, &mut dweights, &back.dweights);
             back.task
         });
+        self.ranks.wait_as_for(1, |pace| pace.attention_backward_s);
         self.ranks.count_backward(start.elapsed());
-        RanksBackward { dx, dweights, task: RanksTask { parts, shadows } }
+        RanksBackward { dx, dweights, task: RanksTask { parts, shadows, merged } }
     }
 
-    /// Runs `work`, GEMMs of the experts, and reports its time as `name`.
-    pub(crate) fn time_experts<R>(&self, name: &'static str, work: impl FnOnce() -> R) -> R {
-        self.ranks.time_experts(name, work)
+    /// Computes the gradients of the matrices of the experts held here.
+    pub(crate) fn weight_grads(
+        &self,
+        ctx: &Context,
+        activation: Activation,
+        merged: &MergedChunks,
+        wgrad: WgradTarget<'_>,
+    ) {
+        let (inputs, rows) = merged.inputs();
+        let grads = || {
+            self.ranks.wait_as_for(1, |pace| pace.experts_weights_s);
+            wgrad.of_experts(ctx, inputs, activation, rows);
+        };
+        self.ranks.time_experts("experts, weights", grads);
+    }
+
+    /// Waits as long as the gradients of an attention block's weights take, where waits stand for computations.
+    pub(crate) fn wait_as_for_attention_weights(&self) {
+        self.ranks.wait_as_for(1, |pace| pace.attention_weights_s);
     }
 
     /// Cuts `[T K]` from the K that was sent to this rank's own K.
@@ -175,14 +216,18 @@ impl RanksSaved {
     }
 
     /// Merges the chunks' inputs of the weight gradients, so that each expert's gradient is read and written once.
-    pub(crate) fn merged(&self, ctx: &Context, task: &RanksTask) -> MergedChunks {
+    pub(crate) fn merged(&self, ctx: &Context, task: &mut RanksTask) -> MergedChunks {
+        task.merged.take().unwrap_or_else(|| self.merge(ctx, &task.parts))
+    }
+
+    fn merge(&self, ctx: &Context, parts: &[TaskPart]) -> MergedChunks {
         let of = |saved: &SavedPart, task: &TaskPart| ChunkTensors {
             x: saved.x.clone(),
             dy: task.dy.clone(),
             h: saved.experts.h.clone(),
             dh: task.dh.clone(),
         };
-        let parts: Vec<_> = self.parts.iter().zip(&task.parts).map(|(saved, task)| of(saved, task)).collect();
+        let parts: Vec<_> = self.parts.iter().zip(parts).map(|(saved, task)| of(saved, task)).collect();
         MergedChunks::new(ctx, &self.ep_dispatch, self.ranks.held().len(), self.width, parts)
     }
 }

@@ -20,11 +20,13 @@ mod remote_message;
 mod shadow;
 mod stats;
 mod tuning;
+mod turns;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use moeworks_comm::{CommError, Communicator, Hierarchy, Meter, PendingCombine, PendingDispatch, Reduce, RowPlan};
 use moeworks_ops::Context;
@@ -38,6 +40,7 @@ pub(crate) use experts::{ExpertsInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
 pub use remote::{HeldLayer, RemoteExperts, RemoteLayer, serve_experts};
 use tuning::Tuning;
+use turns::Turns;
 
 /// One rank's handle to all expert-parallel layers. Clones share it.
 ///
@@ -77,6 +80,41 @@ impl Placed {
     }
 }
 
+/// The seconds of exchanges of tokens, dispatches and combines.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ExchangeTimes {
+    /// The time from the start of each exchange to its end.
+    pub under_way_s: f64,
+    /// The part of it in which the rank waited for the end and did nothing else.
+    pub waited_s: f64,
+}
+
+impl ExchangeTimes {
+    /// Returns the share of the time that was hidden under computations; none without exchanges.
+    #[must_use]
+    pub fn hidden(&self) -> Option<f64> {
+        (self.under_way_s > 0.0).then(|| 1.0 - self.waited_s / self.under_way_s)
+    }
+}
+
+/// Waits of a MoE layer and the attention before it that stand for their computations, in seconds: they measure how
+/// passes overlap where ranks outnumber cores.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pace {
+    /// Forward of attention and router.
+    pub attention_forward_s: f64,
+    /// Forward of the experts.
+    pub experts_forward_s: f64,
+    /// The gradient of the input of attention and router.
+    pub attention_backward_s: f64,
+    /// The gradient of the input of the experts.
+    pub experts_backward_s: f64,
+    /// The gradients of the weights of attention and router.
+    pub attention_weights_s: f64,
+    /// The gradients of the weights of the experts.
+    pub experts_weights_s: f64,
+}
+
 /// The options of expert parallelism.
 #[derive(Clone)]
 pub struct EpOptions {
@@ -86,12 +124,14 @@ pub struct EpOptions {
     pub moving: Moving,
     /// A meter for the time of the layers' parts.
     pub meter: Option<Arc<Meter>>,
+    /// Waits that stand for computations; none but in measurements.
+    pub pace: Option<Pace>,
 }
 
 impl From<Exchange> for EpOptions {
     /// Moves tokens by `exchange`, without a meter.
     fn from(exchange: Exchange) -> Self {
-        Self { exchange, moving: Moving::Tokens, meter: None }
+        Self { exchange, moving: Moving::Tokens, meter: None, pace: None }
     }
 }
 
@@ -103,6 +143,9 @@ struct Inner {
     options: EpOptions,
     tuning: Mutex<Tuning>,
     failure: Mutex<Option<CommError>>,
+    /// The turns of two passes that overlap, while they do.
+    turns: Mutex<Option<Arc<Turns>>>,
+    exchange_times: Mutex<ExchangeTimes>,
 }
 
 impl ExpertRanks {
@@ -120,9 +163,17 @@ impl ExpertRanks {
     ) -> Result<Self, CommError> {
         let (placements, options) = (placements.into(), options.into());
         assert_eq!(placements.num_ranks(), group.size(), "ranks of a placement");
-        let (hierarchy, tuning, failure) = (Hierarchy::from_comm(group)?, Mutex::default(), Mutex::default());
-        let placed = Mutex::new(Placed::new(placements));
-        Ok(Self { inner: Arc::new(Inner { world, hierarchy, placed, options, tuning, failure }) })
+        let inner = Inner {
+            world,
+            hierarchy: Hierarchy::from_comm(group)?,
+            placed: Mutex::new(Placed::new(placements)),
+            options,
+            tuning: Mutex::default(),
+            failure: Mutex::default(),
+            turns: Mutex::default(),
+            exchange_times: Mutex::default(),
+        };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// Returns the handle to the layer of index `layer` by the placement that is in force. Panics if the layer has no
@@ -170,6 +221,14 @@ impl ExpertRanks {
         }
     }
 
+    /// Waits for one of `num_parts` equal parts of a time, where waits stand for computations.
+    pub(crate) fn wait_as_for(&self, num_parts: usize, seconds: impl FnOnce(&Pace) -> f64) {
+        if let Some(pace) = &self.inner.options.pace {
+            let seconds = (seconds(pace) / num_parts.max(1) as f64).max(0.0);
+            std::thread::sleep(Duration::try_from_secs_f64(seconds).unwrap_or_default());
+        }
+    }
+
     /// Returns the communicator of all ranks that have tokens.
     #[must_use]
     pub fn world(&self) -> &dyn Communicator {
@@ -201,7 +260,7 @@ impl ExpertRanks {
     /// Returns the first communication error, if any.
     #[must_use]
     pub fn failure(&self) -> Option<CommError> {
-        self.inner.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        locked(&self.inner.failure).clone()
     }
 
     /// Merges the statistics of all ranks' tokens into `layers`, with the same bits on all ranks.
@@ -247,16 +306,57 @@ impl ExpertRanks {
         self.time("combine", || self.attempt(None, finish))
     }
 
+    /// Runs two passes that take turns: each gives its turn away where it would wait for an exchange of tokens, which
+    /// then travels while the other computes. `first` begins. Results are those of the passes one after the other,
+    /// to the bit. All ranks of the group call this with the same passes.
+    pub fn take_turns<A, B: Send>(&self, first: impl FnOnce() -> A, second: impl FnOnce() -> B + Send) -> (A, B) {
+        let turns = Arc::new(Turns::new());
+        *locked(&self.inner.turns) = Some(Arc::clone(&turns));
+        let results = turns.run(first, second);
+        *locked(&self.inner.turns) = None;
+        results
+    }
+
+    /// Gives the turn to the other of two passes, if there are two.
+    fn yield_turn(&self) {
+        let turns = locked(&self.inner.turns).clone();
+        if let Some(turns) = turns {
+            turns.yield_turn();
+        }
+    }
+
+    /// Returns the times of exchanges since the last call.
+    #[must_use]
+    pub fn take_exchange_times(&self) -> ExchangeTimes {
+        std::mem::take(&mut *locked(&self.inner.exchange_times))
+    }
+
+    /// Finishes an exchange that started at `start` by `finish`, after the turn of another pass, and counts its time.
+    fn finish_exchange<R>(&self, start: Instant, finish: impl FnOnce() -> R) -> R {
+        self.yield_turn();
+        let waiting = Instant::now();
+        let result = finish();
+        let mut times = locked(&self.inner.exchange_times);
+        times.waited_s += waiting.elapsed().as_secs_f64();
+        times.under_way_s += start.elapsed().as_secs_f64();
+        result
+    }
+
     /// Runs `call`. Returns `otherwise` if it fails or if a communication failed before.
     pub fn attempt<R>(&self, otherwise: R, call: impl FnOnce() -> Result<R, CommError>) -> R {
         if self.failure().is_some() {
             return otherwise;
         }
         call().unwrap_or_else(|error| {
-            *self.inner.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            *locked(&self.inner.failure) = Some(error);
             otherwise
         })
     }
+}
+
+/// Locks a mutex, also after a panic: the guarded values are valid between any two statements.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Debug for ExpertRanks {

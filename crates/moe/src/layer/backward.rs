@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use moeworks_ops::Context;
 use moeworks_ops::elementwise::{add_assign, into_type};
 use moeworks_ops::experts::{
     ExpertGrads, ExpertRows, WeightGradInputs, add_bias_row_weight_grads, choice_weight_grads, experts_backward,
     experts_backward_with_weight_grad, experts_bias_grad, experts_weight_grad, experts_weight_grad_of_used,
 };
 use moeworks_ops::linear::Write;
+use moeworks_ops::{Activation, Context};
 use moeworks_tensor::Tensor;
 
 use super::saved::{ExpertsPart, Saved};
@@ -108,7 +108,7 @@ impl MoeLayer {
     ) -> ExpertsBack {
         let experts_saved = match &saved.experts {
             ExpertsPart::Ranks(saved) => {
-                let back = saved.backward(ctx, weights, self.config.activation, dy);
+                let back = saved.backward(ctx, weights, self.config.activation, dy, wgrad);
                 return ExpertsBack { dx: back.dx, dweights: back.dweights, task: ExpertsTask::Ranks(back.task) };
             }
             ExpertsPart::Here(saved) => kept(saved),
@@ -132,6 +132,30 @@ impl MoeLayer {
     }
 }
 
+impl WgradTarget<'_> {
+    /// Returns the same target, for one use.
+    fn reborrow(&mut self) -> WgradTarget<'_> {
+        WgradTarget { write: self.write, only_used: self.only_used, grads: &mut *self.grads }
+    }
+
+    /// Computes the gradients of the experts' matrices.
+    pub(crate) fn of_experts(
+        self,
+        ctx: &Context,
+        inputs: WeightGradInputs<'_>,
+        activation: Activation,
+        rows: ExpertRows<'_>,
+    ) {
+        let Self { write, only_used, grads } = self;
+        let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+        if only_used && write == Write::Replace {
+            experts_weight_grad_of_used(ctx, inputs, activation, rows, into);
+        } else {
+            experts_weight_grad(ctx, inputs, activation, rows, write, into);
+        }
+    }
+}
+
 impl MoeGradTask {
     /// Returns `[T, E]` f32: the gradient of the previous MoE layer's logits; `None` without gating residuals.
     #[must_use]
@@ -141,39 +165,36 @@ impl MoeGradTask {
 
     /// Computes the gradients of all weights of the layer and writes or adds them to `target`. An expert without rows
     /// gets zeros, or is left unchanged if [`WgradTarget::only_used`] is true.
-    pub fn run(self, ctx: &Context, target: WgradTarget<'_>) {
-        let WgradTarget { write, only_used, grads } = target;
-        let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-        let merged = self.timed(|| {
-            let merged = self.merged(ctx);
-            let (inputs, rows) = self.inputs(merged.as_ref());
-            let is_wanted = !self.is_done() && !is_left_out(into.gate_up);
-            match (is_wanted, only_used && write == Write::Replace) {
-                (false, _) => {}
-                (true, true) => experts_weight_grad_of_used(ctx, inputs, self.config.activation, rows, into),
-                (true, false) => experts_weight_grad(ctx, inputs, self.config.activation, rows, write, into),
+    pub fn run(mut self, ctx: &Context, mut target: WgradTarget<'_>) {
+        let is_wanted = !self.is_done() && !is_left_out(&target.grads.gate_up);
+        let merged = self.merged(ctx);
+        match (&self.saved.experts, &merged) {
+            _ if !is_wanted => {}
+            (ExpertsPart::Ranks(saved), Some(merged)) => {
+                saved.weight_grads(ctx, self.config.activation, merged, target.reborrow());
             }
-            merged
-        });
-        self.run_rest(ctx, write, merged.as_ref(), grads);
+            _ => {
+                let (inputs, rows) = self.inputs(merged.as_ref());
+                target.reborrow().of_experts(ctx, inputs, self.config.activation, rows);
+            }
+        }
+        if let ExpertsPart::Ranks(saved) = &self.saved.experts {
+            saved.wait_as_for_attention_weights();
+        }
+        self.run_rest(ctx, target.write, merged.as_ref(), target.grads);
     }
 
     /// Returns whether backward has computed the gradients of the experts' matrices already.
     fn is_done(&self) -> bool {
-        matches!(self.experts, ExpertsTask::Here { is_done: true, .. })
-    }
-
-    /// Runs the experts' GEMMs and reports their time to the ranks' meter, if there is one.
-    fn timed<R>(&self, work: impl FnOnce() -> R) -> R {
-        match &self.saved.experts {
-            ExpertsPart::Ranks(saved) => saved.time_experts("experts, weights", work),
-            ExpertsPart::Here(_) => work(),
+        match &self.experts {
+            ExpertsTask::Here { is_done, .. } => *is_done,
+            ExpertsTask::Ranks(task) => task.is_done(),
         }
     }
 
     /// Merges the rows that arrived from all ranks; none if all experts are on this rank.
-    fn merged(&self, ctx: &Context) -> Option<MergedChunks> {
-        match (&self.saved.experts, &self.experts) {
+    fn merged(&mut self, ctx: &Context) -> Option<MergedChunks> {
+        match (&self.saved.experts, &mut self.experts) {
             (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) => Some(saved.merged(ctx, task)),
             _ => None,
         }

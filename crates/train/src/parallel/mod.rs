@@ -115,7 +115,7 @@ impl Ranks {
 
     /// Creates the handle like [`new`](Self::new), with a meter of all communication. With `keeps_spans` a trace can
     /// be written.
-    fn metered(
+    pub(crate) fn metered(
         comm: &dyn Communicator,
         layout: Layout,
         placements: Placements,

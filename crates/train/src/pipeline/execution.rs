@@ -3,33 +3,18 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use moeworks_model::{
-    DecoderWeights, GradTarget, ParamSet, ResidualStream, Stage, StageOutputGrads, StageSaved, WeightGradTasks,
-    WeightGrads,
-};
-use moeworks_moe::LayerStats;
+use moeworks_model::{DecoderWeights, ParamSet, WeightGradTasks, WeightGrads};
 use moeworks_ops::elementwise::fill;
-use moeworks_ops::linear::Write;
 use moeworks_plan::schedule::{Action, Kind, Peaks};
 
 use super::figures::MicrobatchStats;
 use super::messages::{Cut, Inbox, Line, Parcel, Work};
+use super::work::{BackwardResult, BackwardWork, ForwardResult, ForwardWork, Kept, StageBatch};
 use super::{Pipeline, StageView, StepBatch};
 use crate::error::TrainError;
 
 /// A stage, and a microbatch that goes through it.
 type Place = (u32, u32);
-
-/// The values that F leaves for B.
-struct Kept<'a> {
-    saved: StageSaved<'a>,
-    /// MoE layers of the stages before.
-    num_before: usize,
-    /// MoE layers of the stage.
-    num_own: usize,
-    /// The statistics of all MoE layers, where the stage has the output projection.
-    stats: Vec<LayerStats>,
-}
 
 /// A step on one rank while it goes on.
 pub(super) struct Execution<'a> {
@@ -81,7 +66,7 @@ impl<'a> Execution<'a> {
     /// Carries an action out. Computations whose parts are actions are done with one of these.
     pub(super) fn carry_out(&mut self, action: Action) -> Result<(), TrainError> {
         let Action { stage, microbatch, .. } = action;
-        self.line.forget_arrived()?;
+        self.go_on_with_messages()?;
         match action.kind {
             Kind::SendOutput | Kind::SendGrad => self.send_made(action),
             Kind::ReceiveInput => self.receive(self.input(stage, microbatch)),
@@ -97,6 +82,12 @@ impl<'a> Execution<'a> {
                 None => Ok(()),
             },
         }
+    }
+
+    /// Lets messages go on: gives the memory of sent ones back, and takes what has come.
+    fn go_on_with_messages(&mut self) -> Result<(), TrainError> {
+        self.line.forget_arrived()?;
+        Ok(self.inbox.progress(&self.line)?)
     }
 
     /// Waits until everything that was sent has arrived. Returns the account of the microbatches whose loss was
@@ -158,73 +149,103 @@ impl<'a> Execution<'a> {
         Ok(())
     }
 
-    fn stage(&self, stage: u32) -> &'a Stage {
-        self.pipeline.stage(stage as usize)
+    /// The stage with number `index` and a microbatch of it.
+    fn stage_batch(&self, index: u32, microbatch: u32) -> StageBatch<'a> {
+        let (stage, batch) = (self.pipeline.stage(index as usize), &self.microbatches[microbatch as usize]);
+        StageBatch { index, microbatch, stage, batch }
     }
 
     /// F: the forward of a stage.
     fn forward(&mut self, index: u32, microbatch: u32) -> Result<(), TrainError> {
-        let parcel = self.input(index, microbatch).map(|cut| self.take(cut)).transpose()?;
-        let (stream, mut stats) = parcel.map_or((None, Vec::new()), |parcel| (Some(parcel.stream), parcel.stats));
-        let start = Instant::now();
-        let (stage, StageView { ctx, weights, ranks }) = (self.stage(index), self.view);
-        let StepBatch { batch, options } = &self.microbatches[microbatch as usize];
-        let forward = stage.forward(ctx, weights, &batch.tokens(), options, stream)?;
-        let own = stage.merged_stats(&forward.saved);
-        let (num_before, num_own) = (stats.len(), own.len());
-        stats.extend(own);
-        ranks.meter().record("F", start);
-        let stats = match forward.stream {
-            None => stats,
-            Some(stream) => {
-                self.hand_on(Cut { is_grad: false, stage: index, microbatch }, Parcel { stream, stats })?;
-                Vec::new()
-            }
-        };
-        self.kept.insert((index, microbatch), Kept { saved: forward.saved, num_before, num_own, stats });
-        self.count();
+        let work = self.begin_forward(index, microbatch)?;
+        let (of, start) = (work.of, Instant::now());
+        let result = work.run(self.view)?;
+        self.view.ranks.meter().record("F", start);
+        self.end_forward(of, result)?;
+        self.count(0);
         Ok(())
     }
 
     /// B, or with the gradients of weights at once BW.
     fn backward(&mut self, index: u32, microbatch: u32, when: WeightGrads) -> Result<(), TrainError> {
-        let kept = self.kept.remove(&(index, microbatch)).expect("a checked schedule has F before B");
-        let Kept { saved, num_before, num_own, stats } = kept;
-        let stage = self.stage(index);
-        let (stream, stats) = if stage.part().has_head {
-            (None, stats)
+        let work = self.begin_backward(index, microbatch, when)?;
+        let start = Instant::now();
+        let result = work.run(self.view, self.grads)?;
+        self.view.ranks.meter().record(if when == WeightGrads::Later { "B" } else { "BW" }, start);
+        self.end_backward(result)
+    }
+
+    /// Carries out a pair: a forward and a backward that take turns, so that the all-to-alls of one travel while the
+    /// other computes. Without all-to-alls they are computed one after the other.
+    pub(super) fn carry_out_pair(&mut self, forward: Action, backward: Action) -> Result<(), TrainError> {
+        if !self.pipeline.overlaps_pairs || self.view.ranks.stage_group().size() == 1 {
+            self.carry_out(forward)?;
+            return self.carry_out(backward);
+        }
+        self.go_on_with_messages()?;
+        let when = if backward.kind == Kind::Backward { WeightGrads::AtOnce } else { WeightGrads::Later };
+        let forward = self.begin_forward(forward.stage, forward.microbatch)?;
+        let backward = self.begin_backward(backward.stage, backward.microbatch, when)?;
+        let (of, view, grads, start) = (forward.of, self.view, &mut *self.grads, Instant::now());
+        let (back, front) = view.ranks.experts().take_turns(|| backward.run(view, grads), || forward.run(view));
+        let (front, back) = (front?, back?);
+        view.ranks.meter().record(if when == WeightGrads::Later { "F&B" } else { "F&BW" }, start);
+        self.end_forward(of, front)?;
+        // The activations that B has consumed were there while F made its own.
+        self.count(1);
+        self.end_backward(back)
+    }
+
+    /// Takes the input of a forward, which may have to come from another rank.
+    fn begin_forward(&mut self, index: u32, microbatch: u32) -> Result<ForwardWork<'a>, TrainError> {
+        let parcel = self.input(index, microbatch).map(|cut| self.take(cut)).transpose()?;
+        let (stream, stats) = parcel.map_or((None, Vec::new()), |parcel| (Some(parcel.stream), parcel.stats));
+        Ok(ForwardWork { of: self.stage_batch(index, microbatch), stream, stats })
+    }
+
+    /// Hands the output of a forward on, and keeps what its backward needs.
+    fn end_forward(&mut self, of: StageBatch<'a>, result: ForwardResult<'a>) -> Result<(), TrainError> {
+        let StageBatch { index: stage, microbatch, .. } = of;
+        if let Some((stream, stats)) = result.output {
+            self.hand_on(Cut { is_grad: false, stage, microbatch }, Parcel { stream, stats })?;
+        }
+        self.kept.insert((stage, microbatch), result.kept);
+        Ok(())
+    }
+
+    /// Takes the input of a backward, which may have to come from another rank.
+    fn begin_backward(
+        &mut self,
+        index: u32,
+        microbatch: u32,
+        when: WeightGrads,
+    ) -> Result<BackwardWork<'a>, TrainError> {
+        let of = self.stage_batch(index, microbatch);
+        let mut kept = self.kept.remove(&(index, microbatch)).expect("a checked schedule has F before B");
+        let (stream, stats) = if of.stage.part().has_head {
+            (None, std::mem::take(&mut kept.stats))
         } else {
             let parcel = self.take(self.output_grad(index, microbatch))?;
             (Some(parcel.stream), parcel.stats)
         };
-        let start = Instant::now();
-        let StageView { ctx, weights, ranks } = self.view;
-        let StepBatch { batch, options } = &self.microbatches[microbatch as usize];
-        let losses = stage.losses_on_routers(&batch.tokens(), &stats, options);
-        let loss_grads = losses.grads.into_iter().skip(num_before).take(num_own).collect();
-        let output = StageOutputGrads { stream, loss_grads };
-        let target = GradTarget::new(Write::Add, &mut *self.grads);
-        let back = stage.backward(ctx, weights, saved, output, target, when)?;
-        ranks.meter().record(if when == WeightGrads::Later { "B" } else { "BW" }, start);
-        if let Some(loss) = back.loss {
-            let stats = stage.pass_stats(loss, losses.values, stats.clone());
-            self.stats.push(MicrobatchStats { microbatch, stats });
-        }
-        if when == WeightGrads::Later {
-            self.tasks.insert((index, microbatch), back.tasks);
-            self.count();
-        }
-        self.hand_back(back.stream, Cut { is_grad: true, stage: index, microbatch }, stats)
+        Ok(BackwardWork { of, kept, stream, stats, when })
     }
 
-    /// Hands the gradient of a stage's input to the stage before, if there is one.
-    fn hand_back(
-        &mut self,
-        stream: Option<ResidualStream>,
-        cut: Cut,
-        stats: Vec<LayerStats>,
-    ) -> Result<(), TrainError> {
-        stream.map_or(Ok(()), |stream| self.hand_on(cut, Parcel { stream, stats }))
+    /// Hands the gradient of a stage's input to the stage before, if there is one, and keeps the tasks for W.
+    fn end_backward(&mut self, mut result: BackwardResult<'a>) -> Result<(), TrainError> {
+        let StageBatch { index: stage, microbatch, .. } = result.of;
+        if let Some(stats) = result.take_account() {
+            self.stats.push(MicrobatchStats { microbatch, stats });
+        }
+        let BackwardResult { when, stats, back, .. } = result;
+        if when == WeightGrads::Later {
+            self.tasks.insert((stage, microbatch), back.tasks);
+            self.count(0);
+        }
+        match back.stream {
+            Some(stream) => self.hand_on(Cut { is_grad: true, stage, microbatch }, Parcel { stream, stats }),
+            None => Ok(()),
+        }
     }
 
     /// W: the gradients of a stage's weights that B left.
@@ -235,9 +256,9 @@ impl<'a> Execution<'a> {
         self.view.ranks.meter().record("W", start);
     }
 
-    /// Notes what is held.
-    fn count(&mut self) {
-        let (activations, weight_grads) = (self.kept.len(), self.tasks.len());
+    /// Notes what is held: what is kept, and activations that are `in_use`.
+    fn count(&mut self, in_use: usize) {
+        let (activations, weight_grads) = (self.kept.len() + in_use, self.tasks.len());
         self.peaks.activations = self.peaks.activations.max(activations);
         self.peaks.weight_grads = self.peaks.weight_grads.max(weight_grads);
         self.peaks.held = self.peaks.held.max(activations + weight_grads);

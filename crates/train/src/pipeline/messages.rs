@@ -1,6 +1,7 @@
 //! Messages over the cuts between stages, from one stage group to another.
 //!
-//! A send is started and goes on by itself, so that no rank waits for one that is not there yet; a receive waits.
+//! A send is started and goes on by itself, so that no rank waits for one that is not there yet. Receives are started
+//! early, too: a rank waits only for a message that it needs and that has not come.
 //! Messages between two stage groups about the same stage come in the order in which the schedule sends them, which
 //! the receiver knows: one that comes before its turn is laid aside.
 
@@ -168,26 +169,25 @@ impl<'a> Line<'a> {
 
     /// Waits for the next parcel about a cut from pp index `from`.
     pub(super) fn receive(&self, cut: Cut, from: usize) -> Result<Parcel, CommError> {
+        let header = self.start_header(cut, from)?.finish()?;
+        self.start_body(header, cut, from)?.finish()
+    }
+
+    /// Starts to receive the header of the next parcel about a cut.
+    fn start_header(&self, cut: Cut, from: usize) -> Result<Pending<Vec<f64>>, CommError> {
+        self.comm.start_receive(vec![0.0_f64; HEADER], from, cut.tag())
+    }
+
+    /// Starts to receive what the `header` of a parcel announces.
+    fn start_body(&self, header: Vec<f64>, cut: Cut, from: usize) -> Result<Body, CommError> {
+        let [rows, cols, logits_width, num_numbers] = [0, 1, 2, 3].map(|place| header[place] as usize);
         let (comm, tag) = (self.comm, cut.tag());
-        let mut header = [0.0_f64; HEADER];
-        comm.receive(&mut header, from, tag)?;
-        let [rows, cols, logits_width, num_numbers] = header.map(|number| number as usize);
-        let mut numbers = vec![0.0_f64; num_numbers];
-        if num_numbers > 0 {
-            comm.receive(&mut numbers, from, tag)?;
-        }
-        let tensor = |width: usize| {
-            let mut tensor = self.ctx.empty(&[rows, width], DType::F32);
-            comm.receive(tensor.f32s_mut(), from, tag).map(|()| tensor)
-        };
+        let numbers = (num_numbers > 0).then(|| comm.start_receive(vec![0.0_f64; num_numbers], from, tag));
+        let numbers = numbers.transpose()?;
+        let tensor = |width: usize| comm.start_receive(self.ctx.empty(&[rows, width], DType::F32), from, tag);
         let x = tensor(cols)?;
         let router_logits = (logits_width > 0).then(|| tensor(logits_width)).transpose()?;
-        let mut numbers = numbers.into_iter().peekable();
-        let mut stats = Vec::new();
-        while numbers.peek().is_some() {
-            stats.push(LayerStats::from_numbers(&mut numbers));
-        }
-        Ok(Parcel { stream: ResidualStream { x, router_logits }, stats })
+        Ok(Body { numbers, x, router_logits })
     }
 
     /// Gives memory back of messages that have arrived.
@@ -209,18 +209,114 @@ impl<'a> Line<'a> {
     }
 }
 
-/// The parcels that come to a rank in a step.
+/// A parcel on its way to this rank: first its header, then what that announces.
+enum Incoming {
+    Header(Pending<Vec<f64>>),
+    Body(Body),
+}
+
+/// The parts of a parcel behind its header.
+struct Body {
+    numbers: Option<Pending<Vec<f64>>>,
+    x: Pending<Tensor>,
+    router_logits: Option<Pending<Tensor>>,
+}
+
+impl Body {
+    fn is_finished(&mut self) -> Result<bool, CommError> {
+        let numbers = self.numbers.as_mut().map_or(Ok(true), Pending::is_finished)?;
+        let logits = self.router_logits.as_mut().map_or(Ok(true), Pending::is_finished)?;
+        Ok(self.x.is_finished()? && numbers && logits)
+    }
+
+    fn finish(self) -> Result<Parcel, CommError> {
+        let numbers = self.numbers.map_or(Ok(Vec::new()), Pending::finish)?;
+        let x = self.x.finish()?;
+        let router_logits = self.router_logits.map(Pending::finish).transpose()?;
+        Ok(Parcel { stream: ResidualStream { x, router_logits }, stats: stats_from_numbers(numbers) })
+    }
+}
+
+fn stats_from_numbers(numbers: Vec<f64>) -> Vec<LayerStats> {
+    let mut numbers = numbers.into_iter().peekable();
+    let mut stats = Vec::new();
+    while numbers.peek().is_some() {
+        stats.push(LayerStats::from_numbers(&mut numbers));
+    }
+    stats
+}
+
+/// A flow to this rank while a step goes on.
+struct InFlow<'a> {
+    /// The cut of its parcels; that of the first one's microbatch.
+    cut: Cut,
+    from: usize,
+    /// The microbatches in the order in which they are sent.
+    order: &'a [u32],
+    num_received: usize,
+    /// The next parcel, which is received from the start of the step on, or from the end of the one before.
+    incoming: Option<Incoming>,
+}
+
+impl InFlow<'_> {
+    /// Goes on with the next parcel, to its end if it `waits`. Returns it when it has come, and starts to receive the
+    /// one behind it.
+    fn advance(&mut self, line: &Line<'_>, waits: bool) -> Result<Option<(Cut, Parcel)>, CommError> {
+        loop {
+            match self.incoming.take() {
+                None if self.num_received == self.order.len() => return Ok(None),
+                None => self.incoming = Some(Incoming::Header(line.start_header(self.cut, self.from)?)),
+                Some(Incoming::Header(mut header)) => {
+                    if !waits && !header.is_finished()? {
+                        self.incoming = Some(Incoming::Header(header));
+                        return Ok(None);
+                    }
+                    let body = line.start_body(header.finish()?, self.cut, self.from)?;
+                    self.incoming = Some(Incoming::Body(body));
+                }
+                Some(Incoming::Body(mut body)) => {
+                    if !waits && !body.is_finished()? {
+                        self.incoming = Some(Incoming::Body(body));
+                        return Ok(None);
+                    }
+                    let cut = Cut { microbatch: self.order[self.num_received], ..self.cut };
+                    let parcel = body.finish()?;
+                    self.num_received += 1;
+                    if self.num_received < self.order.len() {
+                        self.incoming = Some(Incoming::Header(line.start_header(self.cut, self.from)?));
+                    }
+                    return Ok(Some((cut, parcel)));
+                }
+            }
+        }
+    }
+}
+
+/// The parcels that come to a rank in a step. Each flow's next one is received before it is needed, so that it travels
+/// while the rank computes.
 pub(super) struct Inbox<'a> {
-    flows: &'a Flows,
-    /// The number of each flow that have come.
-    received: HashMap<Flow, usize>,
+    flows: Vec<InFlow<'a>>,
     /// The parcels that are there and were not taken.
     parcels: HashMap<Cut, Parcel>,
 }
 
 impl<'a> Inbox<'a> {
     pub(super) fn new(flows: &'a Flows) -> Self {
-        Self { flows, received: HashMap::new(), parcels: HashMap::new() }
+        let flow = |(&(is_grad, stage, from), order): (&Flow, &'a Vec<u32>)| {
+            let cut = Cut { is_grad, stage, microbatch: order[0] };
+            InFlow { cut, from, order, num_received: 0, incoming: None }
+        };
+        Self { flows: flows.orders.iter().map(flow).collect(), parcels: HashMap::new() }
+    }
+
+    /// Starts to receive what comes next, and takes what has come, without waiting.
+    pub(super) fn progress(&mut self, line: &Line<'_>) -> Result<(), CommError> {
+        for flow in &mut self.flows {
+            while let Some((cut, parcel)) = flow.advance(line, false)? {
+                self.parcels.insert(cut, parcel);
+            }
+        }
+        Ok(())
     }
 
     /// Lays a parcel down that another stage of this rank made.
@@ -230,13 +326,12 @@ impl<'a> Inbox<'a> {
 
     /// Waits until the parcel about `cut` has come from pp index `from`.
     pub(super) fn receive(&mut self, line: &Line<'_>, cut: Cut, from: usize) -> Result<(), CommError> {
-        let flow = (cut.is_grad, cut.stage, from);
-        let order = self.flows.orders.get(&flow).map_or(&[][..], Vec::as_slice);
-        let received = self.received.entry(flow).or_default();
-        while !self.parcels.contains_key(&cut) && *received < order.len() {
-            let next = Cut { microbatch: order[*received], ..cut };
-            self.parcels.insert(next, line.receive(next, from)?);
-            *received += 1;
+        let is_its =
+            |flow: &&mut InFlow<'_>| (flow.cut.is_grad, flow.cut.stage, flow.from) == (cut.is_grad, cut.stage, from);
+        let Some(flow) = self.flows.iter_mut().find(is_its) else { return Ok(()) };
+        while !self.parcels.contains_key(&cut) {
+            let Some((cut, parcel)) = flow.advance(line, true)? else { return Ok(()) };
+            self.parcels.insert(cut, parcel);
         }
         Ok(())
     }

@@ -13,6 +13,8 @@ mod inference;
 mod layer_split;
 mod messages;
 mod plan;
+mod timing;
+mod work;
 
 use std::sync::Arc;
 
@@ -28,6 +30,7 @@ use crate::parallel::Ranks;
 use execution::Execution;
 use messages::Flows;
 pub use plan::{PipelinePlan, is_schedule_file};
+pub use timing::{ActionTimes, StepTimes, TimedPipeline, time_steps};
 
 /// A rank's place in a pipeline.
 pub(crate) struct Pipeline {
@@ -38,6 +41,8 @@ pub(crate) struct Pipeline {
     pp_rank: usize,
     /// The messages that come to this rank, in the order in which they are sent.
     flows: Flows,
+    /// Whether the two of a pair take turns.
+    overlaps_pairs: bool,
 }
 
 /// A model as the stages of a pipeline see it.
@@ -97,7 +102,7 @@ impl Pipeline {
         let stages = plan.parts.iter().enumerate().map(stage).collect::<Result<Vec<_>, _>>();
         let stages = stages.map_err(ConfigError::from)?;
         let flows = Flows::new(&plan.schedule, pp_rank);
-        Ok((Self { plan, stages, pp_rank, flows }, decoder))
+        Ok((Self { plan, stages, pp_rank, flows, overlaps_pairs: true }, decoder))
     }
 
     /// The stage with number `index`, which this rank has.
@@ -120,8 +125,9 @@ impl Pipeline {
     ) -> Result<StepOutcome, TrainError> {
         let mut execution = Execution::new(self, view, microbatches, grads);
         for entry in &self.plan.schedule.ranks[self.pp_rank] {
-            for action in entry.actions() {
-                execution.carry_out(action)?;
+            match *entry {
+                Entry::One(action) => execution.carry_out(action)?,
+                Entry::Pair(forward, backward) => execution.carry_out_pair(forward, backward)?,
             }
         }
         let (own, peaks) = execution.finish()?;

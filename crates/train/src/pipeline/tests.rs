@@ -192,9 +192,15 @@ impl Rank {
 }
 
 fn step_on_ranks(case: &Case) -> Step {
+    step_with(case, true)
+}
+
+/// A step whose pairs take turns, or are computed one after the other.
+fn step_with(case: &Case, overlaps_pairs: bool) -> Step {
     let plan = case.plan();
     let steps = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
-        let Rank { ranks, ctx, pipeline, part, mut grads, microbatches } = Rank::new(case, &plan, comm)?;
+        let Rank { ranks, ctx, mut pipeline, part, mut grads, microbatches } = Rank::new(case, &plan, comm)?;
+        pipeline.overlaps_pairs = overlaps_pairs;
         let view = StageView { ctx: &ctx, ranks: &ranks, weights: &part };
         let outcome = pipeline.step(view, &microbatches, &mut grads)?;
         let norm = finish_sums(&ranks, &ctx, &part, &mut grads)?;
@@ -284,6 +290,23 @@ fn a_pipeline_goes_with_copies_experts_and_matrices_over_ranks() {
         let layout = Layout::new(dp, ep, tp).with_pipeline(2);
         for schedule in ["1f1b", "zb_h1", "dualpipe", "dualpipe_v"] {
             check(&Case { layout, ..case(2, schedule) });
+        }
+    }
+}
+
+#[test]
+fn pairs_that_take_turns_give_the_bits_of_one_after_the_other() {
+    for (dp, ep, tp) in [(1, 2, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2)] {
+        let layout = Layout::new(dp, ep, tp).with_pipeline(2);
+        for schedule in ["dualpipe", "dualpipe_v", "1f1b_overlap", "interleaved_overlap"] {
+            let case = Case { layout, model: ModelConfig { num_experts: 6, ..model(4) }, ..case(2, schedule) };
+            let (overlapped, plain) = (step_with(&case, true), step_with(&case, false));
+            let what = format!("{schedule}, {layout}");
+            assert_eq!(overlapped.norm.to_bits(), plain.norm.to_bits(), "{what}");
+            assert_eq!(format!("{:?}", overlapped.stats), format!("{:?}", plain.stats), "{what}");
+            for ((name, ours), (_, theirs)) in overlapped.grads.iter().zip(&plain.grads) {
+                assert!(ours.iter().map(|x| x.to_bits()).eq(theirs.iter().map(|x| x.to_bits())), "{what}: {name}");
+            }
         }
     }
 }
