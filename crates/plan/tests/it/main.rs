@@ -9,6 +9,6 @@ mod proposals;
 mod published;
 mod published_page;
 mod schedules;
-mod steps;
 mod servings;
+mod steps;
 mod topologies;
