@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 
 #[derive(Debug, Args)]
 #[command(
+    override_usage = "moeworks simulate [OPTIONS] --schedule <NAME|FILE>",
     before_help = "Usual use:\n  moeworks simulate --schedule 1f1b --pp 4 --microbatches 8\n  \
                    moeworks simulate --schedule dualpipe --pp 8 --microbatches 16 --svg timeline.svg\n  \
                    moeworks simulate --schedule zb_h1 --pp 16 --microbatches 64 --model deepseek-v3 --cluster h800 --ep 64\n  \
