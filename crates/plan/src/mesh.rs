@@ -2,10 +2,10 @@
 //! 2504.14960).
 //!
 //! The ranks of a pipeline stage are cut twice. For attention and everything outside the experts they are
-//! `tp x cp x dp`, tensor-parallel neighbours first. For the experts they are `etp x ep x edp`: expert-tensor-parallel
-//! groups hold slices of an expert, expert-parallel groups hold all experts between them, and there are `edp` copies.
-//! Folded, the experts' groups are neighbours whatever the attention's are. Unfolded, experts are cut as attention is
-//! (`etp = tp`) and an expert-parallel group is one of data-parallel ranks.
+//! `tp x cp x dp`, tensor-parallel neighbours first. For the experts they are `etp x ep x edp`:
+//! expert-tensor-parallel groups hold slices of an expert, expert-parallel groups hold all experts between them, and
+//! there are `edp` copies. Folded, the experts' groups are neighbours whatever the attention's are. Unfolded,
+//! experts are cut as attention is (`etp = tp`) and an expert-parallel group is one of data-parallel ranks.
 
 use std::fmt;
 
@@ -114,9 +114,9 @@ impl Mesh {
         sizes.iter().all(|&size| size >= 1) && is_cut
     }
 
-    /// Returns the layout that `moeworks train` carries out, with dp, ep and tp in its sense: expert-parallel groups of
-    /// whole tensor-parallel groups. None if the trainer has no such layout: with context or expert-tensor parallelism,
-    /// selective recomputation, or experts over fewer ranks than a matrix.
+    /// Returns the layout that `moeworks train` carries out, with dp, ep and tp in its sense: expert-parallel groups
+    /// of whole tensor-parallel groups. None if the trainer has no such layout: with context or expert-tensor
+    /// parallelism, selective recomputation, or experts over fewer ranks than a matrix.
     #[must_use]
     pub fn trainable(&self, num_experts: usize) -> Option<Layout> {
         let ep = if num_experts == 0 { self.tp } else { self.ep };

@@ -108,7 +108,8 @@ impl ModelParts {
         layers + experts + self.head_params() + mtp * each
     }
 
-    /// Returns the operations of causal attention of one layer for a token at the mean position of a sequence, forward.
+    /// Returns the operations of causal attention of one layer for a token at the mean position of a sequence,
+    /// forward.
     #[must_use]
     pub fn score_flops(&self, seq_len: f64) -> f64 {
         let context = self.window.map_or(seq_len, |window| seq_len.min(window as f64));

@@ -1,5 +1,5 @@
-//! The reasons for a layout: what binds it, by costing it again on a cluster with more of each resource, and what each
-//! other choice would have cost.
+//! The reasons for a layout: what binds it, by costing it again on a cluster with more of each resource, and what
+//! each other choice would have cost.
 
 use crate::cost::fabric::Fabric;
 use crate::cost::training::{MeshCost, TrainingJob, mesh_cost_with};

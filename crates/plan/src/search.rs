@@ -50,8 +50,27 @@ pub struct Search {
 const LEAST_CONTEXT: usize = 2048;
 /// The most stages of a pipeline rank that are tried.
 const MAX_VIRTUAL: usize = 8;
+/// The schedules that are tried.
+const TRIED: [ScheduleKind; 8] = [
+    ScheduleKind::OneFOneB,
+    ScheduleKind::Interleaved,
+    ScheduleKind::ZbH1,
+    ScheduleKind::ZbH2,
+    ScheduleKind::OneFOneBOverlap,
+    ScheduleKind::InterleavedOverlap,
+    ScheduleKind::DualPipe,
+    ScheduleKind::DualPipeV,
+];
 /// The sizes of microbatches that are tried.
 const MICROBATCHES: [usize; 4] = [1, 2, 4, 8];
+
+impl Pins {
+    /// Returns whether the bubble of a schedule has a closed form for any times, so that it can be planned.
+    #[must_use]
+    pub fn can_plan(schedule: ScheduleKind) -> bool {
+        TRIED.contains(&schedule) || schedule == ScheduleKind::Gpipe
+    }
+}
 
 /// Returns the divisors of `n`, ascending.
 fn divisors(n: usize) -> Vec<usize> {
@@ -146,19 +165,22 @@ impl Space<'_> {
 
     /// Returns the best form of a cut: the fastest that fits, or else the leanest.
     fn best_of(&mut self, cut: Mesh) -> Option<MeshCost> {
+        let forms = self.forms(cut);
+        if forms.is_empty() {
+            return None;
+        }
         let lean = self.leanest(cut);
         let lean = self.cost(&lean);
         if !lean.fits {
             return Some(lean);
         }
         let mut best: Option<MeshCost> = None;
-        for mesh in self.forms(cut) {
+        for mesh in forms {
             let cost = self.cost(&mesh);
             if cost.fits && best.is_none_or(|best| cost.time.total() < best.time.total()) {
                 best = Some(cost);
             }
         }
-        // The leanest form may have sizes that are not pinned otherwise.
         best.or(Some(lean))
     }
 
@@ -184,10 +206,8 @@ impl Space<'_> {
             })
             .collect();
         let most = self.job.global_batch / cut.dp;
-        let sizes: Vec<usize> = match pins.microbatch {
-            Some(size) => vec![size],
-            None => MICROBATCHES.into_iter().filter(|&size| size <= most).collect(),
-        };
+        let sizes = pins.microbatch.map_or(MICROBATCHES.to_vec(), |size| vec![size]);
+        let sizes: Vec<usize> = sizes.into_iter().filter(|&size| size <= most).collect();
         let mut forms = Vec::new();
         for zero in zeros {
             for &recompute in &recomputes {
@@ -211,11 +231,7 @@ impl Space<'_> {
         let m = self.job.global_batch.div_ceil(form.dp * form.microbatch);
         let p = form.pp;
         let layers = self.job.parts.num_layers / p;
-        let kinds = [OneFOneB, Interleaved, ZbH1, ZbH2, OneFOneBOverlap, InterleavedOverlap, DualPipe, DualPipeV];
-        let kinds: Vec<ScheduleKind> = match self.pins.schedule {
-            Some(kind) => vec![kind],
-            None => kinds.to_vec(),
-        };
+        let kinds = self.pins.schedule.map_or(TRIED.to_vec(), |kind| vec![kind]);
         let mut forms = Vec::new();
         for schedule in kinds {
             let stages: Vec<usize> = match schedule {

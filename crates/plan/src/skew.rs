@@ -3,7 +3,7 @@
 /// The load of experts that a plan reckons with.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Skew {
-    /// The same for all.
+    /// Equal loads.
     #[default]
     Even,
     /// A coefficient of variation (standard deviation over mean) of the experts' loads, which are log-normal.
@@ -116,7 +116,7 @@ fn normal_quantile(p: f64) -> f64 {
         [7.784_695_709_041_462e-3, 3.224_671_290_700_398e-1, 2.445_134_137_142_996, 3.754_408_661_907_416];
     let horner = |coefficients: &[f64], x: f64| coefficients.iter().fold(0.0, |sum, c| sum * x + c);
     let p = p.clamp(1e-12, 1.0 - 1e-12);
-    if p < 0.02425 || p > 1.0 - 0.02425 {
+    if !(0.02425..=1.0 - 0.02425).contains(&p) {
         let q = (-2.0 * p.min(1.0 - p).ln()).sqrt();
         let x = horner(&C, q) / (horner(&D, q) * q + 1.0);
         return if p < 0.5 { x } else { -x };

@@ -278,6 +278,14 @@ pub(super) fn pins(args: &PlanArgs, work: &Work, place: &Place) -> Result<Pins, 
         return Err(Failure::input("--zero: must be from 0 to 3"));
     }
     let schedule = given.schedule.as_deref().map(str::parse::<ScheduleKind>).transpose();
+    let schedule = schedule.map_err(|error| Failure::input(format!("--schedule: {error}")))?;
+    if let Some(kind) = schedule.filter(|&kind| !Pins::can_plan(kind)) {
+        let known = ScheduleKind::ALL.into_iter().filter(|&kind| Pins::can_plan(kind));
+        let known: Vec<&str> = known.map(ScheduleKind::name).collect();
+        let message =
+            format!("--schedule {kind}: its bubble has no closed form; those that are planned: {}", known.join(", "));
+        return Err(Failure::input(message));
+    }
     let recompute = match given.recompute.as_deref() {
         None => None,
         Some("none") => Some(Recompute::None),
@@ -295,7 +303,7 @@ pub(super) fn pins(args: &PlanArgs, work: &Work, place: &Place) -> Result<Pins, 
         etp: given.etp,
         microbatch: given.microbatch,
         zero: given.zero,
-        schedule: schedule.map_err(|error| Failure::input(format!("--schedule: {error}")))?,
+        schedule,
         recompute,
         only_trainable: given.trainable,
     })

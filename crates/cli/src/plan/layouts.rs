@@ -1,4 +1,5 @@
-//! `moeworks plan` in all dimensions: the best layouts, the reasons for the first, and the bill of a number of tokens.
+//! `moeworks plan` in all dimensions: the best layouts, the reasons for the first, and the bill of a number of
+//! tokens.
 
 use moeworks_plan::ModelParts;
 use moeworks_plan::{Bill, MeshCost, Pins, Practice, Precision, Rate, Search, TrainingJob, Verdict, search, verdict};

@@ -1,13 +1,13 @@
 //! Layouts in all dimensions as JSON: the figures and the sentences of the text.
 
-use moeworks_plan::{Alternative, Bill, Fabric, Gain, MeshCost, Verdict};
+use moeworks_plan::{Alternative, Bill, Fabric, Gain, MeshCost, ModelParts, Verdict};
 use serde_json::{Map, Value, json};
 
 use super::layouts::{Plan, precision_name, sentences};
 
 pub(super) fn as_json(plan: &Plan) -> Value {
     let Plan { place, job, found, verdict, trainable, bill, top } = plan;
-    let cost = |cost: &MeshCost| cost_json(cost, &place.fabric, (job.parts.num_experts, job.parts.num_layers).into());
+    let cost = |cost: &MeshCost| cost_json(cost, &place.fabric, &job.parts);
     json!({
         "cluster": place.name,
         "ranks": place.fabric.num_ranks,
@@ -29,20 +29,7 @@ pub(super) fn as_json(plan: &Plan) -> Value {
     })
 }
 
-/// The sizes of a model that the trainer's options depend on.
-#[derive(Clone, Copy)]
-struct Sizes {
-    num_experts: usize,
-    num_layers: usize,
-}
-
-impl From<(usize, usize)> for Sizes {
-    fn from((num_experts, num_layers): (usize, usize)) -> Self {
-        Self { num_experts, num_layers }
-    }
-}
-
-fn cost_json(cost: &MeshCost, fabric: &Fabric, sizes: Sizes) -> Value {
+fn cost_json(cost: &MeshCost, fabric: &Fabric, parts: &ModelParts) -> Value {
     let (mesh, memory) = (&cost.mesh, &cost.memory);
     let mut seconds: Map<String, Value> =
         cost.time.parts().into_iter().map(|(name, part)| (name.replace([' ', '-'], "_"), json!(part))).collect();
@@ -80,8 +67,8 @@ fn cost_json(cost: &MeshCost, fabric: &Fabric, sizes: Sizes) -> Value {
         "tokens_per_s": cost.tokens_per_s,
         "flops_per_rank": cost.flops_per_rank,
         "mfu": cost.mfu,
-        "train_options": mesh.options(sizes.num_experts, sizes.num_layers, cost.microbatches),
-        "planned_only": mesh.planned_only(sizes.num_experts),
+        "train_options": mesh.options(parts.num_experts, parts.num_layers, cost.microbatches),
+        "planned_only": mesh.planned_only(parts.num_experts),
     })
 }
 

@@ -145,9 +145,9 @@ impl From<&Topology> for Fabric {
 }
 
 impl Fabric {
-    /// Describes `num_ranks` ranks of a cluster, for products in `precision`. Outer levels grow as the ranks need, and
-    /// ranks are spread evenly over as few units as hold them, if they divide so: 256 ranks are 4 times 64 in racks of
-    /// 72.
+    /// Describes `num_ranks` ranks of a cluster, for products in `precision`. Outer levels grow as the ranks need,
+    /// and ranks are spread evenly over as few units as hold them, if they divide so: 256 ranks are 4 times 64 in
+    /// racks of 72.
     #[must_use]
     pub fn new(cluster: &Cluster, num_ranks: usize, precision: Precision) -> Self {
         let device = &cluster.device;

@@ -249,3 +249,24 @@ fn memory_of_a_trainable_layout_is_that_of_the_trainers_model() {
         }
     }
 }
+
+#[test]
+fn schedules_are_only_proposed_for_sizes_that_they_take() {
+    let times = Times::uniform(1.0, 1.0, 1.0);
+    let job = TrainingJob { global_batch: 96, ..job("mixtral-8x22b") };
+    for schedule in ScheduleKind::ALL {
+        let pins = Pins { schedule: Some(schedule), ..Pins::default() };
+        let found = search(&job, &fabric("h100", 48), &pins).found;
+        assert!(Pins::can_plan(schedule) || found.iter().all(|cost| cost.mesh.pp == 1), "{schedule}");
+        for cost in found.iter().filter(|cost| cost.mesh.pp > 1 && cost.fits) {
+            let stages = cost.mesh.virtual_stages;
+            let request = ScheduleRequest {
+                virtual_stages: (stages > 1).then_some(stages),
+                ..ScheduleRequest::new(cost.mesh.pp, cost.microbatches, &times)
+            };
+            assert!(schedule.generate(&request).is_ok(), "{}", cost.mesh);
+        }
+    }
+    let none = Pins { pp: Some(3), schedule: Some(ScheduleKind::DualPipe), ..Pins::default() };
+    assert!(search(&job, &fabric("h100", 48), &none).found.is_empty(), "DualPipe takes an even number of ranks");
+}

@@ -42,7 +42,8 @@ impl Step<'_> {
         (layers as f64, moe as f64)
     }
 
-    /// Returns the parameters of the rank with the most: with the embedding, and with a tied or lone output projection.
+    /// Returns the parameters of the rank with the most: with the embedding, and with a tied or lone output
+    /// projection.
     pub(super) fn params(&self) -> HeldParams {
         let (parts, mesh) = (&self.job.parts, self.mesh);
         let (layers, moe) = self.layers_of_rank();

@@ -62,8 +62,8 @@ impl Practice {
         }
     }
 
-    /// Megatron-Core with its distributed optimizer: `6 + 12/d` bytes a parameter, sequence parallelism, and gradients
-    /// that are summed beside the backward. Tokens go straight to their experts.
+    /// Megatron-Core with its distributed optimizer: `6 + 12/d` bytes a parameter, sequence parallelism, and
+    /// gradients that are summed beside the backward. Tokens go straight to their experts.
     pub const MEGATRON: Self = Self {
         sum_bytes: 2.0,
         residual_bytes: 2.0,
@@ -273,8 +273,8 @@ impl Step<'_> {
         }
     }
 
-    /// Returns the seconds of a microbatch's all-to-alls that nothing hides. Schedules of pairs compute one microbatch
-    /// while the tokens of another travel.
+    /// Returns the seconds of a microbatch's all-to-alls that nothing hides. Schedules of pairs compute one
+    /// microbatch while the tokens of another travel.
     fn exposed_experts(&self, passes: &pass::Passes, times: &PassTimes) -> f64 {
         if !is_paired(self.mesh) {
             return passes.exposed_experts;

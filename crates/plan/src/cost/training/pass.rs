@@ -5,8 +5,8 @@ use crate::cost::fabric::{ExpertRows, LinkCost, Members};
 use crate::cost::pipeline::overlapped_seconds;
 use crate::{Algorithm, Precision, Recompute};
 
-/// Numbers of a token that the parts of a layer outside products read and write in a forward, in widths: two norms and
-/// two sums with the residual stream, rotary embeddings, and the inputs and outputs of products.
+/// Numbers of a token that the parts of a layer outside products read and write in a forward, in widths: two norms
+/// and two sums with the residual stream, rotary embeddings, and the inputs and outputs of products.
 const LAYER_PASSES: f64 = 12.0;
 /// Numbers of a routed row that are read and written besides those of the activation: to permute it, and to weigh
 /// and sum it back.
@@ -48,7 +48,7 @@ pub(super) struct Passes {
     pub(super) raw_experts: f64,
     pub(super) path: Algorithm,
     pub(super) chunks: usize,
-    /// What the collectives send.
+    /// The cost of all collectives, hidden or not.
     pub(super) links: LinkCost,
     forward: f64,
     input_grad: f64,
@@ -90,8 +90,8 @@ impl Step<'_> {
     }
 
     /// Returns the seconds of products with `params` parameters for each of `tokens` tokens, if the rank holds `held`
-    /// parameters and a token has `elements` numbers in their inputs and outputs. A product takes its operations at the
-    /// rate of large ones, and the time to read and write its operands: so narrow ones reach less.
+    /// parameters and a token has `elements` numbers in their inputs and outputs. A product takes its operations at
+    /// the rate of large ones, and the time to read and write its operands: so narrow ones reach less.
     fn products(&self, tokens: f64, params: f64, held: f64, elements: f64) -> Part {
         let rates = &self.fabric.rates;
         let rate = if self.job.precision == Precision::Fp8 { rates.fp8_flops } else { rates.flops };
