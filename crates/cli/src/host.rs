@@ -16,8 +16,8 @@ use crate::interrupts::{Interrupts, Receiving};
 use crate::log::Log;
 use crate::output::{self, OutputGone};
 use crate::{
-    balance, bench, chat, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan, ranks,
-    routing, serve, simulate, study, train,
+    balance, bench, chat, check, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan,
+    ranks, routing, serve, simulate, study, train,
 };
 
 /// The exit code for invalid arguments.
@@ -148,6 +148,7 @@ impl Call<'_> {
             Command::Plan(args) => plan::run(&args),
             Command::Balance(args) => balance::run(&args),
             Command::Simulate(args) => simulate::run(&args),
+            Command::Check(args) => check::run(&args),
             Command::Routing(args) => routing::run(&args),
             Command::Study(args) => study::run(&args, self),
             Command::Upcycle(args) => convert::upcycle(&args),

@@ -19,6 +19,7 @@ mod args;
 mod balance;
 mod bench;
 mod chat;
+mod check;
 mod completions;
 mod convert;
 mod cost_tables;

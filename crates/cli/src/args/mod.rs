@@ -22,7 +22,9 @@ use clap_complete::Shell;
 use crate::version;
 
 pub(crate) use balance::{BalanceArgs, Policy};
-pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs};
+pub(crate) use bench::{
+    BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs, PipelineBenchArgs,
+};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
 pub(crate) use gateway::GatewayArgs;
@@ -34,7 +36,7 @@ pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
 pub(crate) use serve::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
 pub(crate) use simulate::SimulateArgs;
-pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
+pub(crate) use train::{ConfigArgs, LayoutCheckArgs, ReportArgs, StudyArgs, TrainArgs};
 
 /// Train, balance and run Mixture-of-Experts language models.
 #[derive(Debug, Parser)]
@@ -81,6 +83,8 @@ pub(crate) enum Command {
     Balance(BalanceArgs),
     /// Simulate a pipeline schedule with given times: what each rank does when, and the memory it uses
     Simulate(SimulateArgs),
+    /// Check that a configuration has the same losses and gradients in every layout that this machine can hold
+    Check(LayoutCheckArgs),
     /// Write a page that shows the experts of each token of a text
     Routing(RoutingArgs),
     /// Compare routing schemes: train the same small model with each, and a dense model
