@@ -1,7 +1,7 @@
 //! Measured steps of pipelines beside the makespans of their schedules.
 //!
-//! Two ranks of one core each compute for real. With more ranks than cores each computation is a wait instead, so that
-//! ranks do not lend each other cores, and the links inside a stage group are as slow as makes the all-to-alls of a
+//! Two ranks of one core each compute for real. With more ranks than cores each computation is a wait instead, so
+//! that ranks do not lend each other cores, and the links inside a stage group are as slow as makes the all-to-alls of a
 //! pass take half the time of its computation. Everything else is that of training: messages, exchanges of tokens,
 //! turns, and gradients.
 
@@ -81,7 +81,7 @@ impl Measured {
     }
 }
 
-/// Measures a schedule over `pp` stage groups of two ranks, all threads of this process, whose computations are waits.
+/// Measures a schedule over `pp` stage groups of two ranks, threads of this process, whose computations are waits.
 ///
 /// # Errors
 /// [`BenchError`] where a rank fails.

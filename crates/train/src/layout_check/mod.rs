@@ -1,5 +1,5 @@
-//! The check that a configuration trains alike in any layout: loss and gradients of a step on one rank, and on several
-//! ranks in each layout that a machine can hold.
+//! The check that a configuration trains alike in any layout: loss and gradients of a step on one rank, and on
+//! several ranks in each layout that a machine can hold.
 //!
 //! Steps are those of training, with random weights and tokens, in f32 on the CPU: other formats round differently
 //! in each layout. Ranks are threads of this process with one thread each.
