@@ -25,4 +25,7 @@ pub enum BenchError {
     /// A rank failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// Steps of a pipeline cannot be trained.
+    #[error(transparent)]
+    Train(#[from] moeworks_train::TrainError),
 }

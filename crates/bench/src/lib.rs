@@ -18,6 +18,7 @@ mod moe_layer;
 mod moe_requests;
 pub mod overlap;
 pub mod pass;
+pub mod pipeline;
 pub mod ranks;
 mod routing_parts;
 pub mod routing_schemes;

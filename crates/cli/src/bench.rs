@@ -4,6 +4,7 @@
 mod comm;
 mod decode;
 mod overlap;
+mod pipeline;
 
 use std::io::{BufRead as _, stdin};
 
@@ -35,6 +36,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         BenchKind::Decode(args) => decode(args),
         BenchKind::Overlap(args) => overlap::run(args),
         BenchKind::Comm(args) => comm::run(args),
+        BenchKind::Pipeline(args) => pipeline::run(args),
         BenchKind::Moe(args) => answer_moe_requests(args),
     }
 }

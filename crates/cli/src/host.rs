@@ -16,7 +16,7 @@ use crate::interrupts::{Interrupts, Receiving};
 use crate::log::Log;
 use crate::output::{self, OutputGone};
 use crate::{
-    advise, balance, bench, chat, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan,
+    advise, balance, bench, chat, check, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan,
     ranks, routing, serve, simulate, study, train,
 };
 
@@ -149,6 +149,7 @@ impl Call<'_> {
             Command::Advise(args) => advise::run(&args, self),
             Command::Balance(args) => balance::run(&args),
             Command::Simulate(args) => simulate::run(&args),
+            Command::Check(args) => check::run(&args),
             Command::Routing(args) => routing::run(&args),
             Command::Study(args) => study::run(&args, self),
             Command::Upcycle(args) => convert::upcycle(&args),

@@ -20,6 +20,7 @@ mod args;
 mod balance;
 mod bench;
 mod chat;
+mod check;
 mod completions;
 mod convert;
 mod cost_tables;

@@ -199,7 +199,7 @@ fn resolve_from(args: &TrainArgs, flags: Vec<Override>) -> Result<(RunConfig, Op
     Ok((layers.resolve()?, from))
 }
 
-fn layers(args: &ConfigArgs, flags: Vec<Override>) -> Result<ConfigLayers, Failure> {
+pub(crate) fn layers(args: &ConfigArgs, flags: Vec<Override>) -> Result<ConfigLayers, Failure> {
     let mut overrides: Vec<Override> =
         args.settings.iter().map(|text| Override::parse(text)).collect::<Result<_, _>>()?;
     overrides.extend(flags);

@@ -11,6 +11,7 @@ pub mod data;
 mod error;
 pub mod events;
 pub mod language_model;
+pub mod layout_check;
 pub mod lr_schedule;
 pub mod metrics;
 pub mod optimizer;

@@ -38,6 +38,8 @@ pub(crate) enum BenchKind {
     Overlap(OverlapArgs),
     /// Measure latency and bandwidth of each collective between ranks; writes topology.toml for `plan`
     Comm(CommArgs),
+    /// Measure steps of pipelines beside the makespans of their schedules, and how much of their all-to-alls is hidden
+    Pipeline(PipelineBenchArgs),
     /// Time MoE layers that standard input describes line by line, for comparisons with other programs
     Moe(MoeArgs),
 }
@@ -138,6 +140,26 @@ pub(crate) struct CommArgs {
 
 #[derive(Debug, Args)]
 #[command(
+    before_help = "Usual use:\n  moeworks bench pipeline                       all schedules with 4 and 8 ranks that wait, 2 that compute\n  \
+                         moeworks bench pipeline 1f1b 1f1b_overlap     these two"
+)]
+pub(crate) struct PipelineBenchArgs {
+    /// Schedules to measure: 1f1b, zb_h1, dualpipe, dualpipe_v, 1f1b_overlap, interleaved_overlap (default: all)
+    #[arg(value_name = "SCHEDULE")]
+    pub(crate) schedules: Vec<String>,
+    /// Microbatches of a step, rounded up to what the schedules take
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) microbatches: u16,
+    /// Steps of which the median counts
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    pub(crate) steps: u16,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(
     before_help = "Usual use: one line of JSON per layer on standard input, one line of JSON with seconds per answer:\n  \
                          echo '{\"d\": 1024, \"f\": 384, \"e\": 128, \"k\": 8, \"activation\": \"swiglu\", \"dtype\": \"bf16\",\n        \
                          \"tokens\": 16, \"both\": true}' | moeworks bench moe"
@@ -148,7 +170,7 @@ pub(crate) struct MoeArgs {
 }
 
 /// The kinds that take the names of cases.
-const WITH_CASES: [&str; 3] = ["kernels", "layers", "routing"];
+const WITH_CASES: [&str; 4] = ["kernels", "layers", "routing", "pipeline"];
 /// The kinds without named cases.
 const WHOLE: [&str; 4] = ["decode", "overlap", "comm", "moe"];
 /// The options that take no value.

@@ -11,7 +11,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
     ("Run", &["chat", "generate", "serve", "gateway"]),
     ("Inspect", &["inspect", "advise", "evaluate", "routing"]),
     ("Make", &["convert", "upcycle"]),
-    ("Plan", &["estimate", "plan", "simulate", "balance"]),
+    ("Plan", &["estimate", "plan", "simulate", "balance", "check"]),
     ("Measure", &["bench", "doctor"]),
 ];
 

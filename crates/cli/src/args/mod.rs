@@ -26,7 +26,9 @@ use crate::version;
 
 pub(crate) use advise::AdviseArgs;
 pub(crate) use balance::{BalanceArgs, Policy};
-pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs};
+pub(crate) use bench::{
+    BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs, PipelineBenchArgs,
+};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
 pub(crate) use gateway::GatewayArgs;
@@ -40,7 +42,7 @@ pub(crate) use record::RecordArgs;
 pub(crate) use routing::{RoutingArgs, RoutingCommand, RoutingExportArgs, RoutingPageArgs, RoutingStatsArgs};
 pub(crate) use serve::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
 pub(crate) use simulate::{PathChoice, PrecisionChoice, SimulateArgs, StepArgs, WireChoice};
-pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
+pub(crate) use train::{ConfigArgs, LayoutCheckArgs, ReportArgs, StudyArgs, TrainArgs};
 
 /// Train, balance and run Mixture-of-Experts language models.
 #[derive(Debug, Parser)]
@@ -89,6 +91,8 @@ pub(crate) enum Command {
     Balance(BalanceArgs),
     /// Simulate a pipeline schedule, with given times or of a model on a cluster: what each rank does when, and memory
     Simulate(SimulateArgs),
+    /// Check that a configuration has the same losses and gradients in every layout that this machine can hold
+    Check(LayoutCheckArgs),
     /// Show the experts of each token of a text; statistics and export of recorded routing
     Routing(RoutingArgs),
     /// Compare routing schemes: train the same small model with each, and a dense model

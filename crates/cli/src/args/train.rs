@@ -117,6 +117,33 @@ pub(crate) struct StudyArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    before_help = "Usual use:\n  moeworks check                                   the default model on up to 4 ranks\n  \
+                         moeworks check --config mine.toml                your own configuration, its layout included\n  \
+                         moeworks check --config mine.toml --ranks 8      on up to 8 ranks",
+    after_help = "Exit code 0: all layouts are equal; 1: one differs, or failed; 2: the configuration is wrong."
+)]
+pub(crate) struct LayoutCheckArgs {
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+    /// Most ranks of a layout, threads of this process (default: 4, or those of the configuration if more)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..=64))]
+    pub(crate) ranks: Option<u16>,
+    /// Largest difference of a value, as a share of the largest value of its tensor
+    #[arg(long, value_name = "SHARE", default_value_t = 1e-4)]
+    pub(crate) tolerance: f64,
+    /// Print why layouts were left out
+    #[arg(long)]
+    pub(crate) skipped: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Double the gradient of this tensor on one rank, to see that it is found
+    #[arg(long, value_name = "TENSOR", hide = true)]
+    pub(crate) fault: Option<String>,
+}
+
+#[derive(Debug, Args)]
 #[command(before_help = "Usual use:\n  moeworks report runs/NAME")]
 pub(crate) struct ReportArgs {
     /// Run folder

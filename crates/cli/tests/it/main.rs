@@ -7,6 +7,7 @@ mod bench;
 mod bench_comm;
 mod browser;
 mod chat;
+mod check;
 mod data;
 mod deploy;
 mod device;

@@ -128,6 +128,7 @@ fn processes_carry_a_pipeline_out() {
         for (run, num_ranks, more) in [
             ("pp2", 2, &["--pp", "2", "--set", "parallel.schedule=zb_h1"][..]),
             ("dualpipe", 4, &["--pp", "2", "--dp", "2", "--set", "parallel.schedule=dualpipe"]),
+            ("overlap", 4, &["--pp", "2", "--ep", "2", "--set", "parallel.schedule=1f1b_overlap"]),
         ] {
             let train = work.train_command(run, 3, &[&settings[..], more].concat());
             let output = process_command(&mpirun, num_ranks, &train).output().expect("mpirun runs");
@@ -146,6 +147,18 @@ fn a_process_that_is_killed_in_a_schedule_is_named_by_the_others() {
         let layout = ["--pp", "3", "--set", "model.num_layers=3", "--set", "train.grad_accumulation=4"];
         let said = end_by(&work, under_way(&work, &mpirun, &layout), "-KILL");
         assert!(said.contains("rank 2"), "{said}");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_process_that_is_frozen_in_a_schedule_is_named_by_the_others() {
+    for (mpirun, _) in launchers() {
+        let work = Workplace::new();
+        let layout = ["--pp", "3", "--set", "model.num_layers=3", "--set", "train.grad_accumulation=4"];
+        let run = under_way(&work, &mpirun, &[&layout[..], &["--set", "parallel.timeout_s=4"]].concat());
+        let said = end_by(&work, run, "-STOP");
+        assert!(said.contains("rank 2 hung: nothing from it for"), "{said}");
     }
 }
 

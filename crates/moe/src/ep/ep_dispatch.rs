@@ -125,9 +125,9 @@ impl EpDispatch {
         &self.chunks
     }
 
-    /// Dispatches `rows [T, D]` in the format of `wire` and computes, chunk by chunk. `meanwhile` runs while the first
-    /// chunk is in flight. `work` turns the arrived rows `[A, D]` of a chunk into the tensors to send back. Returns
-    /// the combines, which are under way.
+    /// Dispatches `rows [T, D]` in the format of `wire` and computes, chunk by chunk. `meanwhile` runs while the
+    /// first chunk is in flight. `work` turns the arrived rows `[A, D]` of a chunk into the tensors to send back.
+    /// Returns the combines, which are under way.
     pub(crate) fn dispatch(
         &self,
         ctx: &Context,
@@ -160,8 +160,8 @@ impl EpDispatch {
         Returning { chunks: returning }
     }
 
-    /// Finishes the combines. `home` receives each chunk's range of tokens and, for each of the tensors sent back, the
-    /// sums that came, `[tokens, ..]`.
+    /// Finishes the combines. `home` receives each chunk's range of tokens and, for each of the tensors sent back,
+    /// the sums that came, `[tokens, ..]`.
     pub(crate) fn combine(
         &self,
         ctx: &Context,

@@ -1,8 +1,8 @@
 //! Two passes of one rank that take turns, so that the exchange of tokens of one travels while the other computes.
 //!
-//! A turn ends where a pass is about to wait for an exchange, and never by time. So all ranks of a group take the same
-//! turns and make their calls in one order, which communicators ask for. One of the passes runs at a time: the other
-//! needs neither cores nor a lock of its own.
+//! A turn ends where a pass is about to wait for an exchange, and never by time. So all ranks of a group take the
+//! same turns and make their calls in one order, which communicators ask for. One of the passes runs at a time: the
+//! other needs neither cores nor a lock of its own.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

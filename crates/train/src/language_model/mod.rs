@@ -39,10 +39,11 @@ use crate::task::{
     RecordedStep, SaveError, Task,
 };
 use crate::trainer::Trainer;
-#[cfg(test)]
 pub(crate) use on_ranks::decoder_on_ranks;
+pub(crate) use options::pass_options;
 pub use run_files::resumed_config;
 pub(crate) use run_files::{ORIGIN_FILE, make_absolute, read_config};
+pub(crate) use setup::check_memory;
 pub use setup::{context, machine_bytes};
 pub use start::{LanguageModelResume, LanguageModelStart};
 
@@ -124,7 +125,7 @@ impl Task for LanguageModel {
         if let Some(ranks) = model.ranks {
             ranks.meter().record("data", start);
         }
-        let mut options = options::pass_options(&self.config, &self.dataset, batch);
+        let mut options = options::pass_options(&self.config, self.dataset.targets_of_step(batch.step), batch);
         let sequences = own_share(model.ranks, sequences, &mut options.first_token);
         let PassGradients { write, grads, layer_done } = gradients;
         let mut done = |layer: usize, grads: &mut DecoderWeights| layer_done(layer, grads);

@@ -14,8 +14,8 @@ use crate::rebalance::{RebalanceSettings, RebalanceSource};
 use crate::task::Microbatch;
 use crate::trainer::TrainerSettings;
 
-/// Returns the options of a training pass.
-pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microbatch) -> PassOptions {
+/// Returns the options of a training pass of a step with so many targets.
+pub(crate) fn pass_options(config: &RunConfig, num_targets: usize, batch: Microbatch) -> PassOptions {
     let train = &config.train;
     let num_micro = batch.num;
     let share = |coefficient: &Ramp| (coefficient.at(batch.progress) / num_micro as f64) as f32;
@@ -40,7 +40,7 @@ pub(super) fn pass_options(config: &RunConfig, dataset: &Dataset, batch: Microba
         noise: Some(RouterNoise { seed: train.seed, step: batch.number() }),
         checkpoint_layers: train.checkpoint_layers,
         order: PassOrder::default(),
-        grad_scale: 1.0 / dataset.targets_of_step(batch.step) as f32,
+        grad_scale: 1.0 / num_targets as f32,
     }
 }
 

@@ -34,7 +34,7 @@ impl LanguageModel {
         let start = Instant::now();
         let microbatch = |index: usize| {
             let place = Microbatch { index, ..first };
-            let mut options = options::pass_options(&self.config, &self.dataset, place);
+            let mut options = options::pass_options(&self.config, self.dataset.targets_of_step(place.step), place);
             let sequences = self.dataset.train_batch(place.step, index);
             let batch = own_share(model.ranks, sequences, &mut options.first_token);
             StepBatch { batch, options }

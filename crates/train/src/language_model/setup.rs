@@ -30,7 +30,7 @@ pub(super) fn vocab_size(config: &RunConfig, tokenizer: &Tokenizer) -> Result<us
 
 /// Refuses a model whose training state cannot fit, before the system or the driver kills the program. Activations
 /// are not counted, because they are an estimate and checkpointing bounds them.
-pub(super) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
+pub(crate) fn check_memory(ctx: &Context, config: &RunConfig, ranks: Option<&Ranks>) -> Result<(), TrainError> {
     let of_rank = state_of_rank(config);
     let needed_bytes = (of_rank.state() * ranks.map_or(1, Ranks::num_neighbours) as f64) as u64;
     if let Some(machine_bytes) = machine_bytes().filter(|&machine_bytes| needed_bytes > machine_bytes) {

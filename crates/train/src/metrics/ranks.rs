@@ -21,6 +21,10 @@ pub struct RankRecord {
     pub tensor_ms: f64,
     /// Bytes sent in tensor-parallel communication.
     pub tensor_bytes: u64,
+    /// Milliseconds of exchanges of tokens with the ranks of experts, from the start of each to its end.
+    pub exchange_ms: f64,
+    /// The part of `exchange_ms` in which the rank waited; the rest is hidden under computations.
+    pub exchange_waited_ms: f64,
 }
 
 /// The records of all ranks in one step, in their order.
@@ -31,35 +35,77 @@ pub struct RanksRecord {
 }
 
 /// The names of a rank's figures in JSON, after `ranks/`.
-const FIGURES: [&str; NUM_FIGURES] =
-    ["work_ms", "standing_ms", "gradients_ms", "update_ms", "node_bytes", "cluster_bytes", "tensor_ms", "tensor_bytes"];
+const FIGURES: [&str; NUM_FIGURES] = [
+    "work_ms",
+    "standing_ms",
+    "gradients_ms",
+    "update_ms",
+    "node_bytes",
+    "cluster_bytes",
+    "tensor_ms",
+    "tensor_bytes",
+    "exchange_ms",
+    "exchange_waited_ms",
+];
 
 /// The number of a rank's figures.
-pub(crate) const NUM_FIGURES: usize = 8;
+pub(crate) const NUM_FIGURES: usize = 10;
 
 impl RankRecord {
     /// Returns the figures in a fixed order; bytes are exact up to 2^53.
     #[must_use]
     pub fn to_numbers(&self) -> [f64; NUM_FIGURES] {
-        let Self { work_ms, standing_ms, gradients_ms, update_ms, tensor_ms, .. } = *self;
+        let Self { work_ms, standing_ms, gradients_ms, update_ms, tensor_ms, exchange_ms, exchange_waited_ms, .. } =
+            *self;
         let [node, cluster, tensor] =
             [self.node_bytes, self.cluster_bytes, self.tensor_bytes].map(|bytes| bytes as f64);
-        [work_ms, standing_ms, gradients_ms, update_ms, node, cluster, tensor_ms, tensor]
+        [
+            work_ms,
+            standing_ms,
+            gradients_ms,
+            update_ms,
+            node,
+            cluster,
+            tensor_ms,
+            tensor,
+            exchange_ms,
+            exchange_waited_ms,
+        ]
     }
 
     /// Rebuilds a record from the numbers of [`to_numbers`](Self::to_numbers).
     #[must_use]
     pub fn from_numbers(numbers: [f64; NUM_FIGURES]) -> Self {
-        let [work_ms, standing_ms, gradients_ms, update_ms, node, cluster, tensor_ms, tensor] = numbers;
+        let [work_ms, standing_ms, gradients_ms, update_ms, node, cluster, tensor_ms, tensor, ..] = numbers;
+        let [.., exchange_ms, exchange_waited_ms] = numbers;
         let [node_bytes, cluster_bytes, tensor_bytes] = [node, cluster, tensor].map(|bytes| bytes as u64);
-        Self { work_ms, standing_ms, gradients_ms, update_ms, node_bytes, cluster_bytes, tensor_ms, tensor_bytes }
+        Self {
+            work_ms,
+            standing_ms,
+            gradients_ms,
+            update_ms,
+            node_bytes,
+            cluster_bytes,
+            tensor_ms,
+            tensor_bytes,
+            exchange_ms,
+            exchange_waited_ms,
+        }
     }
 }
 
 impl RanksRecord {
     /// The names of [`scalars`](Self::scalars), after `ranks/`.
-    pub(super) const SCALARS: [&str; 7] =
-        ["imbalance", "waiting_ms", "standing_ms_mean", "node_mb", "cluster_mb", "tensor_ms_mean", "tensor_mb"];
+    pub(super) const SCALARS: [&str; 8] = [
+        "imbalance",
+        "waiting_ms",
+        "standing_ms_mean",
+        "node_mb",
+        "cluster_mb",
+        "tensor_ms_mean",
+        "tensor_mb",
+        "exchange_hidden",
+    ];
 
     /// Returns the busiest rank's work over the mean work; 1 when even.
     #[must_use]
@@ -74,6 +120,12 @@ impl RanksRecord {
         self.mean(|rank| self.most_work() - rank.work_ms)
     }
 
+    /// Returns the share of the exchanges of tokens that is hidden under computations; NaN without exchanges.
+    #[must_use]
+    pub fn exchange_hidden(&self) -> f64 {
+        1.0 - self.mean(|rank| rank.exchange_waited_ms) / self.mean(|rank| rank.exchange_ms)
+    }
+
     fn most_work(&self) -> f64 {
         self.ranks.iter().map(|rank| rank.work_ms).fold(0.0, f64::max)
     }
@@ -83,7 +135,7 @@ impl RanksRecord {
     }
 
     /// Returns the figures of all ranks together; bytes are sums, in millions.
-    pub(super) fn scalars(&self) -> [f64; 7] {
+    pub(super) fn scalars(&self) -> [f64; 8] {
         let megabytes = |bytes: fn(&RankRecord) -> u64| self.ranks.iter().map(bytes).sum::<u64>() as f64 / 1e6;
         [
             self.imbalance(),
@@ -93,6 +145,7 @@ impl RanksRecord {
             megabytes(|rank| rank.cluster_bytes),
             self.mean(|rank| rank.tensor_ms),
             megabytes(|rank| rank.tensor_bytes),
+            self.exchange_hidden(),
         ]
     }
 
@@ -139,6 +192,14 @@ mod tests {
         assert_eq!((record.imbalance(), record.waiting_ms()), (2.0, 3.0));
         assert_eq!(record.scalars()[3], 6.0, "the megabytes of all");
         assert_eq!(RanksRecord::default().imbalance(), 1.0);
+    }
+
+    #[test]
+    fn exchanges_that_nobody_waited_for_are_hidden() {
+        let rank = |exchange_waited_ms| RankRecord { exchange_ms: 8.0, exchange_waited_ms, ..RankRecord::default() };
+        let record = RanksRecord { ranks: vec![rank(1.0), rank(3.0)] };
+        assert_eq!(record.exchange_hidden(), 0.75);
+        assert!(RanksRecord::default().exchange_hidden().is_nan());
     }
 
     #[test]

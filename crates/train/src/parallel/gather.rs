@@ -36,6 +36,16 @@ struct HeldTensor<'a> {
 }
 
 impl Ranks {
+    /// Returns this rank's parts of tensors, whole even where ranks keep slices of them.
+    pub(crate) fn held_parts<'a>(&self, tensors: &'a dyn ParamSet) -> Held<'a> {
+        Held { tensors, are_slices: false, only_trainable: false }
+    }
+
+    /// Returns this rank's slice of every tensor of its `part`.
+    pub(crate) fn slices_of<P: ParamSet>(&self, ctx: &Context, part: &P) -> P {
+        part.map_params(self.table().weights(), |spec, tensor| self.slice(ctx, spec.index, tensor))
+    }
+
     /// Returns this rank's part of a whole tensor (weights or moments).
     pub(crate) fn part(&self, ctx: &Context, spec: &WeightSpec, whole: &Tensor) -> Tensor {
         if !self.holds(spec) {

@@ -292,8 +292,8 @@ impl InFlow<'_> {
     }
 }
 
-/// The parcels that come to a rank in a step. Each flow's next one is received before it is needed, so that it travels
-/// while the rank computes.
+/// The parcels that come to a rank in a step. Each flow's next one is received before it is needed, so that it
+/// travels while the rank computes.
 pub(super) struct Inbox<'a> {
     flows: Vec<InFlow<'a>>,
     /// The parcels that are there and were not taken.

@@ -41,7 +41,7 @@ pub(crate) struct Pipeline {
     pp_rank: usize,
     /// The messages that come to this rank, in the order in which they are sent.
     flows: Flows,
-    /// Whether the two of a pair take turns.
+    /// True if the two of a pair take turns.
     overlaps_pairs: bool,
 }
 

@@ -21,6 +21,7 @@ impl<'a> StepTiming<'a> {
             // Totals from before belong to no step.
             ranks.meter().take_totals();
             ranks.take_tensor_totals();
+            let _of_no_step = ranks.experts().take_exchange_times();
         }
         Self { ranks, start: Instant::now(), record: RankRecord::default() }
     }
@@ -60,6 +61,9 @@ impl<'a> StepTiming<'a> {
         let of_matrices = ranks.take_tensor_totals();
         self.record.tensor_ms += of_matrices.blocked_s * 1e3;
         self.record.tensor_bytes += of_matrices.node_bytes + of_matrices.cluster_bytes;
+        let exchanges = ranks.experts().take_exchange_times();
+        self.record.exchange_ms += exchanges.under_way_s * 1e3;
+        self.record.exchange_waited_ms += exchanges.waited_s * 1e3;
         totals
     }
 
