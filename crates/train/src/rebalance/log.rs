@@ -88,7 +88,7 @@ pub(super) struct MoveLine<'a> {
     pub(super) step: u64,
     pub(super) layer: usize,
     pub(super) transfers: &'a [ExpertTransfer],
-    /// Whether the layer has reached its placement.
+    /// True if the layer has reached its placement.
     pub(super) is_complete: bool,
     /// The seconds of the pause, of all layers that moved in it.
     pub(super) moves_pause_s: f64,

@@ -1,11 +1,11 @@
 //! Experts that move between ranks while training goes on, so that the load of ranks is even.
 //!
 //! After each step the [`Rebalancer`] adds the load of experts to its window. When a decision is due it asks
-//! [`rebalance_layer`] for each layer, with the load summed over all ranks and rates that all ranks agree on, so that
-//! every rank decides the same; ranks compare their decisions. The experts then move between steps, a few in each, so that
-//! the pause is bounded ([`placement_step`]): a placement on the way is in force for the steps in between. What moves is
-//! final, because nothing changes weights between steps, and is used by the next step. Results do not depend on
-//! placements but for rounding.
+//! [`rebalance_layer`] for each layer, with the load summed over all ranks and rates that all ranks agree on, so
+//! that every rank decides the same; ranks compare their decisions. The experts then move between steps, a few in
+//! each, so that the pause is bounded ([`placement_step`]): a placement on the way is in force for the steps in
+//! between. What moves is final, because nothing changes weights between steps, and is used by the next step.
+//! Results do not depend on placements but for rounding.
 
 mod log;
 mod settings;
@@ -46,7 +46,7 @@ pub(crate) struct Rebalancer {
     /// The policy by whose last decision the experts are placed.
     last_policy: Option<RebalancePolicy>,
     rates: RebalanceRates,
-    /// Whether a move was measured.
+    /// True if a move was measured.
     has_measured_rate: bool,
     /// Seconds of a step when that was last measured.
     step_s: f64,
@@ -54,7 +54,7 @@ pub(crate) struct Rebalancer {
     targets: BTreeMap<usize, Placement>,
     /// The experts that have moved, with their layers.
     moved: BTreeSet<(usize, usize)>,
-    /// Whether the experts of a placement file have begun to move.
+    /// True if the experts of a placement file have begun to move.
     has_begun: bool,
     log: Option<RebalanceLog>,
 }
