@@ -24,6 +24,7 @@ mod exchange;
 mod expert_fetch;
 mod hybrid_ep;
 mod layout;
+pub mod machine;
 mod nodes;
 mod placement;
 mod placements;

@@ -24,7 +24,7 @@ use crate::version;
 
 pub(crate) use advise::AdviseArgs;
 pub(crate) use balance::{BalanceArgs, Policy};
-pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs};
+pub(crate) use bench::{BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MachineFileArgs, MoeArgs, OverlapArgs};
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
 pub(crate) use gateway::GatewayArgs;
