@@ -8,6 +8,7 @@ use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Holding, Store};
 use moeworks_model::files::{Unfinished, write_whole};
 
 use super::Output;
+use crate::auto_layout::LAYOUTS_JSONL;
 use crate::error::TrainError;
 use crate::events::EventFile;
 use crate::language_model::ORIGIN_FILE;
@@ -124,7 +125,16 @@ impl<'a> RunFiles<'a> {
 /// Removes the run in a folder whose `store` is open: its checkpoints, records and pages.
 fn remove_run(run_dir: &Path, store: &Store) -> Result<(), TrainError> {
     store.remove_all()?;
-    for name in [CONFIG_FILE, ORIGIN_FILE, METRICS_JSONL, METRICS_CSV, SAMPLES_JSONL, REPORT_HTML, "routing.html"] {
+    for name in [
+        CONFIG_FILE,
+        ORIGIN_FILE,
+        METRICS_JSONL,
+        METRICS_CSV,
+        SAMPLES_JSONL,
+        REPORT_HTML,
+        LAYOUTS_JSONL,
+        "routing.html",
+    ] {
         let path = run_dir.join(name);
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(TrainError::io(path)(error)),
