@@ -3,6 +3,7 @@
 use moeworks_comm::CommError;
 use moeworks_model::{BatchError, LoadError};
 use moeworks_moe::{ConfigError, RoutingError};
+use moeworks_train::TrainError;
 
 /// The reason why nothing was measured.
 #[derive(Debug, thiserror::Error)]
@@ -25,7 +26,7 @@ pub enum BenchError {
     /// A rank failed.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// Steps of a pipeline cannot be trained.
+    /// A training step failed.
     #[error(transparent)]
-    Train(#[from] moeworks_train::TrainError),
+    Train(#[from] TrainError),
 }

@@ -14,6 +14,7 @@ pub mod gradient_sums;
 pub mod kernels;
 pub mod layers;
 pub mod machine;
+pub mod machine_file;
 mod moe_layer;
 mod moe_requests;
 pub mod overlap;

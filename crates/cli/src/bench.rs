@@ -3,6 +3,7 @@
 
 mod comm;
 mod decode;
+mod machine_file;
 mod overlap;
 mod pipeline;
 
@@ -37,6 +38,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         BenchKind::Overlap(args) => overlap::run(args),
         BenchKind::Comm(args) => comm::run(args),
         BenchKind::Pipeline(args) => pipeline::run(args),
+        BenchKind::Machine(args) => machine_file::run(args),
         BenchKind::Moe(args) => answer_moe_requests(args),
     }
 }
@@ -204,7 +206,7 @@ impl Output {
     /// Prints the summary. Returns an error if no case passed the filter.
     fn finish(self, ctx: &Context, peaks: &Peaks, filter: &str) -> Result<(), Failure> {
         if self.cases.is_empty() {
-            let kinds = "kernels, layers, routing, decode, overlap, comm, moe";
+            let kinds = "kernels, layers, routing, decode, overlap, comm, machine, moe";
             return Err(Failure::input(format!(
                 "bench {filter:?}: no name of a case contains this; the kinds are {kinds} (`moeworks bench --help`)"
             )));

@@ -1,11 +1,13 @@
 //! `moeworks train`: starts or resumes a run and shows its progress.
 
+mod auto_layout;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use moeworks_infer::data::DataError;
-use moeworks_infer::store::{Pick, newest_run, resolve_run};
+use moeworks_infer::store::{Pick, Store, newest_run, resolve_run};
 use moeworks_model::hf;
 use moeworks_ops::Context;
 use moeworks_train::config::{ConfigLayers, OutputConfig, Override, RunConfig, print_config};
@@ -25,6 +27,7 @@ use crate::quote;
 use crate::ranks::{RunRanks, on_ranks};
 use crate::reading;
 use crate::terminal::printable;
+use auto_layout::Follow;
 
 /// The start of a trace file that this program wrote.
 const TRACE_MARK: &str =
@@ -37,6 +40,9 @@ pub(crate) fn run(args: TrainArgs, call: &Call<'_>) -> Result<ExitCode, Failure>
         print!("{}", print_config(start.config()));
         return Ok(ExitCode::SUCCESS);
     }
+    if args.auto_layout.is_some() {
+        return auto_layout::run(&args, start, call);
+    }
     let started = std::time::Instant::now();
     let trace = args.trace.as_deref();
     if let Some(path) = trace {
@@ -48,7 +54,8 @@ pub(crate) fn run(args: TrainArgs, call: &Call<'_>) -> Result<ExitCode, Failure>
     let requests = Requests::default();
     let _receiving = call.give_signals_to(&requests)?;
     let wanted = RunRanks { config: start.config(), is_traced: trace.is_some() };
-    let end = on_ranks(call, wanted, |ranks| one_rank(&start, ranks, Outside { requests: &requests, trace }));
+    let end =
+        on_ranks(call, wanted, |ranks| one_rank(&start, ranks, Outside { requests: &requests, trace, follow: None }));
     if matches!(end, Err(TrainError::Data(DataError::Stopped))) {
         eprintln!("Stopped while data was read; nothing was written.");
         return Ok(ExitCode::from(call.interrupts().exit_code()));
@@ -73,6 +80,21 @@ impl Start {
         let (config, from) = resolve_from(args, flags)?;
         let folder = new_folder(args, &config);
         Ok(Self::New { config, folder, from })
+    }
+
+    /// Returns the folder of the run, or that which is asked for.
+    fn folder(&self) -> &Path {
+        match self {
+            Self::New { folder, .. } => folder.path(),
+            Self::Resumed { run_dir, .. } => run_dir,
+        }
+    }
+
+    /// Returns the step of the checkpoint to go on from; 0 without one.
+    fn step(&self) -> u64 {
+        let Self::Resumed { run_dir, .. } = self else { return 0 };
+        let newest = Store::open(run_dir).latest().ok().flatten();
+        newest.map_or(0, |checkpoint| checkpoint.metadata.step)
     }
 
     fn config(&self) -> &RunConfig {
@@ -101,13 +123,15 @@ impl Start {
 struct Outside<'a> {
     requests: &'a Requests,
     trace: Option<&'a Path>,
+    /// The layout that was chosen, and the watch over it.
+    follow: Option<&'a Follow>,
 }
 
 /// Trains on one rank, which may be the only one. Returns the summary on the rank that prints it.
 fn one_rank(
     start: &Start,
     ranks: Option<Ranks>,
-    Outside { requests, trace }: Outside<'_>,
+    Outside { requests, trace, follow }: Outside<'_>,
 ) -> Result<Option<End>, TrainError> {
     let write_trace = |trainer: &LanguageModelTrainer| trace.map_or(Ok(()), |path| trainer.write_trace(path));
     if ranks.as_ref().is_some_and(|ranks| !ranks.is_root()) {
@@ -118,7 +142,8 @@ fn one_rank(
     }
     let mut trainer = start.trainer(ranks, requests)?;
     announce(&trainer);
-    let outcome = watch(&mut trainer, requests).and_then(|outcome| write_trace(&trainer).map(|()| outcome));
+    follow.map_or(Ok(()), |follow| follow.record(trainer.run_dir()))?;
+    let outcome = watch(&mut trainer, requests, follow).and_then(|outcome| write_trace(&trainer).map(|()| outcome));
     // The report is also written for a failed run.
     let report = write_report(trainer.run_dir());
     let outcome = outcome?;
@@ -293,10 +318,19 @@ fn announce(trainer: &LanguageModelTrainer) {
     notice!("Run:        {}", trainer.run_dir().display());
 }
 
-fn watch(trainer: &mut LanguageModelTrainer, requests: &Requests) -> Result<Outcome, TrainError> {
+fn watch(
+    trainer: &mut LanguageModelTrainer,
+    requests: &Requests,
+    follow: Option<&Follow>,
+) -> Result<Outcome, TrainError> {
     let mut display = Display::new(trainer.progress().step);
     let result = trainer.run(requests, &mut |event| match event {
-        Event::Step { record, total_steps, val_loss } => display.step(record, total_steps, val_loss),
+        Event::Step { record, total_steps, val_loss } => {
+            display.step(record, total_steps, val_loss);
+            if let Some(follow) = follow {
+                follow.step(record, total_steps, requests);
+            }
+        }
         Event::Sample(sample) => {
             display.note(&format!("--- step {}: {}{}\n---", sample.step, sample.prompt, printable(&sample.text)));
         }

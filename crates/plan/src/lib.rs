@@ -29,6 +29,7 @@ mod expert_fetch;
 mod hybrid_ep;
 mod layer_split;
 mod layout;
+pub mod machine;
 mod mesh;
 pub mod models;
 pub mod network;

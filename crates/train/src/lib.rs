@@ -4,6 +4,7 @@
 //! [`LanguageModel`](language_model::LanguageModel).
 
 pub mod advise;
+pub mod auto_layout;
 mod checkpoint;
 pub mod config;
 mod cpu_time;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::MachineArgs;
+use super::{ConfigArgs, MachineArgs};
 
 #[derive(Debug, Args)]
 #[command(
@@ -40,6 +40,8 @@ pub(crate) enum BenchKind {
     Comm(CommArgs),
     /// Measure steps of pipelines beside the makespans of their schedules, and how much of their all-to-alls is hidden
     Pipeline(PipelineBenchArgs),
+    /// Measure products, memory and links of this machine, and predict training steps from them
+    Machine(MachineFileArgs),
     /// Time MoE layers that standard input describes line by line, for comparisons with other programs
     Moe(MoeArgs),
 }
@@ -160,6 +162,38 @@ pub(crate) struct PipelineBenchArgs {
 
 #[derive(Debug, Args)]
 #[command(
+    before_help = "Usual use:\n  moeworks bench machine --out machine.toml                     measures this machine into a file\n  \
+                         moeworks bench machine --out machine.toml --check             predicted against measured steps\n  \
+                         moeworks bench machine --out machine.toml --predict --set parallel.ep=2   one predicted step"
+)]
+pub(crate) struct MachineFileArgs {
+    /// File of the machine: written, or read with --check and --predict
+    #[arg(long, value_name = "FILE", default_value = "machine.toml")]
+    pub(crate) out: PathBuf,
+    /// Compare steps predicted from the file with real ones of ten configurations, on one and two ranks
+    #[arg(long, conflicts_with = "predict")]
+    pub(crate) check: bool,
+    /// Number of configurations of --check
+    #[arg(long, value_name = "N", default_value_t = 10, requires = "check")]
+    pub(crate) most: usize,
+    /// Predict a step of the configuration from the file, without training
+    #[arg(long)]
+    pub(crate) predict: bool,
+    /// Also write the machine as a topology of a rank on each core, which `plan --topology` reads
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["check", "predict"])]
+    pub(crate) topology: Option<PathBuf>,
+    /// Overwrite a file that this command did not write
+    #[arg(long)]
+    pub(crate) force: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(
     before_help = "Usual use: one line of JSON per layer on standard input, one line of JSON with seconds per answer:\n  \
                          echo '{\"d\": 1024, \"f\": 384, \"e\": 128, \"k\": 8, \"activation\": \"swiglu\", \"dtype\": \"bf16\",\n        \
                          \"tokens\": 16, \"both\": true}' | moeworks bench moe"
@@ -172,9 +206,10 @@ pub(crate) struct MoeArgs {
 /// The kinds that take the names of cases.
 const WITH_CASES: [&str; 4] = ["kernels", "layers", "routing", "pipeline"];
 /// The kinds without named cases.
-const WHOLE: [&str; 4] = ["decode", "overlap", "comm", "moe"];
+const WHOLE: [&str; 5] = ["decode", "overlap", "comm", "machine", "moe"];
 /// The options that take no value.
-const SWITCHES: [&str; 9] = ["--json", "--endless", "--force", "-q", "--quiet", "-v", "--verbose", "-h", "--help"];
+const SWITCHES: [&str; 11] =
+    ["--json", "--endless", "--force", "--check", "--predict", "-q", "--quiet", "-v", "--verbose", "-h", "--help"];
 
 /// Moves the kind of `bench` directly after the word `bench`. Options may then precede the kind, a case may share one
 /// argument with its kind (`bench "layers T 512"`), and the kind may be left out (`bench "attention forward"`).

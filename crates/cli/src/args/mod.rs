@@ -27,7 +27,7 @@ use crate::version;
 pub(crate) use advise::AdviseArgs;
 pub(crate) use balance::{BalanceArgs, Policy};
 pub(crate) use bench::{
-    BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MoeArgs, OverlapArgs, PipelineBenchArgs,
+    BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MachineFileArgs, MoeArgs, OverlapArgs, PipelineBenchArgs,
 };
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;

@@ -28,6 +28,7 @@ pub(crate) struct ConfigArgs {
 #[command(
     before_help = "Usual use:\n  moeworks train                               a small model on the text of this folder, in minutes\n  \
                          moeworks train --data books/ --preset small  on your own text\n  \
+                         moeworks train --auto-layout                 on all cores, in the layout that is fastest\n  \
                          moeworks train --resume auto                 continue the newest run"
 )]
 pub(crate) struct TrainArgs {
@@ -62,6 +63,13 @@ pub(crate) struct TrainArgs {
     /// rebalance.mode=WHEN)
     #[arg(long, value_name = "WHEN")]
     pub(crate) rebalance: Option<String>,
+    /// Try the planner's best few layouts of N ranks for some steps each, and train in the fastest (default N: that
+    /// of --dp, --ep, --tp and --pp, or one per core); each decision is a line of layouts.jsonl in the run
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "0", conflicts_with = "trace")]
+    pub(crate) auto_layout: Option<usize>,
+    /// Share by which the median of ten steps may leave what was measured before layouts are tried again
+    #[arg(long, value_name = "SHARE", default_value_t = 0.5, requires = "auto_layout", allow_hyphen_values = true)]
+    pub(crate) layout_tolerance: f64,
     /// Device that computes: cpu, cuda (an NVIDIA GPU, found at run time), cuda:N, or auto (same as --set
     /// train.device=NAME)
     #[arg(long, value_name = "NAME", value_parser = DeviceParser, hide_possible_values = true)]

@@ -122,3 +122,56 @@ fn bench_decode_times_the_shape_of_a_folder_that_has_no_weights() {
     workplace.file("config.json", DEEPSEEK.replace("600", "200"));
     refused(&workplace, &["bench", "decode", "--shape", "."], &["200 tokens at most", "512"]);
 }
+
+/// A file of a machine with rates that are easy to check.
+const MACHINE: &str = "name = \"paper\"\ncores = 2\nmemory_bytes = 8e9\nmemory_bytes_per_s = 1e10\n\
+    [link]\nlatency_s = 1e-6\nbytes_per_s = 4e9\n[overhead]\nlayer_s = 1e-3\npasses = 2.0\n\
+    [[products]]\nprecision = \"f32\"\nthreads = 1\nrows = 64\nwidth = 64\nflops = 1e10\n";
+
+#[test]
+fn a_machine_is_measured_into_a_file_from_which_steps_are_predicted_and_checked() {
+    let work = Workplace::new();
+    assert_success(&work.run(&["bench", "machine", "--topology", "topology.toml"]));
+    let text = std::fs::read_to_string(work.path("machine.toml")).expect("the file");
+    let machine = moeworks_plan::machine::Machine::parse(&text).expect("a machine");
+    assert!(machine.products.len() >= 24 && machine.overhead.layer_s + machine.overhead.passes > 0.0, "{machine:?}");
+    assert_success(&work.run(&["plan", "--topology", "topology.toml"]));
+    let output = work.run(&["bench", "machine", "--check", "--most", "1", "--json"]);
+    assert_success(&output);
+    let json: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    let step = &json["steps"][0];
+    let number = |value: &serde_json::Value| value.as_f64().expect("a number");
+    let error = number(&step["predicted"]["seconds"]) / number(&step["measured_s"]) - 1.0;
+    assert!((error - number(&step["error"])).abs() < 1e-9, "{json}");
+}
+
+#[test]
+fn a_step_is_predicted_from_the_file_alone() {
+    let work = Workplace::new();
+    work.file("machine.toml", MACHINE);
+    let predicted = |more: &[&str]| -> serde_json::Value {
+        let output = work.run(&[&["bench", "machine", "--predict", "--json"], more].concat());
+        assert_success(&output);
+        serde_json::from_str(&stdout(&output)).expect("JSON")
+    };
+    let (two, eight) = (predicted(&["--set", "model.num_layers=2"]), predicted(&["--set", "model.num_layers=8"]));
+    assert_eq!((two["layers"].as_f64(), eight["layers"].as_f64()), (Some(0.002), Some(0.008)));
+    assert_eq!(two["communication"], 0.0);
+    assert!(predicted(&["--set", "parallel.dp=2"])["communication"].as_f64() > Some(0.0));
+}
+
+#[test]
+fn files_and_options_of_a_machine_that_do_not_fit_are_refused() {
+    let work = Workplace::new();
+    refused(
+        &work,
+        &["bench", "machine", "--check"],
+        &["machine.toml", "`moeworks bench machine --out machine.toml` writes it"],
+    );
+    work.file("machine.toml", MACHINE.replace("cores = 2", "cores = -2"));
+    refused(&work, &["bench", "machine", "--predict"], &["machine.toml: line 2"]);
+    work.file("machine.toml", "my notes");
+    refused(&work, &["bench", "machine"], &["machine.toml: is there already"]);
+    refused(&work, &["bench", "machine", "--set", "train.steps=3"], &["--predict"]);
+    refused(&work, &["bench", "machine", "--check", "--most", "0"], &["--most 0: must be from 1 to 10"]);
+}

@@ -1,6 +1,7 @@
 //! Tests of the program as users run it, and of the structure of the workspace.
 
 mod advise;
+mod auto_layout;
 mod bad_input;
 mod balance;
 mod bench;

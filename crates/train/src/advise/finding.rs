@@ -148,7 +148,7 @@ pub struct Remedy {
     pub command: Option<String>,
     /// The placement that the command would write.
     pub placement: Option<Placements>,
-    /// What it should give.
+    /// The effect that is expected.
     pub expected: String,
     /// The way in which the settings take effect.
     pub reach: Reach,

@@ -14,7 +14,7 @@ const SPIKE: f64 = 1.3;
 const NOISE: f64 = 6.0;
 /// A mean loss above this multiple of the best is a rise.
 const RISE: f64 = 1.15;
-/// The same for the validation loss.
+/// A validation loss above this multiple of the best is a rise.
 const VALIDATION_RISE: f64 = 1.02;
 
 /// Finds steps whose loss or gradient was not finite.

@@ -8,6 +8,7 @@ use moeworks_infer::store::{CONFIG_FILE, Checkpoint, Holding, Store};
 use moeworks_model::files::{Unfinished, write_whole};
 
 use super::Output;
+use crate::auto_layout::LAYOUTS_JSONL;
 use crate::error::TrainError;
 use crate::events::EventFile;
 use crate::language_model::ORIGIN_FILE;
@@ -133,6 +134,7 @@ fn remove_run(run_dir: &Path, store: &Store) -> Result<(), TrainError> {
         SAMPLES_JSONL,
         REBALANCE_JSONL,
         REPORT_HTML,
+        LAYOUTS_JSONL,
         "routing.html",
     ] {
         let path = run_dir.join(name);
