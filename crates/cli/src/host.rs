@@ -16,8 +16,8 @@ use crate::interrupts::{Interrupts, Receiving};
 use crate::log::Log;
 use crate::output::{self, OutputGone};
 use crate::{
-    advise, balance, bench, chat, check, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect, plan,
-    ranks, routing, serve, simulate, study, train,
+    advise, balance, bench, chat, check, completions, convert, doctor, estimate, evaluate, gateway, generate, inspect,
+    plan, ranks, routing, serve, simulate, study, train,
 };
 
 /// The exit code for invalid arguments.

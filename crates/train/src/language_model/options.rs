@@ -5,7 +5,6 @@ use moeworks_moe::{EntropyRule, Ramp};
 use moeworks_tensor::DType;
 
 use crate::config::{RebalanceMode, RunConfig, ScheduleKind};
-use crate::data::Dataset;
 use crate::error::TrainError;
 use crate::lr_schedule::{Decay, LrSchedule};
 use crate::optimizer::AdamWConfig;
