@@ -146,7 +146,8 @@ pub(crate) struct StepArgs {
     /// Rows of the most used expert over the average; the others share the rest
     #[arg(long, value_name = "X", default_value_t = 1.0, requires = "model")]
     pub(crate) skew: f64,
-    /// Number of units of the outermost level that fetch each other's experts, so that tokens stay among them (HybridEP)
+    /// Number of units of the outermost level that fetch each other's experts, so that tokens stay among them
+    /// (HybridEP)
     #[arg(long, value_name = "S", default_value_t = 1, requires = "model")]
     pub(crate) domain: usize,
     /// Factor by which fetched experts are compressed

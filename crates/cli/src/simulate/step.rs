@@ -172,7 +172,8 @@ impl Shown<'_> {
         self.most_memory() <= self.request.cluster.device.memory_bytes
     }
 
-    /// Returns the busiest link of a level: the share of the step that it is full, and the most of it in use at a time.
+    /// Returns the busiest link of a level: the share of the step that it is full, and the most of it in use at a
+    /// time.
     fn busiest(&self, level: usize) -> [f64; 2] {
         let links = self.report.simulation.links.iter().filter(|link| link.level == level);
         links.fold([0.0, 0.0], |[busy, most], link| [busy.max(link.busy_s / self.report.step_s), most.max(link.most)])

@@ -1,5 +1,5 @@
-//! Traces of simulated ranks for Chrome and Perfetto, in the form of those of real runs: each rank of the schedule is a
-//! process, with its work on one track, and what is in flight on another.
+//! Traces of simulated ranks for Chrome and Perfetto, in the form of those of real runs: each rank of the schedule is
+//! a process, with its work on one track, and what is in flight on another.
 
 use std::fmt::Write as _;
 

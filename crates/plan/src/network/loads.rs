@@ -58,8 +58,8 @@ impl<'a> Loads<'a> {
         self.fixed_s = self.fixed_s.max(seconds);
     }
 
-    /// Returns the transfer with this share of its bytes and of its first seconds still to come; the others have passed
-    /// before, and count as sent.
+    /// Returns the transfer with this share of its bytes and of its first seconds still to come; the others have
+    /// passed before, and count as sent.
     pub(crate) fn scaled(mut self, share: f64) -> Self {
         self.bytes.values_mut().for_each(|bytes| *bytes *= share);
         self.bytes.retain(|_, bytes| *bytes > 0.0);

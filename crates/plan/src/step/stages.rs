@@ -31,8 +31,8 @@ pub(super) struct Stage {
 }
 
 impl StepRequest<'_> {
-    /// Returns the stages, whose layers are shared out so that the costliest computes least. The last one has the layers
-    /// that predict further tokens and the head.
+    /// Returns the stages, whose layers are shared out so that the costliest computes least. The last one has the
+    /// layers that predict further tokens and the head.
     pub(super) fn stages(&self, num_stages: usize, hottest: f64, places: &Places<'_>) -> Vec<Stage> {
         let layers = self.model.layers(self.precision);
         let further = self.model.mtp_layer(self.precision);
