@@ -1,10 +1,15 @@
-//! `moeworks simulate`: the timeline of a pipeline schedule with given times, without running any rank.
+//! `moeworks simulate`: the timeline of a pipeline schedule with given times, or of a step of a model on a cluster,
+//! without running any rank.
+
+mod print;
+mod step;
+mod trace;
 
 use std::path::Path;
 use std::{fs, io};
 
-use moeworks_plan::schedule::{PairTime, Peaks, SvgOptions, Timeline};
-use moeworks_plan::{Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times};
+use moeworks_plan::schedule::{PairTime, SvgOptions, Timeline, UnknownSchedule};
+use moeworks_plan::{Cluster, Model, Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times};
 use serde_json::json;
 
 use crate::args::SimulateArgs;
@@ -13,33 +18,86 @@ use crate::failure::Failure;
 use crate::page::{Target, write_whole};
 use crate::tables;
 
-/// The largest number of ranks shown in the table.
-const SHOWN: usize = 32;
+use self::print::{print_json, print_table};
 
 pub(crate) fn run(args: &SimulateArgs) -> Result<ExitCode, Failure> {
-    for (option, place, mark) in [("--svg", &args.svg, "aria-label=\"timeline of"), ("--text", &args.text, "schedule ")]
-    {
+    if args.list {
+        list(args.json);
+        return Ok(ExitCode::SUCCESS);
+    }
+    for (option, place, mark) in [
+        ("--svg", &args.svg, "aria-label=\"timeline of"),
+        ("--text", &args.text, "schedule "),
+        ("--trace", &args.trace, trace::MARK),
+    ] {
         if let Some(path) = place {
             Target { option, path, mark, is_forced: args.force }.check()?;
         }
+    }
+    if let (Some(model), Some(cluster)) = (&args.step.model, &args.step.cluster) {
+        return step::run(args, model, cluster);
     }
     let times = times(args)?;
     let schedule = with_all_to_alls(schedule(args, &times)?, args)?;
     let checked = schedule.check().map_err(|error| wrong_file(args, &error))?;
     let timeline = checked.timeline(&times)?;
     let memory = checked.peak_memory(&times);
-    if let Some(place) = &args.text {
-        write_whole(place, &schedule.to_string())?;
-    }
-    if let Some(place) = &args.svg {
-        write_whole(place, &timeline.to_svg(&SvgOptions { unit: &args.unit, ..SvgOptions::default() }))?;
-    }
+    write_files(args, &timeline, &schedule, Unit { name: &args.unit, micros: 1e3 }, NO_STEP)?;
     if args.json {
         print_json(&schedule, &timeline, checked.peaks(), &memory);
     } else {
         print_table(&schedule, &timeline, checked.peaks(), &memory);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The parts of a trace that given times do not have.
+const NO_STEP: trace::Step<'_> = trace::Step { sums: &[], state_bytes: &[] };
+
+/// A unit of time.
+#[derive(Clone, Copy)]
+struct Unit<'a> {
+    /// The name on the axis of a picture.
+    name: &'a str,
+    /// Microseconds of a trace.
+    micros: f64,
+}
+
+/// Writes the files that the arguments ask for.
+fn write_files(
+    args: &SimulateArgs,
+    timeline: &Timeline<'_>,
+    schedule: &Schedule,
+    unit: Unit<'_>,
+    step: trace::Step<'_>,
+) -> Result<(), Failure> {
+    if let Some(place) = &args.text {
+        write_whole(place, &schedule.to_string())?;
+    }
+    if let Some(place) = &args.svg {
+        write_whole(place, &timeline.to_svg(&SvgOptions { unit: unit.name, ..SvgOptions::default() }))?;
+    }
+    if let Some(place) = &args.trace {
+        write_whole(place, &trace::of(timeline, schedule, unit.micros, step))?;
+    }
+    Ok(())
+}
+
+/// Prints the bundled models and clusters.
+fn list(is_json: bool) {
+    let [models, clusters] = [&Model::NAMES[..], &Cluster::NAMES[..]].map(|all| all.iter().copied());
+    if is_json {
+        let of = |(name, text): (&str, &str)| json!({ "name": name, "summary": Cluster::summary(text) });
+        println!(
+            "{:#}",
+            json!({ "models": models.map(of).collect::<Vec<_>>(), "clusters": clusters.map(of).collect::<Vec<_>>() })
+        );
+        return;
+    }
+    let row = |(name, text): (&str, &str)| vec![format!("{name:18}{}", Cluster::summary(text))];
+    tables::print(&["Models, for --model"], &models.map(row).collect::<Vec<_>>());
+    println!();
+    tables::print(&["Clusters, for --cluster"], &clusters.map(row).collect::<Vec<_>>());
 }
 
 fn times(args: &SimulateArgs) -> Result<Times, Failure> {
@@ -76,13 +134,18 @@ fn pair_of(option: &str, form: &str, values: &[f64]) -> Result<[f64; 2], Failure
 
 /// Returns the schedule with a given name, or the one in a file.
 fn schedule(args: &SimulateArgs, times: &Times) -> Result<Schedule, Failure> {
-    let unknown = match args.schedule.parse::<ScheduleKind>() {
-        Ok(kind) => return generate(kind, args, times),
-        Err(unknown) => unknown,
-    };
+    match args.schedule.parse::<ScheduleKind>() {
+        Ok(kind) => generate(kind, args, times),
+        Err(_) => read_schedule(args),
+    }
+}
+
+/// Reads the schedule of a file. Its sizes are its own.
+fn read_schedule(args: &SimulateArgs) -> Result<Schedule, Failure> {
     let text = match fs::read_to_string(&args.schedule) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let unknown = UnknownSchedule { name: args.schedule.clone() };
             return Err(Failure::input(format!("--schedule: {unknown}, or a file")));
         }
         Err(error) => return Err(Failure::input(format!("cannot read {}: {error}", args.schedule))),
@@ -123,67 +186,4 @@ fn with_all_to_alls(schedule: Schedule, args: &SimulateArgs) -> Result<Schedule,
 
 fn wrong_file(args: &SimulateArgs, error: &impl std::error::Error) -> Failure {
     Failure::input(format!("{}: {error}", Path::new(&args.schedule).display()))
-}
-
-fn percent(share: f64) -> String {
-    format!("{:.1}%", 100.0 * share)
-}
-
-/// Formats a number with at most six significant digits, or with all digits before the decimal point.
-fn number(value: f64) -> String {
-    let decimals = if value == 0.0 { 0 } else { (5.0 - value.abs().log10().floor()).clamp(0.0, 12.0) as usize };
-    let text = format!("{value:.decimals$}");
-    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
-}
-
-fn print_table(schedule: &Schedule, timeline: &Timeline<'_>, peaks: &[Peaks], memory: &[f64]) {
-    let (ranks, stages) = (schedule.num_ranks(), schedule.num_stages());
-    println!("{}: {ranks} ranks, {stages} stages, {} microbatches", schedule.name, schedule.num_microbatches());
-    println!("  makespan {}, bubble {}", number(timeline.makespan), percent(timeline.bubble()));
-    let span = number(timeline.longest_span);
-    println!("  longest rank {span}, bubble {} (from its own first action on)", percent(timeline.span_bubble()));
-    match timeline.hidden() {
-        Some(hidden) => println!("  communication {}, hidden {}", number(timeline.communication), percent(hidden)),
-        None => println!("  no communication"),
-    }
-    println!("Peaks of each rank, in microbatches of a stage; memory in the unit of --memory:");
-    let row = |rank: usize| {
-        let Peaks { activations, weight_grads, held } = peaks[rank];
-        let counts = [activations, weight_grads, held].map(|count| count.to_string());
-        let mut row = vec![rank.to_string(), number(timeline.busy[rank])];
-        row.extend(counts);
-        row.push(number(memory[rank]));
-        row
-    };
-    let header = ["rank", "busy", "activations", "W waiting", "both", "memory"];
-    tables::print(&header, &(0..ranks.min(SHOWN)).map(row).collect::<Vec<_>>());
-    if ranks > SHOWN {
-        println!("  and {} more", ranks - SHOWN);
-    }
-}
-
-fn print_json(schedule: &Schedule, timeline: &Timeline<'_>, peaks: &[Peaks], memory: &[f64]) {
-    let rank = |rank: usize| {
-        let Peaks { activations, weight_grads, held } = peaks[rank];
-        json!({
-            "busy": timeline.busy[rank],
-            "peak_activations": activations,
-            "peak_weight_grads": weight_grads,
-            "peak_held": held,
-            "peak_memory": memory[rank],
-        })
-    };
-    let value = json!({
-        "schedule": schedule.name,
-        "num_stages": schedule.num_stages(),
-        "num_microbatches": schedule.num_microbatches(),
-        "makespan": timeline.makespan,
-        "bubble": timeline.bubble(),
-        "longest_span": timeline.longest_span,
-        "span_bubble": timeline.span_bubble(),
-        "communication": timeline.communication,
-        "communication_hidden": timeline.hidden(),
-        "ranks": (0..schedule.num_ranks()).map(rank).collect::<Vec<_>>(),
-    });
-    println!("{value:#}");
 }

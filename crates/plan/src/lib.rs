@@ -4,7 +4,8 @@
 //! number of levels, [`Topology`] those of ranks and nodes, and [`Model`] a model on paper.
 //! [`Layout`] divides the ranks into groups, [`Placement`] gives the ranks that hold each expert of a layer, and
 //! [`Exchange`] the path of tokens between them. [`cost`] computes the bytes and the seconds of each,
-//! [`propose`](fn@propose) compares layouts, and [`weak_scaling`] makes the table of a growing cluster.
+//! [`propose`](fn@propose) compares layouts, and [`weak_scaling`] makes the table of a growing cluster. [`StepRequest`]
+//! simulates a step of a model on a cluster event by event.
 //!
 //! ```
 //! use moeworks_plan::{ModelShape, Precision, Tokens, Topology, Workload, propose};
@@ -26,9 +27,11 @@ pub mod cost;
 mod exchange;
 mod expert_fetch;
 mod hybrid_ep;
+mod layer_split;
 mod layout;
 mod mesh;
 pub mod models;
+pub mod network;
 mod nodes;
 mod parts;
 mod placement;
@@ -41,6 +44,7 @@ mod serving;
 mod shape;
 mod simulate;
 mod skew;
+mod step;
 mod topology;
 mod tune;
 
@@ -54,6 +58,7 @@ pub use cost::training::{MeshCost, Practice, StepSeconds, TrainingJob, mesh_cost
 pub use exchange::{Algorithm, Exchange, Moving, Wire};
 pub use expert_fetch::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
 pub use hybrid_ep::{Migration, Peer, domain_transfers, peer, token_share};
+pub use layer_split::split_layers;
 pub use layout::{Group, Layout, LayoutError, RankOrder};
 pub use mesh::{Mesh, Recompute};
 pub use models::{Model, ModelError};
@@ -69,5 +74,6 @@ pub use serving::{Phase, PhaseCost, ServingJob, ServingPlan, serving_plan};
 pub use shape::{ModelShape, Precision, Tokens, Workload};
 pub use simulate::{ScalingRow, weak_scaling};
 pub use skew::{HotRank, Skew};
+pub use step::{StepCosts, StepError, StepReport, StepRequest};
 pub use topology::{Link, LinkClass, Links, RankSpec, Topology, TopologyError};
 pub use tune::ChunkTuner;

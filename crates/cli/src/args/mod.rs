@@ -33,7 +33,7 @@ pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs};
 pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
 pub(crate) use serve::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
-pub(crate) use simulate::SimulateArgs;
+pub(crate) use simulate::{PathChoice, PrecisionChoice, SimulateArgs, StepArgs, WireChoice};
 pub(crate) use train::{ConfigArgs, ReportArgs, StudyArgs, TrainArgs};
 
 /// Train, balance and run Mixture-of-Experts language models.
@@ -79,7 +79,7 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Place experts on ranks by the load that a run recorded
     Balance(BalanceArgs),
-    /// Simulate a pipeline schedule with given times: what each rank does when, and the memory it uses
+    /// Simulate a pipeline schedule, with given times or of a model on a cluster: what each rank does when, and memory
     Simulate(SimulateArgs),
     /// Write a page that shows the experts of each token of a text
     Routing(RoutingArgs),

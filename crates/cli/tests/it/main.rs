@@ -32,6 +32,7 @@ mod serve_experts;
 mod serve_page;
 mod sharding;
 mod simulate;
+mod simulate_steps;
 mod special_tokens;
 mod stopping;
 mod streams;

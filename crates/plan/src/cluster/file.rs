@@ -200,7 +200,7 @@ impl Cluster {
         for (index, level) in self.levels.iter().enumerate() {
             // Devices of one unit of the level below share rails; at the innermost level those of one unit.
             let devices = self.unit_ranks(index.saturating_sub(1));
-            if level.shared_by > devices || (self.node_sizes.is_empty() && devices % level.shared_by != 0) {
+            if level.shared_by > devices || (self.node_sizes.is_empty() && !devices.is_multiple_of(level.shared_by)) {
                 let expected = match index {
                     0 => format!("must divide the {devices} devices of a unit"),
                     _ => format!("must divide the {devices} devices of a unit of the level below"),

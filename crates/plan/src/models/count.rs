@@ -1,7 +1,7 @@
 //! Parameters, operations and activations of the layers of a described model.
 //!
-//! Operations follow the Megatron-Core report (2603.07685) and the programs of this project: 2 for each parameter in a
-//! product and token, and `2 H (d_qk + d_v)` for each token that one attends to, of which a causal model has half.
+//! Operations follow the Megatron-Core report (2603.07685) and the programs of this project: 2 for each parameter in
+//! a product and token, and `2 H (d_qk + d_v)` for each token that one attends to, of which a causal model has half.
 
 use super::{Attention, LayerGroup, Model};
 use crate::{ModelShape, Precision};
@@ -208,8 +208,8 @@ impl Model {
         3.0 * self.forward_flops()
     }
 
-    /// Returns the sizes that costs depend on, with layers that predict further tokens. Experts of unlike layers count
-    /// as their average.
+    /// Returns the sizes that costs depend on, with layers that predict further tokens. Experts of unlike layers
+    /// count as their average.
     #[must_use]
     pub fn shape(&self, precision: Precision) -> ModelShape {
         let mut layers = self.layers(precision);

@@ -31,8 +31,8 @@
 //! has_biases = false             # in attention and feed-forward (false)
 //! ```
 //!
-//! A group may also have its own `width` and `token_share`, the tokens it computes for each token of the sequence (for
-//! vision models whose image shrinks), `window`, the tokens that each attends to, and `has_cross_attention`.
+//! A group may also have its own `width` and `token_share`, the tokens it computes for each token of the sequence
+//! (for vision models whose image shrinks), `window`, the tokens that each attends to, and `has_cross_attention`.
 
 mod count;
 mod file;

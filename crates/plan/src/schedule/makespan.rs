@@ -151,9 +151,9 @@ struct Clock<'a> {
 
 /// The time at which a result is available, and the start of its communication, if it is communicated.
 #[derive(Clone, Copy)]
-struct Arrival {
-    sent: f64,
-    at: f64,
+pub(super) struct Arrival {
+    pub(super) sent: f64,
+    pub(super) at: f64,
 }
 
 impl<'a> Clock<'a> {
@@ -293,21 +293,7 @@ impl<'a> Clock<'a> {
     }
 
     fn cost(&self, action: Action) -> Cost {
-        let of = self.times.stage(action.stage);
-        let whole = match action.kind.chain() {
-            Chain::Forward => of.forward,
-            Chain::Weight => of.weight_grad,
-            Chain::Backward if action.kind == Kind::Backward => of.input_grad + of.weight_grad,
-            Chain::Backward => of.input_grad,
-        };
-        if action.kind.is_part() {
-            let layers = f64::from(self.schedule.moe_layers_of(action.stage).max(1));
-            let experts = matches!(action.kind, Kind::ForwardExperts | Kind::BackwardExperts | Kind::WeightExperts);
-            let share = if experts { of.expert_share } else { 1.0 - of.expert_share };
-            return Cost { seconds: whole * share / layers, communication: 0.0, exposed: 0.0 };
-        }
-        let communication = if action.kind.chain() == Chain::Weight { 0.0 } else { of.dispatch + of.combine };
-        Cost { seconds: whole + communication, communication, exposed: communication }
+        cost_of(self.schedule, self.times, action)
     }
 
     fn into_timeline(self) -> Timeline<'a> {
@@ -327,17 +313,36 @@ impl<'a> Clock<'a> {
     }
 }
 
+/// Returns the time of a computation by itself, with the all-to-alls inside it.
+pub(super) fn cost_of(schedule: &Schedule, times: &Times, action: Action) -> Cost {
+    let of = times.stage(action.stage);
+    let whole = match action.kind.chain() {
+        Chain::Forward => of.forward,
+        Chain::Weight => of.weight_grad,
+        Chain::Backward if action.kind == Kind::Backward => of.input_grad + of.weight_grad,
+        Chain::Backward => of.input_grad,
+    };
+    if action.kind.is_part() {
+        let layers = f64::from(schedule.moe_layers_of(action.stage).max(1));
+        let experts = matches!(action.kind, Kind::ForwardExperts | Kind::BackwardExperts | Kind::WeightExperts);
+        let share = if experts { of.expert_share } else { 1.0 - of.expert_share };
+        return Cost { seconds: whole * share / layers, communication: 0.0, exposed: 0.0 };
+    }
+    let communication = if action.kind.chain() == Chain::Weight { 0.0 } else { of.dispatch + of.combine };
+    Cost { seconds: whole + communication, communication, exposed: communication }
+}
+
 /// The time of a computation, and that of the all-to-alls inside it.
 #[derive(Clone, Copy)]
-struct Cost {
-    seconds: f64,
-    communication: f64,
-    exposed: f64,
+pub(super) struct Cost {
+    pub(super) seconds: f64,
+    pub(super) communication: f64,
+    pub(super) exposed: f64,
 }
 
 impl Cost {
     /// Returns the cost of an overlapped pair. The time that a pair saves counts as hidden communication.
-    fn joined(self, other: Self, pair: PairTime) -> Self {
+    pub(super) fn joined(self, other: Self, pair: PairTime) -> Self {
         let sum = self.seconds + other.seconds;
         let seconds = match pair {
             PairTime::Sum => sum,

@@ -34,6 +34,7 @@
 mod action;
 mod chains;
 mod check;
+mod events;
 mod expand;
 mod generators;
 mod makespan;
@@ -43,6 +44,7 @@ mod times;
 
 pub use action::{Action, ActionError, Chain, Entry, Kind};
 pub use check::{CheckError, Checked, Peaks, Place};
+pub use events::{AllToAlls, LinkRecord, Simulation, Transfers};
 pub use generators::{GenerateError, ScheduleKind, ScheduleRequest, UnknownSchedule};
 pub use makespan::{Span, Timeline};
 pub use svg::SvgOptions;

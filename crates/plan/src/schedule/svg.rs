@@ -91,8 +91,8 @@ struct Area {
 
 impl<'a> Picture<'a> {
     fn new(timeline: &'a Timeline<'a>, options: &SvgOptions<'_>) -> Self {
-        let has_strip =
-            timeline.communication > 0.0 && (timeline.times.message > 0.0 || !timeline.schedule.moe_layers.is_empty());
+        let travels = timeline.times.message > 0.0 || timeline.has_messages || !timeline.schedule.moe_layers.is_empty();
+        let has_strip = timeline.communication > 0.0 && travels;
         let end = if timeline.makespan > 0.0 { timeline.makespan } else { 1.0 };
         Self {
             timeline,

@@ -126,7 +126,7 @@ fn bad_clusters_are_refused_in_one_line_with_field_and_range() {
         ("bf16 = 8e12", "bf16 = inf", "device.flops.bf16 = inf"),
         ("name = \"rack\"", "name = \"node\"", "level 2 (node): name = node: is the name of a level before"),
         ("name = \"rack\"", "name = \"\"", "level 2: name = \"\": must be a name on one line"),
-        ("rails = 2", "rail = 2", "line 21: unknown field `rail`"),
+        ("rails = 2", "rail = 2", "line 20: unknown field `rail`"),
         ("memory_bytes = 16e9", "", "missing field `memory_bytes`"),
     ] {
         assert!(THREE_LEVELS.contains(from), "{from}");

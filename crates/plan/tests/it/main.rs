@@ -10,4 +10,5 @@ mod published;
 mod published_page;
 mod schedules;
 mod servings;
+mod steps;
 mod topologies;

@@ -86,7 +86,9 @@ fn the_shape_has_the_models_parameters_and_operations() {
     for (name, _) in Model::NAMES {
         let model = Model { mtp_layers: 0, ..Model::named(name).unwrap() };
         let shape: ModelShape = model.shape(Precision::Bf16);
-        assert_eq!(shape.params(), model.params(), "{name}");
+        // Experts of two sizes count as their average, rounded down.
+        let left_out = model.params() - shape.params();
+        assert!(left_out < (shape.num_experts * shape.num_moe_layers) as u64, "{name}: {left_out}");
         assert!((shape.training_flops() / model.training_flops() - 1.0).abs() < 1e-12, "{name}");
         assert!(shape.whole_params <= shape.dense_params && shape.dense_flops > 0.0, "{name}");
         let layers = model.layers(Precision::Bf16);
@@ -106,7 +108,7 @@ fn bad_models_are_refused_in_one_line_with_field_and_range() {
         ("num = 3\n", "num = 99999\n", "layers = 100057: must be [[layers]] tables with 1 to 65536 in all"),
         ("num = 58", "num = 0", "layers 2: num = 0"),
         ("kv_rank = 512, ", "", "layers 1: attention: needs heads, head_dim"),
-        ("width = 7168", "width = 268435456", "layers 1: width = 268435456: with these heads and experts"),
+        ("width = 7168", "width = 268435456", "width = 268435456: with these heads and experts"),
         ("num = 58", "num = 58\ntoken_share = nan", "layers 2: token_share = NaN"),
         ("num = 58", "num = 58\nexpert_every = 59", "layers 2: expert_every = 59: must be at most the 58 layers"),
         ("mtp_layers = 1", "mtp_layers = 65", "mtp_layers = 65: must be at most 64"),

@@ -5,6 +5,7 @@ mod checked;
 mod mutated;
 mod pictures;
 mod published;
+mod shared_links;
 mod texts;
 
 use moeworks_plan::schedule::{Kind, Timeline};
