@@ -26,6 +26,7 @@ mod program;
 mod rank_failures;
 mod ranks;
 mod routing;
+mod routing_records;
 mod schemes;
 mod serve;
 mod serve_experts;
