@@ -31,6 +31,7 @@ mod rank_failures;
 mod ranks;
 mod rebalance;
 mod routing;
+mod routing_records;
 mod schemes;
 mod serve;
 mod serve_experts;
