@@ -28,8 +28,11 @@ use crate::ranks::{FAILED, GRACE, MAX_THREADS, is_one_of_many, too_many_ranks};
 /// The time after which a process that stands still counts as lost: requests are to end within 30 s.
 const TIMEOUT: Duration = Duration::from_secs(15);
 
-/// A callback with the rank and the error of a failed run, before its processes are ended.
-pub(crate) type LastWords = Arc<dyn Fn(usize, &dyn Display) + Send + Sync>;
+/// The time in which rank 0 tells others of a lost rank, before the processes of the ranks are ended.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// A callback of rank 0 with the error of a failed run, before its processes are ended.
+pub(crate) type LastWords = Arc<dyn Fn(&dyn Display) + Send + Sync>;
 
 /// The options of a command that uses a model.
 #[derive(Clone, Copy)]
@@ -116,12 +119,31 @@ fn on_processes(
     last_words: Option<LastWords>,
     as_rank: impl Fn(&dyn Communicator) -> Result<ExitCode, Failure>,
 ) -> Result<ExitCode, Failure> {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use moeworks_comm::mpi::{MpiOptions, run_mpi};
-    let mut options = MpiOptions::default().with_timeout(TIMEOUT);
+
+    use crate::ranks::say_of_rank;
+
+    let (mut options, has_said) = (MpiOptions::default().with_timeout(TIMEOUT), Arc::new(AtomicBool::new(false)));
     if let Some(last_words) = last_words {
-        options = options.before_abort(move |rank, error| last_words(rank, error));
+        let has_said = Arc::clone(&has_said);
+        // Rank 0 speaks first, and at once: the launcher, too, ends processes when one has died.
+        options = options.before_abort(move |rank, error| {
+            if rank == 0 {
+                last_words(error);
+                say_of_rank(rank, error);
+                has_said.store(true, Ordering::SeqCst);
+            }
+            std::thread::sleep(if rank == 0 { LAST_WORDS } else { 2 * LAST_WORDS });
+        });
     }
-    run_mpi(&options, crate::ranks::say_of_rank, |comm| {
+    let report = move |rank: usize, error: &dyn Display| {
+        if !has_said.load(Ordering::SeqCst) {
+            say_of_rank(rank, error);
+        }
+    };
+    run_mpi(&options, report, |comm| {
         if let Some(ep) = ep.filter(|&ep| ep != comm.size()) {
             let num_ranks = comm.size();
             return Err(Failure::input(format!("--ep {ep}: mpirun started {num_ranks} processes; leave it out")));

@@ -3,7 +3,6 @@
 use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use moeworks_infer::chat::ChatTemplate;
 use moeworks_infer::open::{Model, Source};
@@ -27,19 +26,10 @@ const MIN_BLOCKS: usize = 4;
 /// The largest number of blocks that can be numbered.
 const MAX_BLOCKS: usize = u32::MAX as usize;
 
-/// The time in which a server whose rank was lost tells its clients, before the processes of the ranks are ended.
-const LAST_WORDS: Duration = Duration::from_secs(1);
-
 pub(crate) fn run(args: &ServeArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let failure = FailureSignal::default();
     let (options, signal) = (ModelOptions { compute: &args.compute, ranks: &args.ranks }, failure.clone());
-    let last_words: LastWords = Arc::new(move |rank, error| {
-        if rank == 0 {
-            signal.fail(error);
-        }
-        // Whichever rank ends the processes first: clients are told before.
-        std::thread::sleep(LAST_WORDS);
-    });
+    let last_words: LastWords = Arc::new(move |error| signal.fail(error));
     on_model_ranks(call, &args.model, options, Some(last_words), |rank| one_rank(args, rank, call, &failure))
 }
 

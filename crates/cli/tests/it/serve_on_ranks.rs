@@ -35,9 +35,10 @@ fn end_processes(work: &Workplace, mut server: Server, num_ranks: usize) -> Opti
 
 /// Sends 50 greedy requests at once and returns their texts.
 fn answers(server: &Server) -> Vec<String> {
-    let body = |i: usize| json!({"prompt": format!("Line {i} of"), "max_tokens": 16, "temperature": 0});
+    let body = |i: usize| json!({"prompt": format!("Line {i} of"), "max_tokens": 10, "temperature": 0});
     let streams: Vec<TcpStream> = (0..50).map(|i| server.send("/v1/completions", &body(i))).collect();
-    let text = |stream| {
+    let text = |stream: TcpStream| {
+        stream.set_read_timeout(Some(PATIENCE)).expect("set");
         let answer: Value = serde_json::from_str(&read(stream)).expect("JSON");
         answer["choices"][0]["text"].as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
     };
@@ -142,8 +143,8 @@ fn a_rank_that_is_killed_or_frozen_ends_its_requests_with_errors_and_the_server(
 fn sigterm_on_all_ranks_ends_what_is_under_way_first() {
     for (mpirun, _) in launchers() {
         let work = with_model();
-        let server = on_processes(&work, &mpirun, 2, &[]);
-        let body = json!({"prompt": "Line", "max_tokens": 200, "stream": true, "ignore_eos": true});
+        let server = on_processes(&work, &mpirun, 2, &["--shutdown-timeout", "300"]);
+        let body = json!({"prompt": "Line", "max_tokens": 60, "stream": true, "ignore_eos": true});
         let mut streams: Vec<TcpStream> = (0..3).map(|_| server.send("/v1/completions", &body)).collect();
         streams.iter_mut().for_each(|stream| stream.read_exact(&mut [0; 64]).expect("a head"));
         let code = end_processes(&work, server, 2);
