@@ -44,6 +44,12 @@ impl RebalanceLog {
     }
 }
 
+/// A layer that changes.
+pub(super) struct ChangedLayer {
+    pub(super) layer: usize,
+    pub(super) change: LayerChange,
+}
+
 /// A decision by load.
 pub(super) struct Decision<'a> {
     pub(super) step: u64,
@@ -54,13 +60,13 @@ pub(super) struct Decision<'a> {
     /// The mean seconds of a step after decisions by each policy.
     pub(super) means: Vec<(&'static str, Option<f64>)>,
     /// The layers that change.
-    pub(super) changes: &'a [(usize, LayerChange)],
+    pub(super) changes: &'a [ChangedLayer],
 }
 
 impl Decision<'_> {
     pub(super) fn json(&self) -> Value {
         let means = self.means.iter().map(|(name, seconds)| ((*name).to_owned(), json!(seconds.map(|s| s * 1e3))));
-        let layer = |(layer, change): &(usize, LayerChange)| {
+        let layer = |ChangedLayer { layer, change }: &ChangedLayer| {
             json!({
                 "layer": layer,
                 "imbalance_before": change.imbalance[0],

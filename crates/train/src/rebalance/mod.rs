@@ -25,7 +25,7 @@ use crate::error::TrainError;
 use crate::metrics::{NamedFigure, Record};
 use crate::parallel::{ExpertState, LayerMove, Ranks};
 pub use log::REBALANCE_JSONL;
-use log::{Decision, MoveLine, RebalanceLog};
+use log::{ChangedLayer, Decision, MoveLine, RebalanceLog};
 pub use settings::{RebalanceSettings, RebalanceSource};
 use window::Window;
 
@@ -92,7 +92,11 @@ impl Rebalancer {
             return Ok(None);
         }
         let placements = experts.placements();
-        let of_layers = layers.iter().filter_map(|&layer| Some((layer, placements.layer(layer)?.clone())));
+        let of_layers: Vec<(usize, Placement)> =
+            layers.iter().filter_map(|&layer| Some((layer, placements.layer(layer)?.clone()))).collect();
+        if of_layers.is_empty() {
+            return Ok(None);
+        }
         experts.set_placements(Placements::per_layer(of_layers));
         Ok(Some(Self {
             window: Window::new(layers.len(), placements.num_experts()),
@@ -205,11 +209,11 @@ impl Rebalancer {
         let policy = self.policies[arm];
         let mut changes = Vec::new();
         for (place, &layer) in self.layers.iter().enumerate() {
-            changes.extend(self.change(ranks, policy, place)?.map(|change| (layer, change)));
+            changes.extend(self.change(ranks, policy, place)?.map(|change| ChangedLayer { layer, change }));
         }
         self.last_policy = Some(policy);
         self.write_decision(step, policy, &changes)?;
-        self.targets = changes.into_iter().map(|(layer, change)| (layer, change.placement)).collect();
+        self.targets = changes.into_iter().map(|changed| (changed.layer, changed.change.placement)).collect();
         self.window.clear();
         Ok(())
     }
@@ -237,13 +241,13 @@ impl Rebalancer {
         &mut self,
         step: u64,
         policy: RebalancePolicy,
-        changes: &[(usize, LayerChange)],
+        changes: &[ChangedLayer],
     ) -> Result<(), TrainError> {
         let means = self.policies.iter().enumerate().map(|(arm, policy)| (policy.name(), self.bandit.mean(arm)));
         let decision =
             Decision { step, policy, step_s: self.step_s, rates: self.rates, means: means.collect(), changes };
         if let Some(log) = &mut self.log {
-            let num_copies: usize = changes.iter().map(|(_, change)| change.num_copies).sum();
+            let num_copies: usize = changes.iter().map(|changed| changed.change.num_copies).sum();
             tracing::info!("step {step}: {} moves {num_copies} experts of {} layers", policy.name(), changes.len());
             log.write(&decision.json())?;
         }
