@@ -134,7 +134,7 @@ fn a_machine_is_measured_into_a_file_from_which_steps_are_predicted_and_checked(
     assert_success(&work.run(&["bench", "machine", "--topology", "topology.toml"]));
     let text = std::fs::read_to_string(work.path("machine.toml")).expect("the file");
     let machine = moeworks_plan::machine::Machine::parse(&text).expect("a machine");
-    assert!(machine.products.len() >= 24 && machine.overhead.layer_s + machine.overhead.passes > 0.0, "{machine:?}");
+    assert!(machine.products.len() >= 24 && machine.memory_bytes_per_s > 0.0, "{machine:?}");
     assert_success(&work.run(&["plan", "--topology", "topology.toml"]));
     let output = work.run(&["bench", "machine", "--check", "--most", "1", "--json"]);
     assert_success(&output);
