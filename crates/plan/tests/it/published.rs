@@ -201,7 +201,7 @@ fn domains_of_hybrid_ep_are_those_of_the_least_time_on_every_level() {
     let levels = [level(4, 1.25e9), level(8, 16e9)];
     let work = |data_bytes: f64, expert_bytes: f64| DomainWork { data_bytes, expert_bytes, hidden_s: 1e-3 };
     let best = |work: &DomainWork| {
-        let sizes = |size: usize| (1..=size).filter(move |domain| size % domain == 0);
+        let sizes = |size: usize| (1..=size).filter(move |domain| size.is_multiple_of(*domain));
         let all = sizes(4).flat_map(|a| sizes(8).map(move |b| vec![a, b]));
         all.map(|domains| domain_seconds(&levels, &domains, work)).fold(f64::INFINITY, f64::min)
     };
