@@ -28,6 +28,10 @@ from moeworks_bench import PROGRAM
 HERE = pathlib.Path(__file__)
 PROMPT, DECODED, PREFILL, VOCABULARY = 32, 41, 512, 8192
 WINDOW = 0.25
+# The tokens of the GGUF files, and the one merge that llama.cpp asks for: two zero bytes, which no text has. Without tokens the
+# files have no tokenizer.
+TOKENS: list[str] = []
+MERGE = "\u0100 \u0100"
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=2048, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16,
              intermediate_size=1024, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False, max_position_embeddings=4096,
              tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
@@ -67,7 +71,15 @@ def make_gguf(folder: pathlib.Path, file: pathlib.Path, kind: str) -> None:
     writer.add_expert_count(64)
     writer.add_expert_used_count(8)
     writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("none")
+    if TOKENS:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([gguf.TokenType.NORMAL] * len(TOKENS))
+        writer.add_token_merges([MERGE])
+        writer.add_add_bos_token(False)
+    else:
+        writer.add_tokenizer_model("none")
     names = gguf.get_tensor_name_map(arch, 2)
 
     def add(name: str, tensor: "torch.Tensor") -> None:
