@@ -1,9 +1,9 @@
 //! Measured steps of pipelines beside the makespans of their schedules.
 //!
 //! Two ranks of one core each compute for real. With more ranks than cores each computation is a wait instead, so
-//! that ranks do not lend each other cores, and the links inside a stage group are as slow as makes the all-to-alls of a
-//! pass take half the time of its computation. Everything else is that of training: messages, exchanges of tokens,
-//! turns, and gradients.
+//! that ranks do not lend each other cores, and the links inside a stage group are as slow as makes the all-to-alls
+//! of a pass take half the time of its computation. Everything else is that of training: messages, exchanges of
+//! tokens, turns, and gradients.
 
 use moeworks_comm::{Communicator, RankOptions, Throttled, try_run_ranks};
 use moeworks_model::ModelConfig;

@@ -71,8 +71,8 @@ pub(crate) fn on_ranks<R: Send>(
 /// The commands that several processes of a launcher carry out together.
 const TOGETHER: [&str; 5] = ["train", "generate", "chat", "evaluate", "serve"];
 
-/// Ends this process and the others that a launcher started for a command, after one rank of each node has printed the
-/// error. Returns if there are no others, or if they have met and the error was printed.
+/// Ends this process and the others that a launcher started for a command, after one rank of each node has printed
+/// the error. Returns if there are no others, or if they have met and the error was printed.
 pub(crate) fn fail_together(call: &Call<'_>, message: &str) {
     let command = call.words().iter().skip(1).find(|word| !word.as_encoded_bytes().starts_with(b"-"));
     #[cfg(unix)]

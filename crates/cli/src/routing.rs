@@ -28,20 +28,20 @@ const SEQ_LEN: usize = 1024;
 const PAGE_FILE: &str = "routing.html";
 
 pub(crate) fn run(args: &RoutingArgs) -> Result<ExitCode, Failure> {
-    match (&args.command, &args.page) {
+    match (&args.command, &args.page.model) {
         (Some(RoutingCommand::Stats(args)), _) => stats::run(args),
         (Some(RoutingCommand::Export(args)), _) => export::run(args),
-        (None, Some(args)) => page(args),
+        (None, Some(model)) => page(&args.page, model),
         (None, None) => Err(Failure::input("routing: needs a model and --data, or stats or export with a record")),
     }
 }
 
 /// Writes the page of a text.
-fn page(args: &RoutingPageArgs) -> Result<ExitCode, Failure> {
+fn page(args: &RoutingPageArgs, model_path: &Path) -> Result<ExitCode, Failure> {
     if !(1..=MAX_TOKENS).contains(&args.max_tokens) {
         return Err(Failure::input(format!("--max-tokens {}: must be from 1 to {MAX_TOKENS}", args.max_tokens)));
     }
-    let source = Source::open(&args.model)?;
+    let source = Source::open(model_path)?;
     let run_dir = source.run().and_then(|run| run.run_dir.as_deref());
     let default_out = run_dir.map_or_else(|| PAGE_FILE.into(), |run| run.join(PAGE_FILE));
     let out = args.out.clone().unwrap_or(default_out);
@@ -50,13 +50,13 @@ fn page(args: &RoutingPageArgs) -> Result<ExitCode, Failure> {
     let model = open(&source, &args.compute)?;
     let config = model.decoder.config();
     if !(0..config.num_layers).any(|layer| config.is_moe_layer(layer)) {
-        return Err(Failure::input(format!("{}: is a dense model; it has no MoE layer to show", args.model.display())));
+        return Err(Failure::input(format!("{}: is a dense model; it has no MoE layer to show", model_path.display())));
     }
     let token_ids = first_tokens(&sources, &model.tokenizer, args.max_tokens)?;
     let seq_len = SEQ_LEN.min(config.max_seq_len);
     // Without a capacity, all modes give the same routing.
     let text = RoutedText::new(model.as_model_ref(), &model.tokenizer, token_ids, seq_len, Mode::TrainForward)?;
-    let page = routing_page(&text, &name_of(&args.model), &facts(&model, source.run(), &text, &sources));
+    let page = routing_page(&text, &name_of(model_path), &facts(&model, source.run(), &text, &sources));
     write_whole(&out, &page)?;
     println!("{}", out.display());
     Ok(ExitCode::SUCCESS)

@@ -162,8 +162,8 @@ pub fn evaluate_recorded(
     Ok(Evaluation { stats, num_bytes })
 }
 
-/// Records the choices of a batch, whose first window is number `first`. Only the first `num_real` tokens are those of
-/// the text; the others fill the last window up.
+/// Records the choices of a batch, whose first window is number `first`. Only the first `num_real` tokens are those
+/// of the text; the others fill the last window up.
 fn record(recorder: &mut RoutingRecorder, batch: &Batch, first: u64, num_real: u64) -> Result<(), RecordError> {
     let len = |sequence: usize| num_real.saturating_sub((sequence * batch.seq_len) as u64).min(batch.seq_len as u64);
     let run = |sequence| Run { id: first + sequence as u64, position: 0, len: len(sequence) as u32 };

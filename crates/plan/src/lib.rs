@@ -1,11 +1,11 @@
 //! The plan of a distributed Mixture-of-Experts model as plain values: the layout on ranks, and its costs.
 //!
 //! Nothing here runs anything or knows a device. [`Cluster`] describes devices and the links between them at any
-//! number of levels, [`Topology`] those of ranks and nodes, and [`Model`] a model on paper.
-//! [`Layout`] divides the ranks into groups, [`Placement`] gives the ranks that hold each expert of a layer, and
-//! [`Exchange`] the path of tokens between them. [`cost`] computes the bytes and the seconds of each,
-//! [`propose`](fn@propose) compares layouts, and [`weak_scaling`] makes the table of a growing cluster. [`StepRequest`]
-//! simulates a step of a model on a cluster event by event.
+//! number of levels, [`Topology`] those of ranks and nodes, and [`Model`] a model on paper. [`Layout`] divides the
+//! ranks into groups, [`Placement`] gives the ranks that hold each expert of a layer, and [`Exchange`] the path of
+//! tokens between them. [`cost`] computes the bytes and the seconds of each, [`propose`](fn@propose) compares
+//! layouts, and [`weak_scaling`] makes the table of a growing cluster. [`StepRequest`] simulates a step of a model on
+//! a cluster event by event.
 //!
 //! ```
 //! use moeworks_plan::{ModelShape, Precision, Tokens, Topology, Workload, propose};

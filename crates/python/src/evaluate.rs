@@ -1,4 +1,4 @@
-//! How well a model predicts a text.
+//! Evaluation: how well a model predicts a text.
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;

@@ -207,9 +207,8 @@ struct Gradients {
     biases: [Option<Tensor>; 2],
 }
 
-/// `experts_backward(plan, call, memory, (needs_stacks, needs_biases)) -> (dx, d_weights, d_gate_up | None, d_down |
-/// None, d_gate_up_bias | None, d_down_bias | None)`, as capsules. Gradients of weights are in the weights' type, those
-/// of biases and of the choices' weights in f32.
+/// `experts_backward(plan, call, memory, (needs_stacks, needs_biases)) -> (dx, d_weights, d_gate_up | None, d_down | None, d_gate_up_bias | None, d_down_bias | None)`,
+/// as capsules. Gradients of weights are in the weights' type, those of biases and of the choices' weights in f32.
 pub(crate) fn backward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
     let (plan, call, memory, needs): (PlanArguments, CallArguments, BackwardMemory, (bool, bool)) = args.extract()?;

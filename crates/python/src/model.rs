@@ -139,8 +139,8 @@ pub(crate) fn check_ids(opened: &Opened, ids: &[u32]) -> PyResult<()> {
     }
 }
 
-/// `render(model, messages as JSON, variables as JSON, program) -> str`: a conversation in the model's own template, by
-/// `program` with the command that renders.
+/// `render(model, messages as JSON, variables as JSON, program) -> str`: a conversation in the model's own template,
+/// by `program` with the command that renders.
 pub(crate) fn render(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
     let (model, messages, variables, program): (Bound<'_, PyAny>, String, String, Vec<OsString>) = args.extract()?;

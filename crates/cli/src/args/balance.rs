@@ -11,7 +11,7 @@ pub(crate) enum Policy {
     Eplb,
     /// By a few moves and swaps from a placement that is there
     Moves,
-    /// As moves, with a beam search in place of the best move each time
+    /// Few moves, found by a beam search instead of the best move each time
     Beam,
     /// Anew, with experts that tokens choose together on one node (GRACE-MoE); needs choices of single tokens
     Coactivation,

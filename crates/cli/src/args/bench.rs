@@ -38,7 +38,8 @@ pub(crate) enum BenchKind {
     Overlap(OverlapArgs),
     /// Measure latency and bandwidth of each collective between ranks; writes topology.toml for `plan`
     Comm(CommArgs),
-    /// Measure steps of pipelines beside the makespans of their schedules, and how much of their all-to-alls is hidden
+    /// Measure steps of pipelines beside the makespans of their schedules, and how much of their all-to-alls is
+    /// hidden
     Pipeline(PipelineBenchArgs),
     /// Measure products, memory and links of this machine, and predict training steps from them
     Machine(MachineFileArgs),

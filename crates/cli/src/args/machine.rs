@@ -79,7 +79,8 @@ pub(crate) struct RankArgs {
     /// Spread the experts over N ranks: threads of this process, or the N processes that mpirun started (CPU only)
     #[arg(long, value_name = "N")]
     pub(crate) ep: Option<usize>,
-    /// File with the ranks of each expert, as `moeworks balance` writes it (default: consecutive experts on each rank)
+    /// File with the ranks of each expert, as `moeworks balance` writes it (default: consecutive experts on each
+    /// rank)
     #[arg(long, value_name = "FILE")]
     pub(crate) placement: Option<PathBuf>,
 }

@@ -89,7 +89,8 @@ pub(crate) enum Command {
     Advise(AdviseArgs),
     /// Place experts on ranks by the load that a run recorded
     Balance(BalanceArgs),
-    /// Simulate a pipeline schedule, with given times or of a model on a cluster: what each rank does when, and memory
+    /// Simulate a pipeline schedule, with given times or of a model on a cluster: what each rank does when, and
+    /// memory
     Simulate(SimulateArgs),
     /// Check that a configuration has the same losses and gradients in every layout that this machine can hold
     Check(LayoutCheckArgs),

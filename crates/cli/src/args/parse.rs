@@ -80,8 +80,8 @@ mod tests {
             assert_eq!(args.text.data, ["a.txt", "b.txt"], "{line}");
         }
         let Ok(Typed::Routing(args)) = typed("moeworks routing --data - M") else { panic!("routing") };
-        let args = args.page.expect("a page");
-        assert_eq!((args.model.as_path(), args.text.data), (Path::new("M"), vec!["-".to_owned()]));
+        let page = args.page;
+        assert_eq!((page.model.as_deref(), page.text.data), (Some(Path::new("M")), vec!["-".to_owned()]));
         assert_eq!(typed("moeworks evaluate --data a.txt").unwrap_err().kind(), ErrorKind::MissingRequiredArgument);
     }
 

@@ -55,8 +55,8 @@ pub(crate) struct PlanArgs {
 }
 
 impl PlanArgs {
-    /// Returns whether layouts in all dimensions are asked for, with pipelines and the like, rather than those in dp, ep
-    /// and tp of a measured machine.
+    /// Returns whether layouts in all dimensions are asked for, with pipelines and the like, rather than those in dp,
+    /// ep and tp of a measured machine.
     pub(crate) fn is_wide(&self) -> bool {
         let Self { described, pins, load, bill, serving, .. } = self;
         let is_described = described.cluster.is_some() || described.model.is_some() || described.is_sized();
@@ -76,7 +76,8 @@ pub(crate) struct DescribedArgs {
     /// TOML file, in the place of --config and --preset
     #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["config", "preset", "settings"])]
     pub(crate) model: Option<String>,
-    /// Sequences of a step (default: those of the configuration; 4 million tokens, and one for each rank, for --model)
+    /// Sequences of a step (default: those of the configuration; 4 million tokens, and one for each rank, for
+    /// --model)
     #[arg(long, value_name = "N")]
     pub(crate) global_batch: Option<usize>,
     /// Tokens of a sequence (default: those of the model or configuration)

@@ -21,7 +21,7 @@ pub(crate) struct RoutingArgs {
     #[command(subcommand)]
     pub(crate) command: Option<RoutingCommand>,
     #[command(flatten)]
-    pub(crate) page: Option<RoutingPageArgs>,
+    pub(crate) page: RoutingPageArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -36,7 +36,9 @@ pub(crate) enum RoutingCommand {
 #[derive(Debug, Args)]
 pub(crate) struct RoutingPageArgs {
     /// Model: a run, a checkpoint, a model folder or a GGUF file
-    pub(crate) model: PathBuf,
+    // Absent only beside a subcommand.
+    #[arg(required = true)]
+    pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) text: DataArgs,
     /// Page to write (default: routing.html in the run's folder; in the current folder for a model folder)
@@ -60,8 +62,8 @@ pub(crate) struct RoutingStatsArgs {
     /// Record of routing, or a run: its record, or else the loads in its metrics
     #[arg(value_name = "RECORD|RUN")]
     pub(crate) record: PathBuf,
-    /// Steps of a window of time (tokens, where a record has no loads of steps; default: 1 step, or a twentieth of the
-    /// tokens)
+    /// Steps of a window of time (tokens, where a record has no loads of steps; default: 1 step, or a twentieth of
+    /// the tokens)
     #[arg(long, value_name = "N")]
     pub(crate) window: Option<u64>,
     /// Page with pictures to write

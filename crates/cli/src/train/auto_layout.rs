@@ -38,7 +38,7 @@ const MOST_CHOICES: usize = 8;
 /// Steps left below which another layout is not worth its trial.
 const LEAST_LEFT: u64 = 20;
 
-/// What the root does for a run in a chosen layout: it records the decision, and follows the times of steps.
+/// The root's part of a run in a chosen layout: it records the decision, and follows the times of steps.
 pub(super) struct Follow {
     /// The lines for the file of decisions.
     lines: String,

@@ -1,4 +1,5 @@
-//! `moeworks check`: a configuration is the same in all layouts, a fault is found, and wrong configurations are refused.
+//! `moeworks check`: a configuration is the same in all layouts, a fault is found, and wrong configurations are
+//! refused.
 
 use serde_json::Value;
 

@@ -78,8 +78,8 @@ impl GgufFile {
         self.load_part(ctx, &ModelPart::Whole)
     }
 
-    /// Loads a part of the model; see [`load_model`](Self::load_model). All tensors are checked, but only those of the
-    /// part are read.
+    /// Loads a part of the model; see [`load_model`](Self::load_model). All tensors are checked, but only those of
+    /// the part are read.
     pub fn load_part(&self, ctx: &Context, part: &ModelPart) -> Result<(ModelConfig, DecoderWeights), GgufError> {
         let (config, unknown) = self.read_config()?;
         warn_of_keys(self.path(), &unknown);

@@ -88,8 +88,8 @@ pub fn load_model(ctx: &Context, dir: &Path) -> Result<(ModelConfig, DecoderWeig
     load_part(ctx, dir, &ModelPart::Whole)
 }
 
-/// Loads a part of the model folder `dir`; see [`load_model`]. All tensors are checked, but only those of the part are
-/// read.
+/// Loads a part of the model folder `dir`; see [`load_model`]. All tensors are checked, but only those of the part
+/// are read.
 pub fn load_part(ctx: &Context, dir: &Path, part: &ModelPart) -> Result<(ModelConfig, DecoderWeights), LoadError> {
     let ModelFolder { family, config, unknown_keys, .. } = ModelFolder::open(dir)?;
     warn_of_keys(&dir.join("config.json"), &unknown_keys);

@@ -2,8 +2,8 @@
 //! 16]` with two neighbouring values a byte, the first in its low half, and `NAME_scales` is U8 `[E, rows, blocks]`.
 //! A block has 32 values.
 //!
-//! Products read values and scales [from the mapped file](Tensor::with_split_scales). A matrix whose gate and up rows alternate
-//! is read as two matrices with twice the row stride.
+//! Products read values and scales [from the mapped file](Tensor::with_split_scales). A matrix whose gate and up rows
+//! alternate is read as two matrices with twice the row stride.
 
 use moeworks_ops::Context;
 use moeworks_tensor::{BLOCK_LEN, DType, Mxfp4Block, Place, Tensor};

@@ -38,8 +38,8 @@ pub(crate) enum TensorPart {
 }
 
 impl ModelPart {
-    /// Returns the part of the tensor of `spec`. `num_encoder_layers` layers of an encoder are numbered before those of
-    /// the decoder.
+    /// Returns the part of the tensor of `spec`. `num_encoder_layers` layers of an encoder are numbered before those
+    /// of the decoder.
     pub(crate) fn of_tensor(&self, spec: &WeightSpec, num_encoder_layers: usize) -> TensorPart {
         let (placements, rank) = match self {
             Self::Whole => return TensorPart::Whole,
@@ -90,8 +90,8 @@ impl AsRef<[u8]> for Whole {
     }
 }
 
-/// Returns the given experts, ascending and at least one, of a stack. Those in the memory of a file stay there; others
-/// are copied.
+/// Returns the given experts, ascending and at least one, of a stack. Those in the memory of a file stay there;
+/// others are copied.
 pub(crate) fn select(ctx: &Context, stack: &Tensor, experts: &[usize]) -> Tensor {
     let shape = part_shape(stack.shape(), experts);
     if let Some((base, is_interleaved)) = stack.as_transposed()

@@ -1,11 +1,11 @@
 //! Experts of a model in use that are spread over ranks.
 //!
-//! The root has the tokens, the routers and all other layers; each rank, the root included, holds some of the experts.
-//! In each MoE layer the root sends the other ranks the tokens of their experts and gets back one row for each choice.
-//! It adds these rows up as a single rank does, token by token in the order of the choices. All rows of an expert are
-//! computed together, wherever the expert is. So the result has the bits of one rank, provided that the kernels of the
-//! experts' products are the same: always on a batch-invariant context, and otherwise for matrices of at least 1 MiB
-//! or stacks below that, because the kernel may depend on the size of all experts of a product.
+//! The root has the tokens, the routers and all other layers; each rank, the root included, holds some of the
+//! experts. In each MoE layer the root sends the other ranks the tokens of their experts and gets back one row for
+//! each choice. It adds these rows up as a single rank does, token by token in the order of the choices. All rows of
+//! an expert are computed together, wherever the expert is. So the result has the bits of one rank, provided that the
+//! kernels of the experts' products are the same: always on a batch-invariant context, and otherwise for matrices of
+//! at least 1 MiB or stacks below that, because the kernel may depend on the size of all experts of a product.
 
 use std::fmt;
 use std::ops::Range;
@@ -87,8 +87,8 @@ impl Share {
 }
 
 impl RemoteExperts {
-    /// Creates the handle of the root, which is rank 0 of `comm`. Panics on another rank, or if the placements are for
-    /// another number of ranks.
+    /// Creates the handle of the root, which is rank 0 of `comm`. Panics on another rank, or if the placements are
+    /// for another number of ranks.
     #[must_use]
     pub fn new(comm: Box<dyn Communicator>, placements: Placements) -> Self {
         assert_eq!((comm.rank(), comm.size()), (ROOT, placements.num_ranks()), "root and ranks of a placement");
@@ -251,8 +251,8 @@ fn computed(ctx: &Context, weights: &MoeWeights, activation: Activation, message
     experts_forward_onto(ctx, &x, experts, biases, rows, (None, true)).0
 }
 
-/// Computes the experts of this rank for the root's tokens, until the root [ends](RemoteExperts::end) it. `layers` are
-/// the layers of the model that have experts.
+/// Computes the experts of this rank for the root's tokens, until the root [ends](RemoteExperts::end) it. `layers`
+/// are the layers of the model that have experts.
 ///
 /// # Errors
 /// [`CommError`] if a rank died, hangs, or the root asks for a layer that is not here.

@@ -94,9 +94,9 @@ impl MoeLayer {
     }
 
     /// Creates a layer whose experts are spread over `ranks`. Its weights are those of the experts that this rank
-    /// holds by the placement in force, in ascending order. All ranks of the group must make the same calls of [`forward`](Self::forward) and
-    /// [`backward`](Self::backward), each with its own tokens, or none. Panics if the placement is for another number
-    /// of experts.
+    /// holds by the placement in force, in ascending order. All ranks of the group must make the same calls of
+    /// [`forward`](Self::forward) and [`backward`](Self::backward), each with its own tokens, or none. Panics if the
+    /// placement is for another number of experts.
     pub fn expert_parallel(config: MoeConfig, ranks: LayerRanks) -> Result<Self, ConfigError> {
         assert_eq!(ranks.placement().num_experts(), config.num_experts, "experts of a placement");
         Ok(Self { ranks: Some(ranks), ..Self::new(config)? })

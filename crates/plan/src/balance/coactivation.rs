@@ -102,11 +102,11 @@ impl NodeSizes {
     }
 }
 
-/// Places experts so that a node holds those that tokens choose together. Experts are swapped between nodes, beginning
-/// with the plain placement and with groups grown around the strongest pairs; each swap raises the pairs inside of
-/// nodes and keeps their loads within `max_excess`, and the better outcome is taken. Inside of each node experts are
-/// packed on ranks by load, with copies in spare slots ([`eplb`](fn@eplb)). The share of pairs in a node is never
-/// below the plain placement's.
+/// Places experts so that a node holds those that tokens choose together. Experts are swapped between nodes,
+/// beginning with the plain placement and with groups grown around the strongest pairs; each swap raises the pairs
+/// inside of nodes and keeps their loads within `max_excess`, and the better outcome is taken. Inside of each node
+/// experts are packed on ranks by load, with copies in spare slots ([`eplb`](fn@eplb)). The share of pairs in a node
+/// is never below the plain placement's.
 ///
 /// # Errors
 /// If loads and sizes do not fit each other, or a load is negative or not finite.

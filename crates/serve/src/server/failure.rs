@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use tokio::sync::watch;
 
-/// Tells a server that its engine cannot go on, as where a rank of the model was lost. All requests are then ended with
-/// an error, probes answer with status 503, and the server ends. Clones are the same.
+/// Tells a server that its engine cannot go on, as where a rank of the model was lost. All requests are then ended
+/// with an error, probes answer with status 503, and the server ends. Clones are the same.
 #[derive(Clone, Debug)]
 pub struct FailureSignal(Arc<watch::Sender<Option<String>>>);
 

@@ -2,7 +2,7 @@
 
 use moeworks_model::BalanceKind;
 use moeworks_model::model_cost::{Kept, shape};
-use moeworks_moe::{RouterKind, share};
+use moeworks_moe::share;
 
 use super::figures::{Choices, LayerFigures, RunFigures};
 use super::finding::{Figure, Finding, Over, Remedy, Topic};
@@ -78,7 +78,7 @@ fn has_collapsed(layer: &LayerFigures, choices: Choices) -> bool {
 /// Returns remedies for an uneven load.
 fn more_even(run: &RunFigures) -> Vec<Remedy> {
     let (make, train, router) = (Remedies::new(&run.settings), &run.settings.train, &run.settings.model.router);
-    if router.kind == RouterKind::Forced {
+    if router.kind.doc().is_synthetic {
         let expected = "choices by the router in place of a load that is forced";
         return make.set("model.router.kind", "top_k", expected).into_iter().collect();
     }
@@ -119,7 +119,7 @@ pub(super) fn uniform(run: &RunFigures) -> Option<Finding> {
     let (layers, num_records) = (&run.window.layers, run.window.num_records);
     let is_flat = |layer: &&LayerFigures| layer.entropy_share() > UNIFORM;
     let mut flat: Vec<&LayerFigures> = layers.iter().filter(is_flat).collect();
-    if num_records < LEAST_RECORDS || 2 * flat.len() < layers.len() || router.kind == RouterKind::Forced {
+    if num_records < LEAST_RECORDS || 2 * flat.len() < layers.len() || router.kind.doc().is_synthetic {
         return None;
     }
     let remedies = more_decided(run);

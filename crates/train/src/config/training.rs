@@ -126,7 +126,8 @@ settings! {
         sample_tokens: usize = 120, in Range::COUNT;
         /// Prompt that a sample continues.
         sample_prompt: String = "The ".into();
-        /// Steps between records of routing in routing.records of the run: loads, and choices of single tokens; 0: none.
+        /// Steps between records of routing in routing.records of the run: loads, and choices of single tokens; 0:
+        /// none.
         record_routing: u64 = 0, in Range::COUNT;
         /// Tokens of a recorded step whose choices are recorded, in whole sequences; 0: loads alone.
         ///

@@ -1,8 +1,8 @@
 //! The record of routing that a run keeps: loads of steps, and the choices for some of their tokens.
 //!
-//! Loads are those of all tokens of the step, after and before capacity. Choices are those that the model made for the
-//! first sequences of the step, in a forward pass of its own with the weights that the step began with, by the rules
-//! of training without noise. (On several ranks they are those before capacity.)
+//! Loads are those of all tokens of the step, after and before capacity. Choices are those that the model made for
+//! the first sequences of the step, in a forward pass of its own with the weights that the step began with, by the
+//! rules of training without noise. (On several ranks they are those before capacity.)
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};

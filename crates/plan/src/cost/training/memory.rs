@@ -12,7 +12,7 @@ pub(super) struct HeldParams {
     pub(super) cut: f64,
     /// On each rank of a stage: norms, routers, shared experts.
     pub(super) whole: f64,
-    /// Of routed experts.
+    /// The share of routed experts.
     pub(super) experts: f64,
 }
 

@@ -19,7 +19,7 @@ use crate::{Algorithm, Mesh, ModelParts, Precision, ScheduleKind, Skew};
 /// Bytes that the update of a weight reads (weight, gradient, two moments) and writes (weight, two moments).
 const UPDATE_BYTES: f64 = 28.0;
 
-/// What a training program does beside the layout, and what it keeps.
+/// The habits of a training program: what it overlaps, and what it retains.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Practice {
     /// Bytes of a number in the sums of tensor parallelism.
@@ -93,7 +93,7 @@ pub struct TrainingJob {
     pub expert_gradient_bytes: usize,
     /// The load of the experts.
     pub skew: Skew,
-    /// What the training program does.
+    /// The habits of the training program.
     pub practice: Practice,
 }
 

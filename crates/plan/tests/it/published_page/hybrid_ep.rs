@@ -42,8 +42,8 @@ fn exchange(sites: usize, megabytes: f64) -> f64 {
     fabric.all_to_all(Members { num: fabric.num_ranks, stride: 1 }, Algorithm::Linear, &rows).total()
 }
 
-/// Returns the seconds of an exchange of HybridEP, whose experts of `expert_mb` each move between sites if that is less
-/// than the tokens: half of a gather, since one serves a dispatch and a combine.
+/// Returns the seconds of an exchange of HybridEP, whose experts of `expert_mb` each move between sites if that is
+/// less than the tokens: half of a gather, since one serves a dispatch and a combine.
 fn hybrid(sites: usize, megabytes: f64, expert_mb: f64) -> f64 {
     let fabric = fabric(sites);
     let migration = Migration {

@@ -70,11 +70,11 @@ impl Cell {
 /// A table of the page.
 pub(crate) struct Table {
     pub(crate) title: &'static str,
-    /// What it shows, where it is from, and what was assumed.
+    /// The subject, the source, and the assumptions.
     pub(crate) intro: String,
     pub(crate) unit: &'static str,
     pub(crate) cells: Vec<Cell>,
-    /// What to see in it.
+    /// The remark behind the table.
     pub(crate) remark: String,
 }
 
