@@ -216,8 +216,7 @@ fn median(times: &StepTimes) -> f64 {
 }
 
 fn config_of_waits(kind: ScheduleKind, pp: usize, num_microbatches: usize) -> RunConfig {
-    let mut config = RunConfig::default();
-    config.model = ModelConfig {
+    let model = ModelConfig {
         vocab_size: 64,
         width: WIDTH,
         num_layers: pp * LAYERS_A_RANK,
@@ -233,6 +232,7 @@ fn config_of_waits(kind: ScheduleKind, pp: usize, num_microbatches: usize) -> Ru
         max_seq_len: TOKENS,
         ..ModelConfig::default()
     };
+    let mut config = RunConfig { model, ..RunConfig::default() };
     config.train.seq_len = TOKENS;
     config.train.batch_size = EXPERT_RANKS;
     config.parallel.ep = EXPERT_RANKS;
@@ -240,8 +240,7 @@ fn config_of_waits(kind: ScheduleKind, pp: usize, num_microbatches: usize) -> Ru
 }
 
 fn config_of_computations(kind: ScheduleKind, num_microbatches: usize) -> RunConfig {
-    let mut config = RunConfig::default();
-    config.model = ModelConfig {
+    let model = ModelConfig {
         vocab_size: 256,
         width: 256,
         num_layers: 4,
@@ -256,6 +255,7 @@ fn config_of_computations(kind: ScheduleKind, num_microbatches: usize) -> RunCon
         max_seq_len: 256,
         ..ModelConfig::default()
     };
+    let mut config = RunConfig { model, ..RunConfig::default() };
     config.train.seq_len = 256;
     config.train.batch_size = 2;
     of_schedule(config, kind, 2, num_microbatches)

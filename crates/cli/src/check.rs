@@ -21,6 +21,12 @@ const DIFFERS: u8 = 1;
 /// The outcome of a layout: a step, or the reason why its ranks failed.
 type Outcome = Result<LayoutOutcome, TrainError>;
 
+/// A layout that was tried.
+struct Tried {
+    layout: CheckedLayout,
+    outcome: Outcome,
+}
+
 pub(crate) fn run(args: &LayoutCheckArgs) -> Result<ExitCode, Failure> {
     if !(args.tolerance >= 0.0 && args.tolerance.is_finite()) {
         return Err(Failure::input(format!("--tolerance {}: must be a number of at least 0", args.tolerance)));
@@ -51,9 +57,9 @@ pub(crate) fn run(args: &LayoutCheckArgs) -> Result<ExitCode, Failure> {
         if let Err(error @ TrainError::Memory { .. }) = outcome {
             return Err(error.into());
         }
-        rows.push((layout, outcome));
+        rows.push(Tried { layout, outcome });
     }
-    let are_equal = rows.iter().all(|(_, outcome)| is_equal(outcome));
+    let are_equal = rows.iter().all(|row| is_equal(&row.outcome));
     if args.json {
         println!("{:#}", json(&rows, &skipped, are_equal));
     } else {
@@ -75,12 +81,12 @@ fn verdict(outcome: &Outcome) -> String {
     }
 }
 
-fn print(args: &LayoutCheckArgs, rows: &[(CheckedLayout, Outcome)], skipped: &[SkippedLayout]) {
+fn print(args: &LayoutCheckArgs, rows: &[Tried], skipped: &[SkippedLayout]) {
     println!(
         "A step in f32 with random tokens, compared with that of one rank; at most {:e} may differ.",
         args.tolerance
     );
-    let cells = |(layout, outcome): &(CheckedLayout, Outcome)| {
+    let cells = |Tried { layout, outcome }: &Tried| {
         let figure = |value: fn(&LayoutOutcome) -> String| outcome.as_ref().map_or_else(|_| "-".to_owned(), value);
         vec![
             layout.to_string(),
@@ -95,7 +101,7 @@ fn print(args: &LayoutCheckArgs, rows: &[(CheckedLayout, Outcome)], skipped: &[S
     if args.skipped {
         skipped.iter().for_each(|skipped| println!("left out: {}: {}", skipped.layout, skipped.reason));
     }
-    let num_equal = rows.iter().filter(|(_, outcome)| is_equal(outcome)).count();
+    let num_equal = rows.iter().filter(|row| is_equal(&row.outcome)).count();
     let left_out = match skipped.len() {
         0 => String::new(),
         num if args.skipped => format!("; {num} left out"),
@@ -104,8 +110,8 @@ fn print(args: &LayoutCheckArgs, rows: &[(CheckedLayout, Outcome)], skipped: &[S
     println!("\n{num_equal} of {} layouts are equal{left_out}.", rows.len());
 }
 
-fn json(rows: &[(CheckedLayout, Outcome)], skipped: &[SkippedLayout], are_equal: bool) -> Value {
-    let row = |(layout, outcome): &(CheckedLayout, Outcome)| {
+fn json(rows: &[Tried], skipped: &[SkippedLayout], are_equal: bool) -> Value {
+    let row = |Tried { layout, outcome }: &Tried| {
         let difference = outcome.as_ref().ok().and_then(|outcome| outcome.difference.as_ref());
         json!({
             "layout": layout.to_string(),

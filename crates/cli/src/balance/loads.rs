@@ -1,6 +1,6 @@
 //! The loads that a placement is made for: those of a run's records, or of a record of routing.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use moeworks_infer::routing_record::is_record;
 use moeworks_infer::store::{METRICS_JSONL, ROUTING_RECORD};
@@ -38,7 +38,7 @@ impl Loads {
         Ok(loads)
     }
 
-    fn from_record(record: &PathBuf, args: &BalanceArgs) -> Result<Self, Failure> {
+    fn from_record(record: &Path, args: &BalanceArgs) -> Result<Self, Failure> {
         let RecordedLoads { window, has_steps, steps, pairs, damage, .. } = read_recorded_loads(record, args.last)?;
         if !damage.is_none() {
             tracing::warn!("{}: {damage}", record.display());

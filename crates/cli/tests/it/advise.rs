@@ -45,9 +45,9 @@ fn contents(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            all.extend(contents(&path))
+            all.extend(contents(&path));
         } else {
-            drop(all.insert(path.clone(), fs::read(&path).unwrap()))
+            drop(all.insert(path.clone(), fs::read(&path).unwrap()));
         }
     }
     all

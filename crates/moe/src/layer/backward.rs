@@ -39,7 +39,7 @@ enum ExpertsTask {
         /// True if backward has written the gradients of the matrices already.
         is_done: bool,
     },
-    Ranks(RanksTask),
+    Ranks(Box<RanksTask>),
 }
 
 /// The gradients that come back from the experts.
@@ -109,7 +109,11 @@ impl MoeLayer {
         let experts_saved = match &saved.experts {
             ExpertsPart::Ranks(saved) => {
                 let back = saved.backward(ctx, weights, self.config.activation, dy, wgrad);
-                return ExpertsBack { dx: back.dx, dweights: back.dweights, task: ExpertsTask::Ranks(back.task) };
+                return ExpertsBack {
+                    dx: back.dx,
+                    dweights: back.dweights,
+                    task: ExpertsTask::Ranks(Box::new(back.task)),
+                };
             }
             ExpertsPart::Here(saved) => kept(saved),
         };
