@@ -1,6 +1,6 @@
 //! Experts that move between ranks while training goes on, so that the load of ranks is even.
 //!
-//! After each step the [`Rebalancer`] adds the load of experts to its window. When a decision is due it asks
+//! After each step the `Rebalancer` adds the load of experts to its window. When a decision is due it asks
 //! [`rebalance_layer`] for each layer, with the load summed over all ranks and rates that all ranks agree on, so
 //! that every rank decides the same; ranks compare their decisions. The experts then move between steps, a few in
 //! each, so that the pause is bounded ([`placement_step`]): a placement on the way is in force for the steps in
