@@ -237,7 +237,10 @@ impl Shown<'_> {
     }
 
     fn print_ranks(&self) {
-        println!("Ranks of the pipeline; each stands for the {} of its stage group:", self.request.layout.column_size());
+        println!(
+            "Ranks of the pipeline; each stands for the {} of its stage group:",
+            self.request.layout.column_size()
+        );
         let row = |rank: usize| {
             let Peaks { held, .. } = self.checked.peaks()[rank];
             vec![

@@ -113,7 +113,7 @@ fn under_load(server: &Server) -> Vec<TcpStream> {
 
 #[test]
 fn a_rank_that_is_killed_or_frozen_ends_its_requests_with_errors_and_the_server() {
-    for ((mpirun, _), name) in
+    for ((mpirun, is_open_mpi), name) in
         launchers().into_iter().flat_map(|launcher| ["-KILL", "-STOP"].map(|name| (launcher.clone(), name)))
     {
         let work = with_model();
@@ -130,7 +130,9 @@ fn a_rank_that_is_killed_or_frozen_ends_its_requests_with_errors_and_the_server(
             assert!(start.elapsed() < PROMPTLY, "{name}: requests hang");
             num_told += usize::from(rest.contains("\"error\"") || rest.contains("503 Service Unavailable"));
         }
-        assert!(num_told > 50, "{name} {}: {num_told} of 60 were told", mpirun.display());
+        // MPICH's launcher kills the other processes as soon as one is killed: clients see cut connections.
+        let is_cut = name == "-KILL" && !is_open_mpi;
+        assert!(is_cut || num_told > 50, "{name} {}: {num_told} of 60 were told", mpirun.display());
         wait_for(PATIENCE, "end of rank 0", || process_of(&work.path(""), 0).is_none().then_some(()));
         assert!(!server.child.wait().expect("ended").success(), "{name}");
         if process_of(&work.path(""), 1).is_some() {
