@@ -1,6 +1,7 @@
 //! The tests of the planner, one binary.
 
 mod clusters;
+mod layer_splits;
 mod layouts;
 mod meshes;
 mod models;

@@ -10,7 +10,6 @@
 mod execution;
 mod figures;
 mod inference;
-mod layer_split;
 mod messages;
 mod plan;
 mod timing;

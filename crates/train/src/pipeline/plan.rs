@@ -5,9 +5,8 @@ use std::path::Path;
 
 use moeworks_model::model_cost::layer_flops;
 use moeworks_model::{StagePart, WeightSpec};
-use moeworks_plan::{Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times};
+use moeworks_plan::{Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times, split_layers};
 
-use super::layer_split::balanced;
 use crate::config::{ConfigError, RunConfig, wrong};
 
 const PP: &str = "parallel.pp";
@@ -156,7 +155,7 @@ fn layer_counts(config: &RunConfig, given: Option<Vec<usize>>, num_stages: usize
             if let Some(last) = costs.layers.last_mut() {
                 *last += costs.head;
             }
-            Ok(balanced(&costs.layers, num_stages))
+            Ok(split_layers(&costs.layers, num_stages))
         }
     }
 }

@@ -431,7 +431,7 @@ fn measure_rebalancing() {
             let rate = (steps as usize * sizes.num_points) as f64 / start.elapsed().as_secs_f64();
             let sum = |name: &str| -> f64 {
                 let figures = records.iter().flat_map(|record| &record.metrics).filter(|metric| metric.name == name);
-                figures.map(|metric| metric.value).sum()
+                figures.map(|metric| metric.value).fold(0.0, |sum, value| sum + value)
             };
             println!(
                 "turn {turn}, {name}: {rate:.0} tokens/s, imbalance {:.3}, {} copies, {:.0} ms of pauses",
