@@ -102,11 +102,7 @@ class MOELayer(torch.nn.Module):
             if scan_expert_func is not None:
                 scan_expert_func(name, parameter)
             parameter._tutel_expert = True
-        gate_types = gate_type if isinstance(gate_type, list) else [gate_type]
-        self.gates = torch.nn.ModuleList()
-        for number, table in enumerate(gate_types):
-            _seed(None if seeds[0] is None else seeds[0] + number)
-            self.gates.append(self._make_gate(table))
+        self.gates = self._make_gates(gate_type if isinstance(gate_type, list) else [gate_type], seeds[0])
         _seed(seeds[2])
 
     @staticmethod
@@ -155,6 +151,13 @@ class MOELayer(torch.nn.Module):
         count = "num_experts_per_device" if _takes(make, "num_experts_per_device") else "local_experts"
         settings[count] = self.num_local_experts
         return make(**settings)
+
+    def _make_gates(self, tables: list[Any], seed: int | None) -> torch.nn.ModuleList:
+        gates = torch.nn.ModuleList()
+        for number, table in enumerate(tables):
+            _seed(None if seed is None else seed + number)
+            gates.append(self._make_gate(table))
+        return gates
 
     def _make_gate(self, table: Any) -> torch.nn.Module:
         old = re.fullmatch(r"Top(\d+)Gate", table) if isinstance(table, str) else None
