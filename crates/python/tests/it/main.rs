@@ -27,16 +27,24 @@ fn package() -> PathBuf {
     let library = programs.with_file_name("lib_native.so");
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("python");
     let module = folder.join("moeworks");
-    fs::create_dir_all(&module).expect("a folder");
-    let source = Path::new(HERE).join("python/moeworks");
-    for entry in fs::read_dir(source).expect("the package") {
-        let path = entry.expect("a file").path();
-        if path.extension().is_some_and(|extension| ["py", "pyi", "typed"].iter().any(|name| extension == *name)) {
-            replace(&path, &module.join(path.file_name().expect("a name")));
-        }
-    }
+    copy_sources(&Path::new(HERE).join("python/moeworks"), &module);
     replace(&library, &module.join("_native.abi3.so"));
     folder
+}
+
+/// Copies the files of Python in a folder, and those in the folders below.
+fn copy_sources(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("a folder");
+    for entry in fs::read_dir(from).expect("the package") {
+        let path = entry.expect("a file").path();
+        let copy = to.join(path.file_name().expect("a name"));
+        if path.is_dir() {
+            copy_sources(&path, &copy);
+        } else if path.extension().is_some_and(|extension| ["py", "pyi", "typed"].iter().any(|name| extension == *name))
+        {
+            replace(&path, &copy);
+        }
+    }
 }
 
 /// Puts a copy of a file in a place where another test may be reading.
@@ -94,4 +102,14 @@ fn every_class_of_experts_in_transformers_matches_its_eager_code() {
 #[test]
 fn adapters_of_peft_are_computed_from_their_factors() {
     run("test_peft.py", ", torch, transformers, peft");
+}
+
+#[test]
+fn scripts_and_layers_for_tutel_run() {
+    run("test_tutel.py", ", torch");
+}
+
+#[test]
+fn losses_match_those_that_tutel_recorded() {
+    run("test_tutel_golden.py", ", torch");
 }
