@@ -58,10 +58,10 @@ def free_port() -> int:
 
 
 class Contender:
-    """A server: its name, the command for a port, and the name of the model in requests."""
+    """A server: its name, the command for a port, the name of the model in requests, and whether it knows `ignore_eos`."""
 
-    def __init__(self, name, command, model="model", env=None):
-        self.name, self.command, self.model, self.env = name, command, model, env or {}
+    def __init__(self, name, command, model="model", env=None, ignores_eos=True):
+        self.name, self.command, self.model, self.env, self.ignores_eos = name, command, model, env or {}, ignores_eos
 
     @contextlib.contextmanager
     def running(self):
@@ -70,7 +70,7 @@ class Contender:
         process = subprocess.Popen(self.command(port), stdout=log, stderr=log, env=os.environ | self.env)
         try:
             wait_until_ready(process, port, log)
-            yield Client(port, self.model)
+            yield Client(port, self.model, {"ignore_eos": True} if self.ignores_eos else {})
         finally:
             process.terminate()
             try:
@@ -93,13 +93,12 @@ def wait_until_ready(process, port: int, log) -> None:
 
 
 class Client:
-    def __init__(self, port: int, model: str):
-        self.url, self.model = f"http://127.0.0.1:{port}/v1/completions", model
+    def __init__(self, port: int, model: str, extra: dict):
+        self.url, self.model, self.extra = f"http://127.0.0.1:{port}/v1/completions", model, extra
 
     def stream(self, prompt: str, num_tokens: int) -> tuple[float, list[float]]:
         """Returns when the request was sent and when each piece with text came."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True,
-                "ignore_eos": True}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "stream": True} | self.extra
         request = urllib.request.Request(self.url, json.dumps(body).encode(), {"Content-Type": "application/json"})
         start, times = time.perf_counter(), []
         with urllib.request.urlopen(request, timeout=1800) as answer:
@@ -157,10 +156,9 @@ def contenders(args, folder: pathlib.Path, file: pathlib.Path, kind: str) -> lis
                                 "-np", str(most), "-c", str(context), "-cb", "--no-webui", "-a", "model"]
         all_.append(Contender("llama.cpp", command, env={"LD_LIBRARY_PATH": str(pathlib.Path(program).parent)}))
     if kind == "bf16" and not args.no_transformers:
-        program = pathlib.Path(sys.executable).with_name("transformers")
-        command = lambda port: [str(program), "serve", "--port", str(port), "--host", "127.0.0.1", "--continuous-batching",  # noqa: E731
-                                "--force-model", str(folder)]
-        all_.append(Contender("transformers", command, str(folder), {"OMP_NUM_THREADS": str(threads)}))
+        command = lambda port: [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder),  # noqa: E731
+                                "--port", str(port), "--host", "127.0.0.1", "--continuous-batching", "--device", "cpu"]
+        all_.append(Contender("transformers", command, str(folder), {"OMP_NUM_THREADS": str(threads)}, ignores_eos=False))
     return all_
 
 
