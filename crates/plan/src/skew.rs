@@ -26,8 +26,8 @@ pub struct HotRank {
 impl Skew {
     /// Returns the hottest rank if the experts lie on `num_ranks` ranks in equal parts, the first ones first.
     ///
-    /// Of loads by a parameter the hottest rank holds the hottest expert, and else experts of mean load. Experts that
-    /// do not divide over the ranks make the fullest rank hotter.
+    /// The hottest rank holds the hottest expert, and otherwise experts of mean load, unless loads were recorded.
+    /// Experts that do not divide over the ranks make the fullest rank hotter.
     #[must_use]
     pub fn hot_rank(&self, num_experts: usize, num_ranks: usize) -> HotRank {
         let num_ranks = num_ranks.max(1);

@@ -15,17 +15,13 @@ use crate::calls::{object, unlocked};
 use crate::errors;
 use crate::model::opened;
 
+/// The arguments of [`evaluate`], as Python passes them.
+type Arguments<'py> = (Bound<'py, PyAny>, Vec<String>, String, Option<usize>, usize, Option<PathBuf>);
+
 /// `evaluate(model, paths, text_field, seq_len | None, max_sequences, cache folder | None) -> JSON`.
 pub(crate) fn evaluate(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
-    let (model, paths, text_field, seq_len, max_sequences, cache): (
-        Bound<'_, PyAny>,
-        Vec<String>,
-        String,
-        Option<usize>,
-        usize,
-        Option<PathBuf>,
-    ) = args.extract()?;
+    let (model, paths, text_field, seq_len, max_sequences, cache): Arguments<'_> = args.extract()?;
     let opened = opened(&model)?;
     let options = EvaluationOptions { seq_len, max_sequences };
     let mut interrupt = None;

@@ -29,6 +29,11 @@ type ForwardMemory = (usize, usize, usize, usize, usize, usize, usize);
 /// The addresses of dy, x, ids, weights, gate_up, down, h and the two biases; 0 for no bias.
 type BackwardMemory = (usize, usize, usize, usize, usize, usize, usize, usize, usize);
 
+/// The arguments of [`forward`], as Python passes them.
+type ForwardArguments = (PlanArguments, CallArguments, ForwardMemory);
+/// The arguments of [`backward`]; the last says whether gradients of the stacks and of the biases are wanted.
+type BackwardArguments = (PlanArguments, CallArguments, BackwardMemory, (bool, bool));
+
 /// The sizes, types and activation of experts.
 #[derive(Clone, Copy)]
 struct Plan {
@@ -168,7 +173,7 @@ impl Call {
 /// `experts_forward(plan, call, memory) -> (y, h | None)`, as capsules: y `[T, D]`, h `[T K, A F]`.
 pub(crate) fn forward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
-    let (plan, call, memory): (PlanArguments, CallArguments, ForwardMemory) = args.extract()?;
+    let (plan, call, memory): ForwardArguments = args.extract()?;
     let (plan, call) = (Plan::new(plan)?, Call::new(call));
     let (y, h) = unlocked(py, || {
         let ctx = &context::shared(call.num_threads);
@@ -199,6 +204,13 @@ pub(crate) fn padded(ctx: &Context, x: Tensor, num_rows: usize) -> Tensor {
     whole
 }
 
+/// The gradients of weights that a caller asks for.
+#[derive(Clone, Copy)]
+struct Wanted {
+    stacks: bool,
+    biases: bool,
+}
+
 /// The gradients of a backward pass; those that were not asked for are `None`.
 struct Gradients {
     dx: Tensor,
@@ -207,14 +219,15 @@ struct Gradients {
     biases: [Option<Tensor>; 2],
 }
 
-/// `experts_backward(plan, call, memory, (needs_stacks, needs_biases)) -> (dx, d_weights, d_gate_up | None, d_down | None, d_gate_up_bias | None, d_down_bias | None)`,
-/// as capsules. Gradients of weights are in the weights' type, those of biases and of the choices' weights in f32.
+/// `experts_backward(plan, call, memory, (needs_stacks, needs_biases)) -> (dx, d_weights, d_gate_up | None, d_down |
+/// None, d_gate_up_bias | None, d_down_bias | None)`, as capsules. Gradients of weights are in the weights' type, those of biases and of the choices' weights in f32.
 pub(crate) fn backward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
-    let (plan, call, memory, needs): (PlanArguments, CallArguments, BackwardMemory, (bool, bool)) = args.extract()?;
+    let (plan, call, memory, wanted): BackwardArguments = args.extract()?;
     let (plan, call) = (Plan::new(plan)?, Call::new(call));
+    let wanted = Wanted { stacks: wanted.0, biases: wanted.1 };
     // SAFETY: the Python code that calls this has checked the tensors and keeps them alive.
-    let grads = unlocked(py, || unsafe { gradients(&plan, &call, memory, needs) })??;
+    let grads = unlocked(py, || unsafe { gradients(&plan, &call, memory, wanted) })??;
     let Gradients { dx, d_weights, stacks: [gate_up, down], biases: [first, second] } = grads;
     let (dx, d_weights) = (dlpack::capsule(py, dx)?, dlpack::capsule(py, d_weights)?);
     let stacks = (dlpack::some(py, gate_up)?, dlpack::some(py, down)?);
@@ -225,12 +238,7 @@ pub(crate) fn backward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
 ///
 /// # Safety
 /// As for [`memory::tensor`], for all addresses.
-unsafe fn gradients(
-    plan: &Plan,
-    call: &Call,
-    memory: BackwardMemory,
-    (needs_stacks, needs_biases): (bool, bool),
-) -> PyResult<Gradients> {
+unsafe fn gradients(plan: &Plan, call: &Call, memory: BackwardMemory, wanted: Wanted) -> PyResult<Gradients> {
     let ctx = &context::shared(call.num_threads);
     let (dy, x, ids, weights, gate_up, down, h, first, second) = memory;
     let shape = [call.num_tokens, plan.width];
@@ -245,7 +253,7 @@ unsafe fn gradients(
     let h = unsafe { memory::tensor(h, &[rows.tokens.len(), plan.columns()], plan.dtype)? };
     let saved = ExpertsSaved { h };
     let mut stacks =
-        needs_stacks.then(|| [&weights.gate_up, &weights.down].map(|stack| ctx.empty(stack.shape(), plan.dtype)));
+        wanted.stacks.then(|| [&weights.gate_up, &weights.down].map(|stack| ctx.empty(stack.shape(), plan.dtype)));
     let mut back = match &mut stacks {
         Some([gate_up, down]) => {
             let grads = ExpertGrads { gate_up, down };
@@ -257,7 +265,7 @@ unsafe fn gradients(
     if let Some([_, down]) = &weights.biases {
         add_bias_row_weight_grads(ctx, &dy, down, rows, &mut back.d_row_weights);
     }
-    let biases = needs_biases.then(|| {
+    let biases = wanted.biases.then(|| {
         let mut grads = [plan.columns(), plan.width].map(|columns| ctx.empty(&[plan.num_experts, columns], DType::F32));
         let [first, second] = &mut grads;
         experts_bias_grad(ctx, &dy, &back.dh, rows, Write::Replace, first, second);

@@ -68,7 +68,7 @@ pub trait Task {
     /// figures are the sums of those of all microbatches.
     ///
     /// # Errors
-    /// Those of [`train_pass`](Self::train_pass).
+    /// The errors of [`train_pass`](Self::train_pass).
     fn train_step(
         &mut self,
         model: &ModelView<'_, Self::Params>,

@@ -61,8 +61,8 @@ fn a_ring_of_full_ranks_moves_one_expert_each_in_one_step() {
         (Placement::sharded(4, 4), "placement experts=4 ranks=4\n0: 1\n1: 2\n2: 3\n3: 0\n".parse().unwrap());
     assert_eq!(placement_step(&from, &to, &nodes(4), 1), to);
     // With more to move than the limit the rest follows later.
-    let (from, to): (Placement, Placement) =
-        (Placement::sharded(4, 2), "placement experts=4 ranks=2\n0: 1\n1: 1\n2: 0\n3: 0\n".parse().unwrap());
+    let from = Placement::sharded(4, 2);
+    let to: Placement = "placement experts=4 ranks=2\n0: 1\n1: 1\n2: 0\n3: 0\n".parse().unwrap();
     let half = placement_step(&from, &to, &nodes(2), 1);
     assert_eq!(half.to_string(), "placement experts=4 ranks=2\n0: 1\n1: 0\n2: 0\n3: 1\n");
     assert_eq!(placement_step(&half, &to, &nodes(2), 1), to);

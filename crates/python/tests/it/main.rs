@@ -1,6 +1,6 @@
 //! Tests of the Python package: each file of tests in a process of its own, on the extension module that Cargo built.
 //!
-//! Those that need PyTorch and transformers take `MOEWORKS_PYTHON`, or `.venv-test/bin/python` in the workspace's
+//! Tests that need PyTorch and transformers take `MOEWORKS_PYTHON`, or `.venv-test/bin/python` in the workspace's
 //! root, which `./test` makes; the others take that or any Python from 3.11 on. Without one a test says that it is
 //! skipped.
 

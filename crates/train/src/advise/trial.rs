@@ -131,7 +131,7 @@ impl Trial {
     /// Makes the steps. All ranks call this.
     ///
     /// # Errors
-    /// Those of training.
+    /// The errors of training.
     pub fn train(
         &self,
         ranks: Option<Ranks>,

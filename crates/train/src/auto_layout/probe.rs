@@ -79,7 +79,7 @@ impl Probe {
     /// Makes the steps. All ranks call this. Returns false if a stop was asked for before they were made.
     ///
     /// # Errors
-    /// Those of training.
+    /// The errors of training.
     pub fn train(
         &self,
         ranks: Option<Ranks>,

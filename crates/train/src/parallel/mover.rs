@@ -1,7 +1,7 @@
 //! Moving the experts of a layer between the ranks of a group, in training: weights, moments and the copy that GEMMs
 //! read. Only weights and moments travel; the copy is made of the weights again.
 //!
-//! Where ranks that hold the same experts have slices of them (ZeRO), each first gathers the tensors of the layer,
+//! Ranks that hold the same experts may have slices of them (ZeRO): each then gathers the tensors of the layer first,
 //! and cuts its slices of the new part afterwards.
 
 use moeworks_model::{ParamSet, WeightSpec};

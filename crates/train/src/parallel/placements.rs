@@ -27,7 +27,7 @@ pub fn placements(config: &RunConfig) -> Result<Placements, TrainError> {
 /// Returns the placements to which experts move while the run goes on, if `config` names a file of them.
 ///
 /// # Errors
-/// Those of [`placements`].
+/// The errors of [`placements`].
 pub(crate) fn rebalance_target(config: &RunConfig) -> Result<Option<Placements>, TrainError> {
     match &config.rebalance.mode {
         RebalanceMode::File(path) => read(Path::new(path), config).map(Some),
