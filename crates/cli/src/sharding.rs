@@ -67,7 +67,7 @@ impl View {
         run.validate()?;
         let table = run.weight_table()?;
         // Each stage group of a pipeline holds its layers as this one does.
-        let layout = run.parallel.layout().of_column();
+        let layout = run.parallel.layout().of_stage_group();
         if config.variant.encoder.is_some() && layout.num_ranks() > 1 {
             return Err(Failure::input("a model with an encoder is trained on one rank alone: --dp 1 --ep 1 --tp 1"));
         }

@@ -5,10 +5,10 @@
 //! them, and each sends a share of its group's tokens to the others. Data-parallel groups hold copies of the same
 //! experts. All other weights are replicated on all ranks.
 //!
-//! With a pipeline all of this is one column: the ranks that hold the same stages. Columns follow each other, so
-//! that pp is the outermost size: ranks `pp * n .. (pp + 1) * n` of columns of n ranks. What goes between columns
-//! is a residual stream for each microbatch, the least of all traffic, so it is the first that may cross between
-//! nodes.
+//! With a pipeline all of this is one stage group: the ranks that hold the same stages. Stage groups follow each
+//! other, so that pp is the outermost size: ranks `pp * n .. (pp + 1) * n` of stage groups of n ranks. What goes
+//! between stage groups is a residual stream for each microbatch, the least of all traffic, so it is the first that
+//! may cross between nodes.
 
 use std::fmt;
 
@@ -57,9 +57,10 @@ pub struct Layout {
     pub ep: usize,
     /// The number of ranks that hold each matrix between them; always neighbours.
     pub tp: usize,
-    /// The number of columns of a pipeline: groups of dp x ep x tp neighbouring ranks, each with stages of its own.
+    /// The number of stage groups of a pipeline: groups of dp x ep x tp neighbouring ranks, each with stages of its
+    /// own.
     pub pp: usize,
-    /// The order of ranks of a column.
+    /// The order of ranks of a stage group.
     pub order: RankOrder,
 }
 
@@ -79,7 +80,7 @@ pub enum LayoutError {
         ep: usize,
         /// Tensor-parallel size.
         tp: usize,
-        /// The number of columns of the pipeline.
+        /// The number of stage groups of the pipeline.
         pp: usize,
         /// The number of ranks.
         num_ranks: usize,
@@ -98,34 +99,34 @@ impl Layout {
         Self { dp, ep, tp, pp: 1, order: RankOrder::EpInner }
     }
 
-    /// Returns the same in each of `pp` columns of a pipeline.
+    /// Returns the same in each of `pp` stage groups of a pipeline.
     #[must_use]
     pub fn with_pipeline(self, pp: usize) -> Self {
         Self { pp, ..self }
     }
 
-    /// Returns the layout of one column by itself.
+    /// Returns the layout of one stage group by itself.
     #[must_use]
-    pub fn of_column(self) -> Self {
+    pub fn of_stage_group(self) -> Self {
         self.with_pipeline(1)
     }
 
     /// Returns the number of ranks.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
-        self.column_size() * self.pp
+        self.stage_group_size() * self.pp
     }
 
-    /// Returns the number of ranks of a column, which hold the same stages of a pipeline: all ranks without one.
+    /// Returns the number of ranks of a stage group, which hold the same stages of a pipeline: all ranks without one.
     #[must_use]
-    pub fn column_size(&self) -> usize {
+    pub fn stage_group_size(&self) -> usize {
         self.dp * self.ep * self.tp
     }
 
-    /// Returns the column that `rank` is in.
+    /// Returns the stage group that `rank` is in.
     #[must_use]
-    pub fn column(&self, rank: usize) -> usize {
-        rank / self.column_size()
+    pub fn stage_group(&self, rank: usize) -> usize {
+        rank / self.stage_group_size()
     }
 
     /// Fails unless the sizes give `num_ranks` ranks.
@@ -145,7 +146,7 @@ impl Layout {
     /// Returns the place of `rank` in its data-parallel, expert-parallel and tensor-parallel group.
     #[must_use]
     pub fn place(&self, rank: usize) -> (usize, usize, usize) {
-        let rank = rank % self.column_size();
+        let rank = rank % self.stage_group_size();
         let (outer, tp) = (rank / self.tp, rank % self.tp);
         match self.order {
             RankOrder::EpInner => (outer / self.ep, outer % self.ep, tp),
@@ -153,13 +154,13 @@ impl Layout {
         }
     }
 
-    /// The rank at a place of the column of `neighbour`.
+    /// The rank at a place of the stage group of `neighbour`.
     fn rank(&self, neighbour: usize, dp: usize, ep: usize, tp: usize) -> usize {
         let outer = match self.order {
             RankOrder::EpInner => dp * self.ep + ep,
             RankOrder::DpInner => ep * self.dp + dp,
         };
-        self.column(neighbour) * self.column_size() + outer * self.tp + tp
+        self.stage_group(neighbour) * self.stage_group_size() + outer * self.tp + tp
     }
 
     /// Returns the number of ranks that hold the experts between them.
@@ -193,14 +194,14 @@ impl Layout {
     #[must_use]
     pub fn dense_group(&self, rank: usize) -> Vec<usize> {
         let (_, _, tp) = self.place(rank);
-        let first = self.column(rank) * self.column_size();
-        (first..first + self.column_size()).filter(|&other| self.place(other).2 == tp).collect()
+        let first = self.stage_group(rank) * self.stage_group_size();
+        (first..first + self.stage_group_size()).filter(|&other| self.place(other).2 == tp).collect()
     }
 
-    /// Returns the ranks of the pipeline that `rank` is in: those at its place in each column, first to last.
+    /// Returns the ranks of the pipeline that `rank` is in: those at its place in each stage group, first to last.
     #[must_use]
     pub fn pp_group(&self, rank: usize) -> Vec<usize> {
-        (0..self.pp).map(|column| column * self.column_size() + rank % self.column_size()).collect()
+        (0..self.pp).map(|stage_group| stage_group * self.stage_group_size() + rank % self.stage_group_size()).collect()
     }
 }
 

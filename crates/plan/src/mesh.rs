@@ -86,20 +86,20 @@ impl Mesh {
 
     /// Returns the number of ranks of a pipeline stage.
     #[must_use]
-    pub fn column_size(&self) -> usize {
+    pub fn stage_group_size(&self) -> usize {
         self.tp * self.cp * self.dp
     }
 
     /// Returns the number of ranks.
     #[must_use]
     pub fn num_ranks(&self) -> usize {
-        self.column_size() * self.pp
+        self.stage_group_size() * self.pp
     }
 
     /// Returns the number of copies of an expert.
     #[must_use]
     pub fn edp(&self) -> usize {
-        self.column_size() / (self.ep * self.etp).max(1)
+        self.stage_group_size() / (self.ep * self.etp).max(1)
     }
 
     /// Returns whether the sizes are at least 1 and the experts' divide those of a stage.
@@ -107,7 +107,7 @@ impl Mesh {
     pub fn is_valid(&self) -> bool {
         let sizes = [self.tp, self.cp, self.dp, self.pp, self.ep, self.etp, self.virtual_stages, self.microbatch];
         let is_cut = if self.is_folded {
-            self.column_size().is_multiple_of(self.ep * self.etp)
+            self.stage_group_size().is_multiple_of(self.ep * self.etp)
         } else {
             self.etp == self.tp && self.dp.is_multiple_of(self.ep)
         };

@@ -143,13 +143,13 @@ impl Space<'_> {
 
     /// Lists the ways to cut the experts of a layout.
     fn expert_cuts(&self, base: Mesh) -> Vec<Mesh> {
-        let (parts, pins, column) = (&self.job.parts, self.pins, base.column_size());
+        let (parts, pins, stage_group) = (&self.job.parts, self.pins, base.stage_group_size());
         if parts.num_moe_layers == 0 {
             return vec![base];
         }
         let slices = pinned(pins.etp, divisors(base.tp));
         let cuts = slices.flat_map(|etp| {
-            let groups = pinned(pins.ep, divisors(column / etp)).filter(|&ep| ep <= parts.num_experts);
+            let groups = pinned(pins.ep, divisors(stage_group / etp)).filter(|&ep| ep <= parts.num_experts);
             groups.map(move |ep| Mesh { ep, etp, ..base }).collect::<Vec<_>>()
         });
         let is_wanted = |mesh: &Mesh| !pins.only_trainable || mesh.trainable(parts.num_experts).is_some();

@@ -239,7 +239,7 @@ impl Shown<'_> {
     fn print_ranks(&self) {
         println!(
             "Ranks of the pipeline; each stands for the {} of its stage group:",
-            self.request.layout.column_size()
+            self.request.layout.stage_group_size()
         );
         let row = |rank: usize| {
             let Peaks { held, .. } = self.checked.peaks()[rank];

@@ -65,7 +65,7 @@ pub(super) struct Share<'a> {
 impl Share<'_> {
     /// Returns T, the tokens of a tensor-parallel group.
     pub(super) fn tokens(&self) -> f64 {
-        self.workload.tokens.of_group(self.layout.column_size(), self.layout.tp) as f64
+        self.workload.tokens.of_group(self.layout.stage_group_size(), self.layout.tp) as f64
     }
 
     /// Returns the number of parameters of a rank.
@@ -73,7 +73,10 @@ impl Share<'_> {
         let (cut, whole) = self.dense_params();
         let held = self.shape.num_experts.div_ceil(self.layout.num_expert_ranks()) * self.shape.num_moe_layers;
         let experts = held as f64 * self.shape.expert_params as f64;
-        Params { dense: (cut + whole) * self.of_column(self.outside()), experts: experts * self.of_column(0.0) }
+        Params {
+            dense: (cut + whole) * self.of_stage_group(self.outside()),
+            experts: experts * self.of_stage_group(0.0),
+        }
     }
 
     /// Returns the part of parameters outside the experts that belongs to no layer.
@@ -81,9 +84,9 @@ impl Share<'_> {
         self.shape.outside_params as f64 / self.shape.dense_params.max(1) as f64
     }
 
-    /// Returns the share of parameters that the column with the most has: its layers, rounded up, and all of the part
-    /// `outside` layers, since a tied embedding is in the first and in the last stage.
-    fn of_column(&self, outside: f64) -> f64 {
+    /// Returns the share of parameters that the stage group with the most has: its layers, rounded up, and all of the
+    /// part `outside` layers, since a tied embedding is in the first and in the last stage.
+    fn of_stage_group(&self, outside: f64) -> f64 {
         let num_layers = self.shape.num_layers.max(1);
         let layers = num_layers.div_ceil(self.layout.pp).min(num_layers) as f64 / num_layers as f64;
         if self.layout.pp == 1 { 1.0 } else { outside + (1.0 - outside) * layers }

@@ -1,4 +1,4 @@
-//! The transfers of a step: messages between columns, all-to-alls, sums of gradients.
+//! The transfers of a step: messages between stage groups, all-to-alls, sums of gradients.
 
 use super::loads::Loads;
 use super::places::Places;
@@ -57,12 +57,13 @@ impl ExpertShares {
 }
 
 impl Places<'_> {
-    /// Returns the messages of all ranks of column `from` to those at their places in column `to`, each of `bytes`.
+    /// Returns the messages of all ranks of stage group `from` to those at their places in stage group `to`, each of
+    /// `bytes`.
     #[must_use]
     pub fn messages(&self, layout: &Layout, from: usize, to: usize, bytes: f64) -> Loads<'_> {
         let mut loads = Loads::new(self);
-        for place in 0..layout.column_size() {
-            let [from, to] = [from, to].map(|column| column * layout.column_size() + place);
+        for place in 0..layout.stage_group_size() {
+            let [from, to] = [from, to].map(|stage_group| stage_group * layout.stage_group_size() + place);
             loads.send(from, to, bytes);
             if let Some(level) = self.level_between(from, to) {
                 let of = &self.cluster.levels[level];
@@ -72,18 +73,18 @@ impl Places<'_> {
         loads
     }
 
-    /// Returns the parts, one after another, of the all-to-alls of all groups of `column`.
+    /// Returns the parts, one after another, of the all-to-alls of all groups of `stage_group`.
     #[must_use]
     pub fn all_to_all(
         &self,
         layout: &Layout,
-        column: usize,
+        stage_group: usize,
         exchange: &Exchange,
         rows: &Rows,
         shares: &ExpertShares,
     ) -> Vec<Loads<'_>> {
         let groups: Vec<Members<'_>> =
-            ep_groups(layout, column).into_iter().map(|ranks| Members::new(self, ranks)).collect();
+            ep_groups(layout, stage_group).into_iter().map(|ranks| Members::new(self, ranks)).collect();
         let mut direct = Loads::new(self);
         if exchange.algorithm == Algorithm::Linear || groups.iter().all(Members::is_one_node) {
             groups.iter().for_each(|group| group.add_direct(&mut direct, 0, rows.bytes, shares));
@@ -123,11 +124,17 @@ impl Places<'_> {
     /// 2510.19470, section 3): experts of `expert_bytes` a rank that units of a domain fetch from each other, then
     /// tokens, which go to the unit at their place in another domain.
     #[must_use]
-    pub fn domain_exchange(&self, layout: &Layout, column: usize, domain: usize, bytes: [f64; 2]) -> [Loads<'_>; 2] {
+    pub fn domain_exchange(
+        &self,
+        layout: &Layout,
+        stage_group: usize,
+        domain: usize,
+        bytes: [f64; 2],
+    ) -> [Loads<'_>; 2] {
         let [row_bytes, expert_bytes] = bytes;
         let (mut gather, mut tokens) = (Loads::new(self), Loads::new(self));
         let outer = self.cluster.levels.len() - 1;
-        for ranks in ep_groups(layout, column) {
+        for ranks in ep_groups(layout, stage_group) {
             let group = Members::new(self, ranks);
             let num = if outer == 0 { group.ranks.len() } else { group.num_units(outer - 1) };
             let fetched = (domain.min(num) - 1) as f64;
@@ -147,17 +154,21 @@ impl Places<'_> {
     }
 }
 
-/// Returns the groups of a column whose ranks hold the experts between them.
-fn ep_groups(layout: &Layout, column: usize) -> Vec<Vec<usize>> {
-    distinct_groups(layout, column, |rank| layout.ep_group(rank))
+/// Returns the groups of a stage group whose ranks hold the experts between them.
+fn ep_groups(layout: &Layout, stage_group: usize) -> Vec<Vec<usize>> {
+    distinct_groups(layout, stage_group, |rank| layout.ep_group(rank))
 }
 
-/// Returns the groups of the ranks of a column, each once.
-pub(crate) fn distinct_groups(layout: &Layout, column: usize, of: impl Fn(usize) -> Vec<usize>) -> Vec<Vec<usize>> {
-    let first = column * layout.column_size();
-    let mut is_seen = vec![false; layout.column_size()];
+/// Returns the groups of the ranks of a stage group, each once.
+pub(crate) fn distinct_groups(
+    layout: &Layout,
+    stage_group: usize,
+    of: impl Fn(usize) -> Vec<usize>,
+) -> Vec<Vec<usize>> {
+    let first = stage_group * layout.stage_group_size();
+    let mut is_seen = vec![false; layout.stage_group_size()];
     let mut groups = Vec::new();
-    for rank in first..first + layout.column_size() {
+    for rank in first..first + layout.stage_group_size() {
         if !is_seen[rank - first] {
             let group = of(rank);
             group.iter().for_each(|&member| is_seen[member - first] = true);

@@ -37,7 +37,7 @@ pub struct StepRequest<'a> {
     pub model: &'a Model,
     /// The cluster, of which the layout uses the first ranks.
     pub cluster: &'a Cluster,
-    /// The layout; its columns are the ranks of the schedule.
+    /// The layout; its stage groups are the ranks of the schedule.
     pub layout: Layout,
     /// The exchange of tokens with experts, in one chunk. What its wire format compresses are rows to experts;
     /// results and their gradients come back in no less than two bytes a number.
@@ -297,8 +297,8 @@ impl StepCosts<'_> {
         let transfers = self.transfers(schedule);
         let simulation = checked.simulate(&self.times, &transfers)?;
         let num_ranks = self.request.layout.num_ranks();
-        let column = self.request.layout.column_size() as u64;
-        let tokens = self.request.tokens as u64 * schedule.num_microbatches() as u64 * column;
+        let stage_group = self.request.layout.stage_group_size() as u64;
+        let tokens = self.request.tokens as u64 * schedule.num_microbatches() as u64 * stage_group;
         let state_bytes: Vec<f64> = (0..schedule.num_ranks()).map(|rank| self.state_bytes(schedule, rank)).collect();
         let most = |rank: usize| {
             let held = simulation.timeline.memory(rank).into_iter().map(|(_, held)| held);

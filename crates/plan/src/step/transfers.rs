@@ -117,46 +117,46 @@ impl StepCosts<'_> {
         vec![gather.scaled(left), tokens]
     }
 
-    /// Returns the sums of gradients of a rank over all that hold the same weights; those of several columns, if
+    /// Returns the sums of gradients of a rank over all that hold the same weights; those of several stage groups, if
     /// copies of the weights are in several, share the work.
     fn sum(&self, schedule: &Schedule, rank: usize, places: &Places<'_>, traffic: &mut Traffic) -> Option<TransferId> {
         let (request, layout) = (self.request, &self.request.layout);
-        let mut columns: Vec<usize> = Vec::new();
+        let mut stage_groups: Vec<usize> = Vec::new();
         for (_, stage) in schedule.stages_of(rank) {
-            columns.extend(schedule.copies.iter().map(|copy| copy.stage_ranks[stage as usize] as usize));
+            stage_groups.extend(schedule.copies.iter().map(|copy| copy.stage_ranks[stage as usize] as usize));
         }
-        columns.sort_unstable();
-        columns.dedup();
+        stage_groups.sort_unstable();
+        stage_groups.dedup();
         let params = self.params(schedule, rank);
         // Under ZeRO 3 weights are gathered twice, in the format of products.
         let gathers = if request.zero >= 3 { 2.0 * request.precision.bytes() as f64 / GRADIENT } else { 1.0 };
-        let share = 0.5 * (1.0 + gathers) * GRADIENT / columns.len().max(1) as f64;
+        let share = 0.5 * (1.0 + gathers) * GRADIENT / stage_groups.len().max(1) as f64;
         let mut parts = Vec::new();
         let mut reduce = |params: f64, of: &dyn Fn(usize) -> Vec<usize>| {
-            let groups = self.across_columns(&columns, of);
+            let groups = self.across_stage_groups(&stage_groups, of);
             if params > 0.0 && groups.iter().any(|group| group.len() > 1) {
                 parts.extend(places.all_reduce(&groups, params * share));
             }
         };
         reduce(params.cut, &|rank| layout.dense_group(rank));
-        let all_of_column = |rank: usize| {
-            let first = layout.column(rank) * layout.column_size();
-            (first..first + layout.column_size()).collect::<Vec<usize>>()
+        let all_of_stage_group = |rank: usize| {
+            let first = layout.stage_group(rank) * layout.stage_group_size();
+            (first..first + layout.stage_group_size()).collect::<Vec<usize>>()
         };
-        reduce(params.whole, &all_of_column);
+        reduce(params.whole, &all_of_stage_group);
         reduce(params.experts, &|rank| layout.dp_group(rank));
         if parts.is_empty() { None } else { Some(traffic.add(&parts)) }
     }
 
-    /// Returns the groups of the first column, each with its like in the other columns.
-    fn across_columns(&self, columns: &[usize], of: &dyn Fn(usize) -> Vec<usize>) -> Vec<Vec<usize>> {
-        let size = self.request.layout.column_size();
-        let Some(&first) = columns.first() else { return Vec::new() };
+    /// Returns the groups of the first stage group, each with its like in the other stage groups.
+    fn across_stage_groups(&self, stage_groups: &[usize], of: &dyn Fn(usize) -> Vec<usize>) -> Vec<Vec<usize>> {
+        let size = self.request.layout.stage_group_size();
+        let Some(&first) = stage_groups.first() else { return Vec::new() };
         let mut groups = distinct_groups(&self.request.layout, first, of);
         for group in &mut groups {
             let members = group.clone();
-            for &column in &columns[1..] {
-                group.extend(members.iter().map(|rank| rank - first * size + column * size));
+            for &stage_group in &stage_groups[1..] {
+                group.extend(members.iter().map(|rank| rank - first * size + stage_group * size));
             }
         }
         groups

@@ -25,10 +25,10 @@ fn sizes_that_do_not_give_the_ranks_are_refused() {
 }
 
 #[test]
-fn columns_of_a_pipeline_are_outermost_and_each_has_all_other_groups() {
+fn stage_groups_of_a_pipeline_are_outermost_and_each_has_all_other_groups() {
     let layout = Layout::new(2, 2, 1).with_pipeline(3);
-    assert_eq!((layout.num_ranks(), layout.column_size()), (12, 4));
-    assert_eq!((layout.column(9), layout.place(9)), (2, (0, 1, 0)));
+    assert_eq!((layout.num_ranks(), layout.stage_group_size()), (12, 4));
+    assert_eq!((layout.stage_group(9), layout.place(9)), (2, (0, 1, 0)));
     assert_eq!(layout.ep_group(9), [8, 9]);
     assert_eq!(layout.dp_group(9), [9, 11]);
     assert_eq!(layout.dense_group(9), [8, 9, 10, 11]);

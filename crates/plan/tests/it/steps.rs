@@ -232,7 +232,7 @@ fn replicas_of_a_pipeline_take_no_more_events() {
 }
 
 #[test]
-fn ten_thousand_ranks_are_simulated_by_their_columns() {
+fn ten_thousand_ranks_are_simulated_by_their_stage_groups() {
     let model = Model::named("deepseek-v3").unwrap();
     let cluster = Cluster::named("h800").unwrap().resized(10_240);
     let request = StepRequest::new(&model, &cluster, Layout::new(10, 64, 1).with_pipeline(16), 4096);

@@ -87,8 +87,8 @@ impl Ranks {
         let rank = comm.rank();
         let (dp, ep, tp) = layout.place(rank);
         let place = ep * layout.tp + tp;
-        let (world, stage_group) = (part(comm, 0, rank)?, part(comm, layout.column(rank), rank)?);
-        let pipeline_group = || part(comm, rank % layout.column_size(), layout.column(rank));
+        let (world, stage_group) = (part(comm, 0, rank)?, part(comm, layout.stage_group(rank), rank)?);
+        let pipeline_group = || part(comm, rank % layout.stage_group_size(), layout.stage_group(rank));
         let pipeline_group = (layout.pp > 1).then(pipeline_group).transpose()?;
         let (of_experts, copies, group) =
             (part(&*stage_group, 0, rank)?, part(&*stage_group, place, dp)?, part(&*stage_group, dp, place)?);

@@ -79,7 +79,7 @@ impl Ranks {
 
     /// Returns this rank's pp index, which is that of its stage group.
     pub(crate) fn pp_rank(&self) -> usize {
-        self.layout.column(self.world.rank())
+        self.layout.stage_group(self.world.rank())
     }
 
     /// Lets the stage groups hold the stages that `plan` gives them of the weights of `table`. All ranks call this,

@@ -236,7 +236,7 @@ impl Step<'_> {
         let passes = self.passes();
         let times = passes.times();
         let mut sent = passes.links.times(m);
-        let hop = self.fabric.send(Members { num: mesh.pp, stride: mesh.column_size() }, self.message_bytes());
+        let hop = self.fabric.send(Members { num: mesh.pp, stride: mesh.stage_group_size() }, self.message_bytes());
         let bubble = bubble_seconds(mesh, self.microbatches, &times);
         let messages = message_seconds(mesh, self.microbatches, hop.total());
         sent += hop.times(2.0 * m * mesh.virtual_stages as f64);
@@ -292,7 +292,7 @@ impl Step<'_> {
         let (params, mesh, job) = (self.params(), self.mesh, self.job);
         let copies = Members { num: mesh.dp * mesh.cp, stride: mesh.tp };
         let of_experts = Members { num: mesh.edp(), stride: mesh.ep * mesh.etp };
-        let all = Members { num: mesh.column_size(), stride: 1 };
+        let all = Members { num: mesh.stage_group_size(), stride: 1 };
         let gather = |bytes: f64, expert_bytes: f64| {
             self.fabric.all_gather(copies, params.cut * bytes)
                 + self.fabric.all_gather(all, params.whole * bytes)

@@ -5,8 +5,9 @@
 //! transfers on links both give the same times. Here a message or an all-to-all first takes the seconds of
 //! [`Times`], then passes its links, as fast as the others leave it ([`crate::network`]).
 //!
-//! A rank of the schedule stands for all ranks of its column of the pipeline, which do the same at the same time.
-//! They are simulated once, so that the number of events does not depend on data, expert and tensor parallelism.
+//! A rank of the schedule stands for all ranks of its stage group of the pipeline, which do the same at the same
+//! time. They are simulated once, so that the number of events does not depend on data, expert and tensor
+//! parallelism.
 
 mod engine;
 mod under_way;
@@ -67,7 +68,7 @@ pub struct Simulation<'a> {
     pub sums: Vec<Span>,
     /// Seconds until all weights are updated; the makespan if there is nothing after it.
     pub step: f64,
-    /// The bytes at each level, of the columns of all ranks.
+    /// The bytes at each level, of the stage groups of all ranks.
     pub levels: Vec<LevelBytes>,
     /// The links, where those that carry the same are one.
     pub links: Vec<LinkRecord>,
