@@ -4,8 +4,8 @@
 
 use moeworks_ops::elementwise::{add_assign, sigmoid, sigmoid_backward};
 use moeworks_ops::experts::{
-    AllRows, ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, WeightGradInputs, experts_backward,
-    experts_forward_onto, experts_weight_grad,
+    AllRows, ExpertGrads, ExpertWeights, ExpertsBackward, ExpertsSaved, ForwardOptions, WeightGradInputs,
+    experts_backward, experts_forward_with, experts_weight_grad,
 };
 use moeworks_ops::linear::{Write, linear, linear_backward_input, linear_backward_weight};
 use moeworks_ops::{Activation, Context};
@@ -57,7 +57,8 @@ impl SharedSaved {
         }
         let (gate_up, down) = stacked(weights);
         let stack = ExpertWeights { gate_up: &gate_up, down: &down, activation };
-        let (y, experts) = experts_forward_onto(ctx, x, stack, None, rows.rows(), (Some(base), is_forward_only));
+        let options = ForwardOptions { biases: None, base: Some(base), is_forward_only };
+        let (y, experts) = experts_forward_with(ctx, x, stack, rows.rows(), options);
         (y, Self { rows, experts })
     }
 

@@ -98,6 +98,17 @@ pub struct ExpertsBackward {
     pub weighed: Option<Tensor>,
 }
 
+/// The options of [`experts_forward_with`]; by default there are no biases and no base, and a backward pass follows.
+#[derive(Clone, Copy, Default)]
+pub struct ForwardOptions<'a> {
+    /// The biases of both products: `sum of weight * (W2 act(W1 x + b1) + b2)`.
+    pub biases: Option<ExpertBiases<'a>>,
+    /// `[T, D]` f32, to which the outputs are added.
+    pub base: Option<&'a Tensor>,
+    /// Saves nothing and does not write `h`; the result has the same bits.
+    pub is_forward_only: bool,
+}
+
 /// `y [T, D] = sum over a token's rows of weight * W2 act(W1 x)`, in f32; with bf16 matrices each row is rounded to
 /// bf16 before it is added. A token without rows gets exact zeros; an expert without rows costs nothing. `x` is
 /// `[T, D]`, f32 or bf16.
@@ -108,33 +119,20 @@ pub fn experts_forward(
     weights: ExpertWeights<'_>,
     rows: ExpertRows<'_>,
 ) -> (Tensor, ExpertsSaved) {
-    experts_forward_biased(ctx, x, weights, None, rows)
-}
-
-/// Computes [`experts_forward`] with biases: `sum of weight * (W2 act(W1 x + b1) + b2)`.
-#[must_use]
-pub fn experts_forward_biased(
-    ctx: &Context,
-    x: &Tensor,
-    weights: ExpertWeights<'_>,
-    biases: Option<ExpertBiases<'_>>,
-    rows: ExpertRows<'_>,
-) -> (Tensor, ExpertsSaved) {
-    let (y, saved) = experts_forward_onto(ctx, x, weights, biases, rows, (None, false));
+    let (y, saved) = experts_forward_with(ctx, x, weights, rows, ForwardOptions::default());
     (y, saved.expect("what a backward pass needs is kept"))
 }
 
-/// Computes [`experts_forward_biased`] and adds `base [T, D]` (f32), if it is given. A pass that is forward only
-/// saves nothing and does not write `h`; the result has the same bits.
+/// Computes [`experts_forward`] with options. Returns what a backward pass needs, unless none follows.
 #[must_use]
-pub fn experts_forward_onto(
+pub fn experts_forward_with(
     ctx: &Context,
     x: &Tensor,
     weights: ExpertWeights<'_>,
-    biases: Option<ExpertBiases<'_>>,
     rows: ExpertRows<'_>,
-    (base, is_forward_only): (Option<&Tensor>, bool),
+    options: ForwardOptions<'_>,
 ) -> (Tensor, Option<ExpertsSaved>) {
+    let ForwardOptions { biases, base, is_forward_only } = options;
     let s = Sizes::of(x, weights, rows);
     if let Some(biases) = biases {
         let num_experts = rows.offsets.len() - 1;
@@ -283,18 +281,29 @@ pub fn experts_backward(
     backward(ctx, dy, weights, rows, saved, None)
 }
 
-/// [`experts_backward`] and then the gradients of the weights: as [`experts_weight_grad_of_used`] where `of_used`
-/// says so, or else as [`experts_weight_grad`] with `write`. Where experts have few rows the host reads weights while
-/// it writes gradients, which takes less time than one after the other.
+/// The place of the gradients of experts' matrices that a backward pass computes as well.
+pub struct WeightGradTarget<'a> {
+    /// Whether gradients replace what is there or are added to it.
+    pub write: Write,
+    /// Writes the gradients of experts with rows alone, as [`experts_weight_grad_of_used`] does; otherwise those of
+    /// all experts, as [`experts_weight_grad`].
+    pub of_used: bool,
+    /// The gradients.
+    pub grads: ExpertGrads<'a>,
+}
+
+/// Computes [`experts_backward`] and then the gradients of the weights for `target`. Where experts have few rows the
+/// host reads weights while it writes gradients, which takes less time than one after the other.
 pub fn experts_backward_with_weight_grad(
     ctx: &Context,
-    (x, dy): (&Tensor, &Tensor),
+    x: &Tensor,
+    dy: &Tensor,
     weights: ExpertWeights<'_>,
     rows: ExpertRows<'_>,
     saved: &ExpertsSaved,
-    (write, of_used): (Write, bool),
-    grads: ExpertGrads<'_>,
+    target: WeightGradTarget<'_>,
 ) -> ExpertsBackward {
+    let WeightGradTarget { write, of_used, grads } = target;
     let keeps_unused = of_used || write == Write::Add;
     // The last is asked of the host's lists alone: those of a GPU would be waited for.
     let is_apart = On::of(ctx).is_some()

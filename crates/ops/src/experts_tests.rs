@@ -162,7 +162,13 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
         ExpertRows::new(&routing.offsets, &routing.tokens, &routing.weights, &routing.token_rows, case.num_choices());
     let (y, saved) = experts_forward(ctx, &x, weights, rows);
     // Without what is saved it is the same.
-    let (alone, nothing) = experts_forward_onto(ctx, &x, weights, None, rows, (None, true));
+    let (alone, nothing) = experts_forward_with(
+        ctx,
+        &x,
+        weights,
+        rows,
+        ForwardOptions { is_forward_only: true, ..ForwardOptions::default() },
+    );
     assert!(nothing.is_none() && alone.bytes() == y.bytes(), "{case:?}, {w_type:?}");
     let backward = experts_backward(ctx, &dy, weights, rows, &saved);
     let grads = |start: f32, write: Write, dtype: DType| {
@@ -186,8 +192,9 @@ fn run(ctx: &Context, case: &Case, inputs: &Inputs, x_type: DType, w_type: DType
     // With the gradients of weights beside it, backward finds the same.
     let mut beside = [&gate_up, &down].map(|w| tensor(ctx, w.shape(), &vec![0.5; w.len()], DType::F32));
     let [gate_up_grad, down_grad] = &mut beside;
-    let into = ExpertGrads { gate_up: gate_up_grad, down: down_grad };
-    let both = experts_backward_with_weight_grad(ctx, (&x, &dy), weights, rows, &saved, (Write::Add, false), into);
+    let grads = ExpertGrads { gate_up: gate_up_grad, down: down_grad };
+    let target = WeightGradTarget { write: Write::Add, of_used: false, grads };
+    let both = experts_backward_with_weight_grad(ctx, &x, &dy, weights, rows, &saved, target);
     for (together, apart) in [&both.dx, &both.dh, &both.d_row_weights, &beside[0], &beside[1]].into_iter().zip([
         &backward.dx,
         &backward.dh,
@@ -476,8 +483,8 @@ fn gradients_written_where_products_read_matrices_are_those_of_a_pass_of_their_o
                 });
                 let mut back = None;
                 into(&mut beside, &mut |grads| {
-                    let how = (Write::Replace, of_used);
-                    back = Some(experts_backward_with_weight_grad(&ctx, (&x, &dy), weights, rows, &saved, how, grads));
+                    let target = WeightGradTarget { write: Write::Replace, of_used, grads };
+                    back = Some(experts_backward_with_weight_grad(&ctx, &x, &dy, weights, rows, &saved, target));
                 });
                 let back = back.expect("the pass has run");
                 let found = [&back.dx, &back.dh, &back.d_row_weights, &beside[0], &beside[1]];
@@ -520,8 +527,10 @@ fn a_base_is_added_to_what_one_token_and_several_get() {
         let weights = ExpertWeights { gate_up: &gate_up, down: &down, activation: case.activation };
         let rows = ExpertRows::new(&routing.offsets, &routing.tokens, &routing.weights, &routing.token_rows, 2);
         let (x, base) = (of(&[t, d], 1, DType::BF16), of(&[t, d], 2, DType::F32));
-        let y = experts_forward_onto(&ctx, &x, weights, None, rows, (None, true)).0;
-        let onto = experts_forward_onto(&ctx, &x, weights, None, rows, (Some(&base), true)).0;
+        let options = ForwardOptions { is_forward_only: true, ..ForwardOptions::default() };
+        let y = experts_forward_with(&ctx, &x, weights, rows, options).0;
+        let options = ForwardOptions { base: Some(&base), ..options };
+        let onto = experts_forward_with(&ctx, &x, weights, rows, options).0;
         for ((y, base), onto) in y.f32s().iter().zip(base.f32s()).zip(onto.f32s()) {
             assert!((y + base - onto).abs() <= 1e-5 * (y.abs() + base.abs()), "{t} tokens: {y} + {base}, {onto}");
         }

@@ -6,8 +6,9 @@
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::elementwise::into_type;
 use moeworks_ops::experts::{
-    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, add_bias_row_weight_grads, choice_weight_grads,
-    experts_backward, experts_backward_with_weight_grad, experts_bias_grad, experts_forward_onto,
+    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, ForwardOptions, WeightGradTarget,
+    add_bias_row_weight_grads, choice_weight_grads, experts_backward, experts_backward_with_weight_grad,
+    experts_bias_grad, experts_forward_with,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -185,8 +186,8 @@ pub(crate) fn forward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
             (x, call.sorted(ctx, &plan, ids, weights)?, plan.weights(ctx, stacks)?)
         };
         let (rows, is_forward_only) = (sorted.rows(), !call.is_saved);
-        let (y, saved) =
-            experts_forward_onto(ctx, &x, weights.weights(), weights.biases(), rows, (None, is_forward_only));
+        let options = ForwardOptions { biases: weights.biases(), base: None, is_forward_only };
+        let (y, saved) = experts_forward_with(ctx, &x, weights.weights(), rows, options);
         let num_rows = call.num_tokens * call.num_choices;
         let h = saved.map(|saved| padded(ctx, saved.h, num_rows));
         PyResult::Ok((into_type(ctx, y, plan.activations()), h))
@@ -257,8 +258,8 @@ unsafe fn gradients(plan: &Plan, call: &Call, memory: BackwardMemory, wanted: Wa
     let mut back = match &mut stacks {
         Some([gate_up, down]) => {
             let grads = ExpertGrads { gate_up, down };
-            let how = (Write::Replace, false);
-            experts_backward_with_weight_grad(ctx, (&x, &dy), weights.weights(), rows, &saved, how, grads)
+            let target = WeightGradTarget { write: Write::Replace, of_used: false, grads };
+            experts_backward_with_weight_grad(ctx, &x, &dy, weights.weights(), rows, &saved, target)
         }
         None => experts_backward(ctx, &dy, weights.weights(), rows, &saved),
     };

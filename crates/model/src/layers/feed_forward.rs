@@ -7,8 +7,8 @@ use moeworks_moe::{
     BackwardInput, ForwardInput, LossGrad, MoeGradTask, MoeLayer, MoeSaved, RouterInput, WgradTarget, is_left_out,
 };
 use moeworks_ops::experts::{
-    AllRows, ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, WeightGradInputs, experts_backward,
-    experts_bias_grad, experts_forward_onto, experts_weight_grad,
+    AllRows, ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, ForwardOptions, WeightGradInputs,
+    experts_backward, experts_bias_grad, experts_forward_with, experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -148,10 +148,12 @@ impl FeedForwardBlock {
         // A bias after a sum over ranks is added once.
         let zeros = ranks.map(|_| ctx.zeros(&[1, normed.cols()], DType::F32));
         let biases = w.biases.as_ref();
-        let of_part = biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
-        let options = (base, !pass.mode.keeps_for_backward());
+        let biases_of_part =
+            biases.map(|(gate_up, down)| ExpertBiases { gate_up, down: zeros.as_ref().unwrap_or(down) });
+        let is_forward_only = !pass.mode.keeps_for_backward();
+        let options = ForwardOptions { biases: biases_of_part, base, is_forward_only };
         let (mut y, saved) =
-            experts_forward_onto(ctx, normed, dense(w, self.activation), of_part, pass.all_rows.rows(), options);
+            experts_forward_with(ctx, normed, dense(w, self.activation), pass.all_rows.rows(), options);
         if let Some(ranks) = ranks {
             let bias = biases.map(|(_, down)| down.clone().reshaped(&[normed.cols()]));
             ranks.sum_biased(ctx, &mut y, bias.as_ref());

@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use moeworks_ops::elementwise::add_assign;
 use moeworks_ops::experts::{
-    ExpertsSaved, add_bias_row_weight_grads, choice_weight_grads, experts_backward, experts_forward_onto,
+    ExpertsSaved, ForwardOptions, add_bias_row_weight_grads, choice_weight_grads, experts_backward,
+    experts_forward_with,
 };
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
@@ -106,7 +107,7 @@ impl RanksSaved {
                 let rows = chunk.arrived().rows();
                 let forward = || {
                     ranks.wait_as_for(num_chunks, |pace| pace.experts_forward_s);
-                    experts_forward_onto(ctx, &x, experts, biases, rows, (None, is_forward_only))
+                    experts_forward_with(ctx, &x, experts, rows, ForwardOptions { biases, base: None, is_forward_only })
                 };
                 let (y, saved) =
                     if is_training { ranks.time_experts("experts", forward) } else { ranks.time("experts", forward) };

@@ -15,7 +15,7 @@ use std::time::Duration;
 use moeworks_comm::{CommError, Communicator, Pending};
 use moeworks_ops::Activation;
 use moeworks_ops::Context;
-use moeworks_ops::experts::{ExpertRows, combine, experts_forward_onto};
+use moeworks_ops::experts::{ExpertRows, ForwardOptions, combine, experts_forward_with};
 use moeworks_plan::{Placement, Placements};
 use moeworks_tensor::{DType, Tensor};
 
@@ -248,7 +248,7 @@ fn computed(ctx: &Context, weights: &MoeWeights, activation: Activation, message
     // Each row is a token of its own with weight 1, so that the rows are not added up.
     let rows = ExpertRows::new(&offsets, &numbers, &ones, &numbers, 1);
     let (experts, biases) = (weights.experts(activation), weights.expert_biases());
-    experts_forward_onto(ctx, &x, experts, biases, rows, (None, true)).0
+    experts_forward_with(ctx, &x, experts, rows, ForwardOptions { biases, base: None, is_forward_only: true }).0
 }
 
 /// Computes the experts of this rank for the root's tokens, until the root [ends](RemoteExperts::end) it. `layers`

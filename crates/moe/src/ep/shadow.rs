@@ -6,8 +6,9 @@
 use moeworks_comm::CommError;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::{
-    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, NO_ROW, WeightGradInputs, add_bias_row_weight_grads,
-    choice_weight_grads, experts_backward, experts_bias_grad, experts_forward_onto, experts_weight_grad,
+    ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, ForwardOptions, NO_ROW, WeightGradInputs,
+    add_bias_row_weight_grads, choice_weight_grads, experts_backward, experts_bias_grad, experts_forward_with,
+    experts_weight_grad,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -117,8 +118,8 @@ impl Shadows {
     /// Computes the fetched experts' part of the output, `[T, D]`, for `x [T, D]`. A forward-only pass saves nothing.
     pub(crate) fn forward(self, ctx: &Context, x: &Tensor, is_forward_only: bool) -> (Tensor, Option<ShadowsSaved>) {
         let biases = self.biases.as_ref().map(|(gate_up, down)| ExpertBiases { gate_up, down });
-        let options = (None, is_forward_only);
-        let forward = || experts_forward_onto(ctx, x, self.weights(), biases, self.rows.rows(), options);
+        let options = ForwardOptions { biases, base: None, is_forward_only };
+        let forward = || experts_forward_with(ctx, x, self.weights(), self.rows.rows(), options);
         let (y, saved) = self.ranks.time("fetched experts", forward);
         (y, saved.map(|saved| ShadowsSaved { shadows: self, saved }))
     }

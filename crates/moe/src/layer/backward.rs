@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use moeworks_ops::elementwise::{add_assign, into_type};
 use moeworks_ops::experts::{
-    ExpertGrads, ExpertRows, WeightGradInputs, add_bias_row_weight_grads, choice_weight_grads, experts_backward,
-    experts_backward_with_weight_grad, experts_bias_grad, experts_weight_grad, experts_weight_grad_of_used,
+    ExpertGrads, ExpertRows, WeightGradInputs, WeightGradTarget, add_bias_row_weight_grads, choice_weight_grads,
+    experts_backward, experts_backward_with_weight_grad, experts_bias_grad, experts_weight_grad,
+    experts_weight_grad_of_used,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -121,9 +122,9 @@ impl MoeLayer {
         let is_done = wgrad.is_some();
         let mut back = match wgrad {
             Some(WgradTarget { write, only_used, grads }) => {
-                let into = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
-                let (inputs, options) = ((&saved.x, dy), (write, only_used));
-                experts_backward_with_weight_grad(ctx, inputs, experts, rows, experts_saved, options, into)
+                let grads = ExpertGrads { gate_up: &mut grads.gate_up, down: &mut grads.down };
+                let target = WeightGradTarget { write, of_used: only_used, grads };
+                experts_backward_with_weight_grad(ctx, &saved.x, dy, experts, rows, experts_saved, target)
             }
             None => experts_backward(ctx, dy, experts, rows, experts_saved),
         };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use moeworks_ops::Context;
 use moeworks_ops::deferred::Deferred;
 use moeworks_ops::elementwise::add_assign;
-use moeworks_ops::experts::experts_forward_onto;
+use moeworks_ops::experts::{ForwardOptions, experts_forward_with};
 use moeworks_ops::top_k::{ChoiceSums, choice_sums, choice_sums_in_host};
 use moeworks_tensor::Tensor;
 
@@ -141,7 +141,8 @@ impl MoeLayer {
         }
         let ExpertsInput { weights, activation, x, dispatch, is_forward_only, .. } = input;
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
-        let (y, saved) = experts_forward_onto(ctx, x, experts, biases, dispatch.rows(), (base, is_forward_only));
+        let options = ForwardOptions { biases, base, is_forward_only };
+        let (y, saved) = experts_forward_with(ctx, x, experts, dispatch.rows(), options);
         (y, ExpertsPart::Here(saved))
     }
 }

@@ -247,7 +247,7 @@ pub(crate) struct ForwardInputs<'a> {
     pub(crate) base: Option<&'a Tensor>,
 }
 
-/// Computes [`experts_forward_onto`](crate::experts::experts_forward_onto).
+/// Computes [`experts_forward_with`](crate::experts::experts_forward_with).
 pub(crate) fn forward(
     on: On<'_>,
     inputs: ForwardInputs<'_>,

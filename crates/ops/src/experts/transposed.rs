@@ -114,7 +114,7 @@ kernel! {
 
 #[cfg(test)]
 mod tests {
-    use crate::experts::{ExpertBiases, ExpertRows, ExpertWeights, experts_forward_biased};
+    use crate::experts::{ExpertBiases, ExpertRows, ExpertWeights, ForwardOptions, experts_forward_with};
     use crate::test_data::{contexts, numbers, tensor};
 
     use super::*;
@@ -138,7 +138,10 @@ mod tests {
         let (weights, offsets) = (vec![0.5; num_tokens], [0, half, half, num_tokens as u32]);
         let rows = ExpertRows::new(&offsets, &tokens, &weights, &token_rows, 1);
         [[&gate_up, &down], [&copies[0], &copies[1]]].map(|[gate_up, down]| {
-            let (y, saved) = experts_forward_biased(ctx, &x, ExpertWeights { gate_up, down, activation }, biases, rows);
+            let weights = ExpertWeights { gate_up, down, activation };
+            let options = ForwardOptions { biases, ..ForwardOptions::default() };
+            let (y, saved) = experts_forward_with(ctx, &x, weights, rows, options);
+            let saved = saved.expect("what a backward pass needs");
             (y, saved.h)
         })
     }

@@ -1,8 +1,8 @@
 //! Experts with biases against their definition in f64, gradients against finite differences of that.
 
 use moeworks_ops::experts::{
-    ExpertBiases, ExpertRows, ExpertWeights, NO_ROW, add_bias_row_weight_grads, experts_backward, experts_bias_grad,
-    experts_forward_biased, experts_forward_onto,
+    ExpertBiases, ExpertRows, ExpertWeights, ForwardOptions, NO_ROW, add_bias_row_weight_grads, experts_backward,
+    experts_bias_grad, experts_forward_with,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -50,12 +50,14 @@ fn check(name: &str, ctx: &Context) {
     let rows = rows(&weights);
     let experts = ExpertWeights { gate_up: &gate_up, down: &down, activation: Activation::Relu };
     let biases = ExpertBiases { gate_up: &b1, down: &b2 };
-    let (y, saved) = experts_forward_biased(ctx, &x, experts, Some(biases), rows);
+    let options = ForwardOptions { biases: Some(biases), ..ForwardOptions::default() };
+    let (y, saved) = experts_forward_with(ctx, &x, experts, rows, options);
+    let saved = saved.expect("what a backward pass needs");
     let inputs = [&x, &gate_up, &down, &b1, &b2, &weights].map(doubles);
     let expected = |inputs: &[Vec<f64>; 6]| reference(inputs.each_ref().map(Vec::as_slice));
     assert_close(name, &doubles(&y), &expected(&inputs), 1e-5);
     let base = normal(8, &[T, D]);
-    let onto = experts_forward_onto(ctx, &x, experts, Some(biases), rows, (Some(&base), false)).0;
+    let onto = experts_forward_with(ctx, &x, experts, rows, ForwardOptions { base: Some(&base), ..options }).0;
     let sums = onto.f32s().iter().zip(y.f32s()).zip(base.f32s());
     assert!(sums.into_iter().all(|((&sum, y), base)| sum == y + base), "{name}: on top of a base");
 

@@ -7,7 +7,7 @@ use moeworks_ops::Activation;
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_all_choices};
 use moeworks_ops::elementwise::{add_assign, cast, fill, fill_normal};
-use moeworks_ops::experts::{ExpertWeights, experts_forward_onto};
+use moeworks_ops::experts::{ExpertWeights, ForwardOptions, experts_forward_with};
 use moeworks_ops::linear::linear_each;
 use moeworks_ops::logits::logits;
 use moeworks_ops::quantized::quantize;
@@ -251,7 +251,8 @@ fn a_few_tokens_rows_are_combined_by_the_kernel_that_makes_them_with_the_same_bi
             (Tensor::from_slice(ctx.pool(), &[tokens, k], &ids), random(&ctx, &[tokens, k], DType::F32, 5));
         let sorted = sort_all_choices(&ctx, &ids, &shares, e);
         for base in [None, Some(&base)] {
-            let step = || experts_forward_onto(&ctx, &x, weights, None, sorted.rows(), (base, true)).0;
+            let options = ForwardOptions { base, is_forward_only: true, ..ForwardOptions::default() };
+            let step = || experts_forward_with(&ctx, &x, weights, sorted.rows(), options).0;
             let (apart, all) = launches(&ctx, step);
             let (together, fewer) = launches(&ctx, || ctx.capture_replay(step));
             assert!(apart.bytes() == together.bytes(), "{tokens} tokens of {dtype:?}");
@@ -276,7 +277,8 @@ fn a_norm_of_combined_rows_is_made_by_the_kernel_that_combines_them_with_the_sam
         let sorted = sort_all_choices(&ctx, &ids, &shares, e);
         for out in [DType::BF16, DType::F32] {
             let step = || {
-                let sums = experts_forward_onto(&ctx, &x, weights, None, sorted.rows(), (Some(&x), true)).0;
+                let options = ForwardOptions { base: Some(&x), is_forward_only: true, ..ForwardOptions::default() };
+                let sums = experts_forward_with(&ctx, &x, weights, sorted.rows(), options).0;
                 let (y, inv_rms) = rms_norm(&ctx, &sums, &norm, 1e-5, out);
                 [sums, y, inv_rms]
             };
