@@ -283,7 +283,7 @@ pub fn experts_backward(
 
 /// The place of the gradients of experts' matrices that a backward pass computes as well.
 pub struct WeightGradTarget<'a> {
-    /// Whether gradients replace what is there or are added to it.
+    /// The gradients replace what is there, or are added to it.
     pub write: Write,
     /// Writes the gradients of experts with rows alone, as [`experts_weight_grad_of_used`] does; otherwise those of
     /// all experts, as [`experts_weight_grad`].
