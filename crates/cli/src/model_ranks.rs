@@ -22,6 +22,7 @@ use crate::args::{ComputeArgs, MachineArgs, RankArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::{Failure, say_error};
 use crate::host::Call;
+use crate::interrupts::Receiving;
 use crate::model::{context, open, open_options};
 use crate::ranks::{FAILED, GRACE, MAX_THREADS, is_one_of_many, too_many_ranks};
 
@@ -62,9 +63,19 @@ pub(crate) fn on_model_ranks(
     if ep == Some(0) {
         return Err(Failure::input("--ep 0: must be at least 1"));
     }
+    // Held until a process has taken leave of the others, for whom it would have died if a signal ended it before.
+    let held: Mutex<Option<Receiving<'_>>> = Mutex::default();
     let as_rank = |comm: &dyn Communicator| {
         let rank = ModelRank { options, comm: Some(comm) };
-        if comm.rank() == 0 { work(rank) } else { rank.serve_experts(call, path) }
+        if comm.rank() == 0 {
+            return work(rank);
+        }
+        if is_one_of_many() {
+            // What a first signal means is up to rank 0.
+            let receiving = call.interrupts().give_to_server(&StopSignal::default());
+            *held.lock().unwrap_or_else(PoisonError::into_inner) = Some(receiving);
+        }
+        rank.serve_experts(path)
     };
     #[cfg(unix)]
     if is_one_of_many() {
@@ -166,11 +177,9 @@ impl ModelRank<'_> {
         }
     }
 
-    /// Computes the experts of another rank for rank 0. A process leaves it to rank 0 what a first signal means.
-    fn serve_experts(&self, call: &Call<'_>, path: &Path) -> Result<ExitCode, Failure> {
+    /// Computes the experts of another rank for rank 0.
+    fn serve_experts(&self, path: &Path) -> Result<ExitCode, Failure> {
         let Some(comm) = self.comm else { return Ok(ExitCode::SUCCESS) };
-        let stop = StopSignal::default();
-        let _receiving = is_one_of_many().then(|| call.interrupts().give_to_server(&stop));
         let source = Source::open(path)?;
         let spread = self.spread(comm, &source)?;
         spread.serve_experts(&self.context(comm)?, &source, open_options(self.options.compute)?)?;

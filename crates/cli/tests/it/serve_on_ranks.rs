@@ -5,6 +5,7 @@
 use std::io::Read as _;
 use std::net::TcpStream;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -27,9 +28,8 @@ fn on_processes(work: &Workplace, mpirun: &Path, num_ranks: usize, args: &[&str]
 
 /// Ends a server under a launcher by a signal to each of its ranks, and waits for the launcher.
 fn end_processes(work: &Workplace, mut server: Server, num_ranks: usize) -> Option<i32> {
-    for rank in 0..num_ranks {
-        signal("-TERM", process_of(&work.path(""), rank).expect("a process"));
-    }
+    let pids: Vec<u32> = (0..num_ranks).map(|rank| process_of(&work.path(""), rank).expect("a process")).collect();
+    pids.into_iter().for_each(|pid| signal("-TERM", pid));
     server.child.wait().expect("ended").code()
 }
 
@@ -101,6 +101,60 @@ fn clients_that_go_away_leave_nothing_on_ranks() {
         server.post("/v1/completions", &json!({"prompt": "x", "max_tokens": 2}))["usage"]["completion_tokens"],
         2
     );
+}
+
+#[test]
+fn a_signal_that_comes_to_a_rank_while_it_ends_changes_nothing() {
+    let work = with_model();
+    for (mpirun, _) in launchers() {
+        for delay_ms in [3, 9, 20] {
+            let mut server = on_processes(&work, &mpirun, 2, &[]);
+            let pids = [0, 1].map(|rank| process_of(&work.path(""), rank).expect("a process"));
+            signal("-TERM", pids[0]);
+            std::thread::sleep(Duration::from_millis(delay_ms));
+            // It may be gone.
+            let _ = Command::new("kill").args(["-TERM", &pids[1].to_string()]).stderr(Stdio::null()).status();
+            assert_eq!(server.child.wait().expect("ended").code(), Some(0), "{} after {delay_ms} ms", mpirun.display());
+        }
+    }
+}
+
+/// The part of a core that a process uses in three seconds, by its own account of time.
+fn share_of_a_core(pids: &[u32]) -> Vec<f64> {
+    const PAUSE: Duration = Duration::from_secs(3);
+    /// Ticks of a second, in which Linux tells times of processes.
+    const TICKS: f64 = 100.0;
+    let ticks = |pid: &u32| -> u64 {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("a process");
+        let behind_name = stat.rsplit(')').next().expect("fields").split_whitespace();
+        behind_name.skip(11).take(2).map(|field| field.parse::<u64>().expect("ticks")).sum()
+    };
+    let before: Vec<u64> = pids.iter().map(ticks).collect();
+    std::thread::sleep(PAUSE);
+    pids.iter()
+        .map(ticks)
+        .zip(before)
+        .map(|(after, before)| (after - before) as f64 / TICKS / PAUSE.as_secs_f64())
+        .collect()
+}
+
+#[test]
+fn ranks_without_requests_leave_the_cores_to_others() {
+    let work = with_model();
+    let assert_rests = |server: &Server, pids: &[u32], how: &str| {
+        answers(server);
+        server.wait_until_idle();
+        let shares = share_of_a_core(pids);
+        assert!(shares.iter().all(|&share| share < 0.2), "{how}: {shares:?} of a core");
+    };
+    let threads = Server::start(&work, &["--ep", "2"]);
+    assert_rests(&threads, &[threads.child.id()], "--ep 2");
+    for (mpirun, _) in launchers() {
+        let server = on_processes(&work, &mpirun, 2, &[]);
+        let pids = [0, 1].map(|rank| process_of(&work.path(""), rank).expect("a process"));
+        assert_rests(&server, &pids, &mpirun.display().to_string());
+        assert_eq!(end_processes(&work, server, 2), Some(0));
+    }
 }
 
 /// Sends more long streams than a server of one answer at a time ends soon, and waits until the first has begun.
