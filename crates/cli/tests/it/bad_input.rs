@@ -126,3 +126,19 @@ fn a_gguf_file_is_a_model_and_a_damaged_one_is_named() {
     let other = work.file("other.gguf", b"GGUF\x09\0\0\0");
     refused(&work, &["inspect", &other], &["other.gguf", "version is 9"]);
 }
+
+#[test]
+#[cfg(unix)]
+fn h18_devices_pipes_and_empty_files_are_no_models() {
+    let work = Workplace::new();
+    let pipe = work.path("pipe.gguf");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo runs").success());
+    fs::create_dir(work.path("empty")).expect("a folder");
+    let empty = [work.file("empty.gguf", ""), work.file("empty.safetensors", "")];
+    for path in ["/dev/zero", "/dev/null", "pipe.gguf", "empty", &empty[0], &empty[1]] {
+        let name = path.rsplit('/').next().expect("a name");
+        refused(&work, &["serve", path, "--port", "0"], &[name]);
+        refused(&work, &["generate", path, "--prompt", "x"], &[name]);
+        refused(&work, &["inspect", path], &[name]);
+    }
+}
