@@ -4,13 +4,12 @@
 //! Without one the test says so and is skipped.
 #![cfg(unix)]
 
-use std::io::Write as _;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::{Value, json};
 
 use crate::program::assert_success;
+use crate::python::python_with;
 use crate::serve::{Server, with_model};
 
 /// A script that uses every function of the client that the server supports, and prints the results as JSON.
@@ -81,22 +80,9 @@ print(json.dumps({
 }))
 "#;
 
-/// The interpreter; without one says so and returns none. Not by `eprintln!`, which the test harness keeps to itself
-/// when a test passes.
-fn python_or_skip() -> Option<PathBuf> {
-    let usual = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-test/bin/python");
-    let path = std::env::var_os("MOEWORKS_PYTHON").map_or_else(usual, PathBuf::from);
-    let found = Command::new(&path).args(["-c", "import openai"]).output();
-    if found.is_ok_and(|output| output.status.success()) {
-        return Some(path);
-    }
-    let _ = writeln!(std::io::stderr(), "SKIPPED: OpenAI's client: {} has no openai", path.display());
-    None
-}
-
 #[test]
 fn openais_client_gets_models_answers_streams_and_errors() {
-    let Some(python) = python_or_skip() else { return };
+    let Some(python) = python_with("openai", "OpenAI's client") else { return };
     let work = with_model();
     work.file(
         "chat.jinja",

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 
 use crate::bad_input::refused;
 use crate::program::{Workplace, assert_success, stdout};
+use crate::python::is_full;
 
 /// A server process, which is killed at the end of the test.
 pub(crate) struct Server {
@@ -215,15 +216,20 @@ fn a_chat_is_that_of_the_program_and_keeps_what_turns_have_in_common() {
 }
 
 #[test]
-fn fifty_clients_that_go_away_at_random_leave_no_block_behind() {
+fn a_thousand_clients_that_go_away_at_random_leave_no_block_behind() {
     let work = with_model();
     let server = Server::start(&work, &["--max-running", "8"]);
-    for i in 0_u64..50 {
+    let mut clients = Vec::new();
+    for i in 0_u64..1000 {
         let body = json!({"prompt": "Line ".repeat(1 + i as usize % 7), "max_tokens": 150, "stream": i % 2 == 0, "ignore_eos": true});
-        let client = server.send("/v1/completions", &body);
-        std::thread::sleep(Duration::from_millis(i * 7 % 23));
-        drop(client);
+        clients.push(server.send("/v1/completions", &body));
+        std::thread::sleep(Duration::from_millis(i * 7 % 5));
+        // One of up to twelve goes: before its answer, in the middle of it, or behind its end.
+        if clients.len() > 3 + i as usize * 5 % 9 {
+            drop(clients.swap_remove(i as usize * 31 % clients.len()));
+        }
     }
+    drop(clients);
     server.wait_until_idle();
     assert_eq!(server.figure("kv_cache_usage_perc"), 0.0);
     let answer = server.post("/v1/completions", &json!({"prompt": "x", "max_tokens": 2}));
@@ -246,6 +252,29 @@ fn sigterm_lets_what_is_under_way_end_and_the_program_ends_well() {
         assert!(rest.contains("data: [DONE]") && rest.contains("\"length\""), "{rest}");
     }
     assert_eq!(server.child.wait().expect("ended").code(), Some(0));
+}
+
+#[test]
+fn sigterm_at_any_time_truncates_no_stream() {
+    let work = with_model();
+    for round in 0_u64..if is_full() { 100 } else { 8 } {
+        let mut server = Server::start(&work, &[]);
+        let body = json!({"prompt": "Line", "max_tokens": 60, "stream": true, "ignore_eos": true});
+        let mut streams: Vec<_> = (0..4).map(|_| server.send("/v1/completions", &body)).collect();
+        // Some have begun, others wait or are not read yet.
+        streams[0].read_exact(&mut [0; 64]).expect("a head");
+        std::thread::sleep(Duration::from_millis(round * 13 % 37));
+        server.signal("TERM");
+        for (i, mut stream) in streams.into_iter().enumerate() {
+            let mut rest = String::new();
+            // The connection of a request that nobody read yet may be cut, with nothing of an answer.
+            let is_read = stream.read_to_string(&mut rest).is_ok();
+            let is_whole = rest.contains("\"length\"") && rest.ends_with("data: [DONE]\n\n\r\n0\r\n\r\n");
+            let had_not_begun = i > 0 && (rest.is_empty() || rest.starts_with("HTTP/1.1 503"));
+            assert!((is_read && is_whole) || had_not_begun, "round {round}, stream {i}: {rest:?}");
+        }
+        assert_eq!(server.child.wait().expect("ended").code(), Some(0), "round {round}");
+    }
 }
 
 #[test]

@@ -191,6 +191,10 @@ fn request(tables: &[&[Field]], ignored: &[&str], required: &[&str]) -> Value {
     let mut properties = Map::new();
     for Field(name, schema, help) in tables.iter().copied().flatten() {
         let mut schema: Value = serde_json::from_str(schema).unwrap_or_default();
+        if !required.contains(name) {
+            // Clients write null for what they leave out.
+            schema = json!({"anyOf": [schema, {"type": "null"}]});
+        }
         schema["description"] = (*help).into();
         properties.insert((*name).to_owned(), schema);
     }
