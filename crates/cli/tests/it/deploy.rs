@@ -8,7 +8,8 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::program::{Workplace, stderr};
+use crate::program::{Workplace, stderr, stdout};
+use crate::python::python_with;
 use crate::serve::{Server, with_model};
 use crate::yaml::documents;
 
@@ -117,6 +118,18 @@ fn services_and_scalers_mean_what_is_there() {
     let named: Vec<String> = (0..set["spec"]["replicas"].as_u64().expect("a number")).map(name).collect();
     let to = args.iter().position(|arg| *arg == "--to").expect("--to") + 1;
     assert_eq!(args[to..], named);
+}
+
+#[test]
+fn manifests_fit_the_schemas_of_kubernetes() {
+    let Some(python) = python_with("kubernetes_validate", "the schemas of Kubernetes") else { return };
+    let folder = file("kubernetes");
+    let files = fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("a file").path());
+    let output = Command::new(python.with_file_name("kubernetes-validate")).arg("--strict").args(files).output();
+    let output = output.expect("kubernetes-validate starts");
+    let said = stdout(&output) + &stderr(&output);
+    assert!(output.status.success(), "{said}");
+    assert_eq!(said.matches(" passed for resource ").count(), manifests().len(), "{said}");
 }
 
 #[test]
