@@ -62,7 +62,7 @@ def make_gguf(folder: pathlib.Path, file: pathlib.Path, kind: str) -> None:
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_context_length(4096)
     writer.add_embedding_length(2048)
-    writer.add_block_count(2)
+    writer.add_block_count(SHAPE["num_hidden_layers"])
     writer.add_feed_forward_length(1024)
     writer.add_head_count(16)
     writer.add_head_count_kv(16)
@@ -80,7 +80,7 @@ def make_gguf(folder: pathlib.Path, file: pathlib.Path, kind: str) -> None:
         writer.add_add_bos_token(False)
     else:
         writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(arch, 2)
+    names = gguf.get_tensor_name_map(arch, SHAPE["num_hidden_layers"])
 
     def add(name: str, tensor: "torch.Tensor") -> None:
         is_exact = tensor.ndim == 1 or "ffn_gate_inp" in name
@@ -92,7 +92,7 @@ def make_gguf(folder: pathlib.Path, file: pathlib.Path, kind: str) -> None:
         for name in source.keys():
             if ".experts." not in name:
                 add(names.get_name(name, try_suffixes=(".weight",)), source.get_tensor(name))
-        for layer in range(2):
+        for layer in range(SHAPE["num_hidden_layers"]):
             for part in ["gate_proj", "up_proj", "down_proj"]:
                 here = f"model.layers.{layer}.mlp.experts"
                 stack = torch.stack([source.get_tensor(f"{here}.{e}.{part}.weight") for e in range(64)])
