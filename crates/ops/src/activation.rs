@@ -1,7 +1,7 @@
 //! Activations of feed-forward networks, forward and backward.
 
 use crate::simd::Level;
-use crate::vmath::{normal, sigmoid};
+use crate::vmath::{normal, sigmoid, tanh};
 
 /// The activation between the projections of a feed-forward network or an expert.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -24,6 +24,23 @@ pub enum Activation {
         /// The limit of inputs, 7 in GPT-OSS.
         limit: f32,
     },
+    /// `silu(g) u` with the gate `g` clamped to at most `limit`, and the up projection `u` to `[-limit, limit]`
+    /// (DeepSeek-V4), three matrices.
+    ClampedSilu {
+        /// The limit of inputs, 10 in DeepSeek-V4.
+        limit: f32,
+    },
+    /// `gelu(gate) * up` with GELU's tanh approximation (Gemma 4), three matrices.
+    GegluTanh,
+    /// `max(x, 0)^2` (Primer, 2109.08668; Nemotron-H), two matrices.
+    SquaredRelu,
+    /// `cap(g) sigmoid(g) cap(u)` with soft caps `c tanh(x / c)` of gate and up (Inkling 2), three matrices.
+    SoftcappedSwiGlu {
+        /// The cap of the gate.
+        gate_cap: f32,
+        /// The cap of the up projection.
+        up_cap: f32,
+    },
 }
 
 impl Activation {
@@ -31,8 +48,12 @@ impl Activation {
     #[must_use]
     pub const fn num_inputs(self) -> usize {
         match self {
-            Self::SwiGlu | Self::ClampedSwiGlu { .. } => 2,
-            Self::Gelu | Self::GeluTanh | Self::Relu => 1,
+            Self::SwiGlu
+            | Self::ClampedSwiGlu { .. }
+            | Self::ClampedSilu { .. }
+            | Self::GegluTanh
+            | Self::SoftcappedSwiGlu { .. } => 2,
+            Self::Gelu | Self::GeluTanh | Self::Relu | Self::SquaredRelu => 1,
         }
     }
 }
@@ -54,8 +75,26 @@ pub(crate) fn activate<S: Level>(activation: Activation, h: &mut [f32], up: &[f3
                 *h = gate * sigmoid::<S>(alpha * gate) * (cut(up, limit) + 1.0);
             }
         }
+        Activation::ClampedSilu { limit } => {
+            for (h, &up) in h.iter_mut().zip(up) {
+                let gate = cut_above(*h, limit);
+                *h = gate * sigmoid::<S>(gate) * cut(up, limit);
+            }
+        }
+        Activation::GegluTanh => {
+            for (h, &up) in h.iter_mut().zip(up) {
+                *h = *h * sigmoid::<S>(2.0 * tanh_argument(*h).0) * up;
+            }
+        }
+        Activation::SoftcappedSwiGlu { gate_cap, up_cap } => {
+            for (h, &up) in h.iter_mut().zip(up) {
+                let gate = gate_cap * tanh::<S>(*h / gate_cap);
+                *h = gate * sigmoid::<S>(*h) * (up_cap * tanh::<S>(up / up_cap));
+            }
+        }
         // Not `max`, which would drop a NaN.
         Activation::Relu => h.iter_mut().for_each(|h| *h = if *h < 0.0 { 0.0 } else { *h }),
+        Activation::SquaredRelu => h.iter_mut().for_each(|h| *h = if *h < 0.0 { 0.0 } else { *h * *h }),
     }
 }
 
@@ -102,6 +141,16 @@ pub(crate) fn pull_back<S: Level>(activation: Activation, da: &mut [f32], h: &mu
                 *da = a * raised;
             }
         }
+        Activation::ClampedSilu { .. } | Activation::GegluTanh | Activation::SoftcappedSwiGlu { .. } => {
+            pull_gated_back::<S>(activation, da, h, up);
+        }
+        Activation::SquaredRelu => {
+            for (da, h) in da.iter_mut().zip(h) {
+                let a = if *h < 0.0 { 0.0 } else { *h };
+                *h = *da * 2.0 * a;
+                *da = a * a;
+            }
+        }
         Activation::Relu => {
             for (da, h) in da.iter_mut().zip(h) {
                 let a = if *h < 0.0 { 0.0 } else { *h };
@@ -109,6 +158,45 @@ pub(crate) fn pull_back<S: Level>(activation: Activation, da: &mut [f32], h: &mu
                 *da = a;
             }
         }
+    }
+}
+
+/// Does what [`pull_back`] does, for the gated activations that few models have.
+#[inline(always)]
+fn pull_gated_back<S: Level>(activation: Activation, da: &mut [f32], h: &mut [f32], up: &mut [f32]) {
+    let triples = da.iter_mut().zip(h).zip(up);
+    match activation {
+        Activation::ClampedSilu { limit } => {
+            for ((da, h), up) in triples {
+                let (gate, factor) = (cut_above(*h, limit), cut(*up, limit));
+                let s = sigmoid::<S>(gate);
+                let a = gate * s;
+                *h = if *h > limit { 0.0 } else { *da * factor * (s + a * (1.0 - s)) };
+                *up = if up.abs() > limit { 0.0 } else { *da * a };
+                *da = a * factor;
+            }
+        }
+        Activation::GegluTanh => {
+            for ((da, h), up) in triples {
+                let (u, u_slope) = tanh_argument(*h);
+                let s = sigmoid::<S>(2.0 * u);
+                let (a, factor) = (*h * s, *up);
+                *h = *da * factor * (s + 2.0 * a * (1.0 - s) * u_slope);
+                *up = *da * a;
+                *da = a * factor;
+            }
+        }
+        Activation::SoftcappedSwiGlu { gate_cap, up_cap } => {
+            for ((da, h), up) in triples {
+                let (gate, factor) = (tanh::<S>(*h / gate_cap), tanh::<S>(*up / up_cap));
+                let (s, capped_up) = (sigmoid::<S>(*h), up_cap * factor);
+                let a = gate_cap * gate * s;
+                *h = *da * capped_up * ((1.0 - gate * gate) * s + a * (1.0 - s));
+                *up = *da * a * (1.0 - factor * factor);
+                *da = a * capped_up;
+            }
+        }
+        _ => {}
     }
 }
 

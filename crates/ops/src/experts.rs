@@ -12,6 +12,7 @@ mod biases;
 mod epilogues;
 mod rows;
 mod transposed;
+mod transposed_grad;
 mod weight_grad;
 
 use std::ops::Range;
@@ -36,12 +37,13 @@ use weight_grad::{GradOf, weighed_activations, weight_grad};
 
 pub use biases::{ExpertBiases, add_bias_row_weight_grads, experts_bias_grad};
 pub use rows::{AllRows, ExpertRows, NO_ROW};
+pub use transposed_grad::experts_backward_as_stored;
 pub use weight_grad::{ExpertGrads, WeightGradInputs, experts_weight_grad, experts_weight_grad_of_used};
 
 /// The stacked weights of the experts, f32 or bf16 alike. Their type decides in which precision products are taken.
 /// For inference they may be [`quantized`]. A stack [of pieces](Tensor::pieces), a matrix or two halves of one each,
-/// is read where these lie by the forward pass, and so are stacks that are [turned](Tensor::transposed), of gate and
-/// up in turn.
+/// is read where these lie by the forward pass. [Transposed](Tensor::transposed) stacks, with the columns of gate and
+/// up one after the other or interleaved, are read where they lie by both passes.
 #[derive(Clone, Copy)]
 pub struct ExpertWeights<'a> {
     /// `[E, A F, D]` with `A = activation.num_inputs()`; with a gated activation the gate's F rows come first.
@@ -189,14 +191,14 @@ fn activations(
     let (s, activation) = (Sizes::of(x, weights, rows), weights.activation);
     let (bias, is_paired) = (biases.map(|biases| biases.gate_up.f32s()), activation.num_inputs() == 2);
     let dtype = weights.gate_up.dtype().of_activations();
-    let in_turn = weights.gate_up.as_transposed().filter(|&(_, is_interleaved)| is_interleaved && is_paired);
+    let stored = weights.gate_up.as_transposed().filter(|_| is_paired);
     let mut a = ctx.empty(&[s.r, s.f], dtype);
-    // Where columns come in turn the activation is a pass over them.
-    let mut h = (!is_forward_only || in_turn.is_some()).then(|| ctx.empty(&[s.r, s.af], dtype));
-    with_float!(dtype, T => match (in_turn, &mut h) {
-        (Some((base, _)), Some(h)) => {
-            let between = transposed::Between { activation, bias, experts };
-            transposed::activate_interleaved::<T>(ctx, x, Some(&rows.tokens), base, &between, h, &mut a);
+    // The columns of gate and up do not leave such a product together: the activation is a pass over its sums.
+    let mut h = (!is_forward_only || stored.is_some()).then(|| ctx.empty(&[s.r, s.af], dtype));
+    with_float!(dtype, T => match (stored, &mut h) {
+        (Some((base, is_interleaved)), Some(h)) => {
+            let between = transposed::Between { activation, bias, experts, is_interleaved };
+            transposed::activate_pairs::<T>(ctx, x, Some(&rows.tokens), base, &between, h, &mut a);
         }
         (_, h) => {
             let h = h.as_mut().map(|h| Lent::new(h.slice_mut::<T>()));
@@ -309,6 +311,7 @@ pub fn experts_backward_with_weight_grad(
     let is_apart = On::of(ctx).is_some()
         || weights.multiply_in_fp8(ctx)
         || weights.gate_up.dtype().is_quantized()
+        || weights.gate_up.as_transposed().is_some()
         || rows.tokens.len() > MAX_ROWS_BESIDE * used_experts(rows).len();
     if is_apart {
         let back = experts_backward(ctx, dy, weights, rows, saved);
@@ -354,9 +357,10 @@ fn backward(
     let num_panels = gemm::num_panels(ctx, Compute::from_dtype(dtype), s.f);
     let mut dh = ctx.empty(&[s.r, s.af], dtype);
     let mut parts = ctx.empty(&[s.r, num_panels], DType::F32);
+    let down = transposed_grad::InputGradOperand::new(weights.down, s.d);
     let first = groups(&experts, |e, range| Group {
         a: Source::gathered(dy, &rows.tokens[range.clone()]),
-        b: Source::rows(weights.down, e * s.d),
+        b: down.matrix(e),
         rows: range.len(),
         columns: s.f,
         depth: s.d,
@@ -372,7 +376,8 @@ fn backward(
             parts: Lent::new(parts.f32s_mut()),
             num_panels,
         };
-        let product = Product { form: Form::Nn, compute: Compute::from_dtype(dtype), groups: &first, is_paired: false };
+        let compute = Compute::from_dtype(dtype);
+        let product = Product { form: down.form, compute, groups: &first, is_paired: false };
         match &mut beside {
             Some(Beside { experts, write, grads, .. }) => {
                 let a = weighed_activations(ctx, saved, dtype, weights.activation, rows, s.f);
@@ -387,20 +392,25 @@ fn backward(
         *sum = parts.f32s()[r * num_panels..][..num_panels].iter().sum();
     }
     let rounded_dh = is_fp8.then(|| e4m3::round_rows(ctx, &dh));
+    let stored_dh = transposed_grad::in_stored_order(ctx, &dh, weights.gate_up);
+    let gate_up = transposed_grad::InputGradOperand::new(weights.gate_up, s.af);
     let second = groups(&experts, |e, range| Group {
-        a: Source::rows(rounded_dh.as_ref().unwrap_or(&dh), range.start),
-        b: Source::rows(weights.gate_up, e * s.af),
+        a: Source::rows(rounded_dh.as_ref().unwrap_or(&stored_dh), range.start),
+        b: gate_up.matrix(e),
         rows: range.len(),
         columns: s.d,
         depth: s.af,
     });
-    let outputs = row_outputs(ctx, dtype, (&experts, &second), &[s.r, s.d], |product, store| match &mut beside {
+    let (form, compute) = (gate_up.form, Compute::from_dtype(dtype));
+    let second = Product { form, compute, groups: &second, is_paired: false };
+    let outputs = row_outputs(ctx, dtype, &experts, &second, &[s.r, s.d], |product, store| match &mut beside {
         Some(Beside { x, experts, write, grads }) => {
             let of = GradOf { ctx, rows, experts, write: *write, beside: Some((product, store)) };
             of.gate_up(&dh, x, s.af, grads.gate_up);
         }
         None => gemm::run(ctx, product, store),
     });
+    drop(stored_dh);
     ExpertsBackward { dx: combine(ctx, &outputs, rows, None, &[s.t, s.d]), d_row_weights, dh, weighed: None }
 }
 
@@ -440,20 +450,20 @@ fn groups<'a>(experts: &[Expert], group: impl Fn(usize, Range<usize>) -> Group<'
     experts.iter().map(|(e, range)| group(*e, range.clone())).collect()
 }
 
-/// The plain products `A B` of each expert's rows, `[R, D]`, for `run` to compute.
+/// The plain product of each expert's rows, `[R, D]`, for `run` to compute.
 fn row_outputs(
     ctx: &Context,
     dtype: DType,
-    (experts, groups): (&[Expert], &[Group<'_>]),
+    experts: &[Expert],
+    product: &Product<'_>,
     shape: &[usize; 2],
     run: impl FnOnce(&Product<'_>, &dyn Finish),
 ) -> Tensor {
     let mut outputs = ctx.empty(shape, dtype.of_activations());
     let offsets: Vec<_> = experts.iter().map(|(_, range)| range.start * shape[1]).collect();
-    let product = Product { form: Form::Nn, compute: Compute::from_dtype(dtype), groups, is_paired: false };
     with_float!(outputs.dtype(), T => {
         let to = Lent::new(outputs.slice_mut::<T>());
-        run(&product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });
+        run(product, &Store { to, offsets: &offsets, stride: shape[1], write: Write::Replace });
     });
     outputs
 }

@@ -68,6 +68,20 @@ pub(crate) fn sigmoid<S: Level>(x: f32) -> f32 {
     1.0 / (1.0 + exp::<S>(-x))
 }
 
+/// Returns the hyperbolic tangent within a few units in the last place.
+#[inline(always)]
+pub(crate) fn tanh<S: Level>(x: f32) -> f32 {
+    /// Below this the difference from 1 would cancel; the first omitted term of the series is 2e-8 of the value.
+    const SMALL: f32 = 0.28;
+    let z = x * x;
+    let mut p = S::mul_add(z, 62.0 / 2835.0, -17.0 / 315.0);
+    p = S::mul_add(p, z, 2.0 / 15.0);
+    p = S::mul_add(p, z, -1.0 / 3.0);
+    let small = S::mul_add(p * z, x, x);
+    let large = 1.0 - 2.0 / (exp::<S>(2.0 * x) + 1.0);
+    if x.abs() < SMALL { small } else { large }
+}
+
 /// Returns `2 artanh(s)` for `|s|` of at most 1/3.
 #[inline(always)]
 fn twice_artanh<S: Level>(s: f32) -> f32 {

@@ -106,6 +106,32 @@ fn sigmoid_and_normal_keep_infinities_and_nan() {
 }
 
 kernel! {
+    fn tanh_all<S: Level>(x: &mut [f32]) {
+        for x in x {
+            *x = tanh::<S>(*x);
+        }
+    }
+}
+
+#[test]
+fn tanh_is_close_to_the_exact_value_everywhere() {
+    let inputs: Vec<f32> = (-3000..=3000).flat_map(|i| [i as f32 * 0.01, i as f32 * 3e-4, i as f32 * 1e-7]).collect();
+    for isa in Isa::available() {
+        let mut y = inputs.clone();
+        tanh_all(isa, &mut y);
+        for (&x, &y) in inputs.iter().zip(&y) {
+            let exact = f64::from(x).tanh();
+            let error = (f64::from(y) - exact).abs();
+            assert!(error <= 6e-7 * exact.abs(), "{isa:?}: tanh({x}) = {y}, exactly {exact}");
+        }
+    }
+    let mut extremes = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1e30];
+    tanh_all(Isa::detect(), &mut extremes);
+    assert_eq!([extremes[0], extremes[1], extremes[3]], [1.0, -1.0, 1.0]);
+    assert!(extremes[2].is_nan());
+}
+
+kernel! {
     fn exp2_all<S: Level>(x: &mut [f32]) {
         for x in x {
             *x = exp2_falling::<S>(*x);

@@ -5,23 +5,25 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use moeworks_infer::data::{CachePlace, Sources, TextOptions, TokenStore, Watch};
-use moeworks_infer::evaluation::{EvaluationOptions, evaluate as evaluate_model};
+use moeworks_infer::evaluation::{EvaluationOptions, evaluate_recorded};
+use moeworks_infer::routing_record::RecordSource;
 use moeworks_train::config::RunConfig;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use serde_json::{Value, json};
 
 use crate::calls::{object, unlocked};
-use crate::errors;
 use crate::model::opened;
+use crate::{errors, routing};
 
 /// The arguments of [`evaluate`], as Python passes them.
-type Arguments<'py> = (Bound<'py, PyAny>, Vec<String>, String, Option<usize>, usize, Option<PathBuf>);
+type Arguments<'py> = (Bound<'py, PyAny>, Vec<String>, String, Option<usize>, usize, Option<PathBuf>, Option<PathBuf>);
 
-/// `evaluate(model, paths, text_field, seq_len | None, max_sequences, cache folder | None) -> JSON`.
+/// `evaluate(model, paths, text_field, seq_len | None, max_sequences, cache folder | None, record file | None)`,
+/// which returns JSON.
 pub(crate) fn evaluate(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
-    let (model, paths, text_field, seq_len, max_sequences, cache): Arguments<'_> = args.extract()?;
+    let (model, paths, text_field, seq_len, max_sequences, cache, record): Arguments<'_> = args.extract()?;
     let opened = opened(&model)?;
     let options = EvaluationOptions { seq_len, max_sequences };
     let mut interrupt = None;
@@ -33,7 +35,8 @@ pub(crate) fn evaluate(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
         let sources = Sources::find(&text, &watch).map_err(errors::value)?;
         let place: CachePlace = RunConfig::default().cache_place(watch.user_cache());
         let tokens = TokenStore::open(&sources, &model.tokenizer, &place).map_err(errors::value)?;
-        let result = evaluate_model(model, &tokens, options, |_| {
+        let mut recorder = routing::recorder(model, RecordSource::Evaluate, record.as_deref())?;
+        let result = evaluate_recorded(model, &tokens, options, recorder.as_mut(), |_| {
             interrupt = Python::attach(|py| py.check_signals()).err();
             if interrupt.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         });

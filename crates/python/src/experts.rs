@@ -7,8 +7,8 @@ use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::elementwise::into_type;
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, ForwardOptions, WeightGradTarget,
-    add_bias_row_weight_grads, choice_weight_grads, experts_backward, experts_backward_with_weight_grad,
-    experts_bias_grad, experts_forward_with,
+    add_bias_row_weight_grads, choice_weight_grads, experts_backward, experts_backward_as_stored,
+    experts_backward_with_weight_grad, experts_bias_grad, experts_forward_with,
 };
 use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
@@ -20,9 +20,8 @@ use pyo3::types::PyTuple;
 use crate::calls::{object, unlocked};
 use crate::{context, dlpack, memory};
 
-/// E, D, F, the weights' type, the activation with its numbers, and whether the weights are transposed with the
-/// columns of gate and up in turn.
-type PlanArguments = (usize, usize, usize, String, String, f32, f32, bool);
+/// E, D, F, the weights' type, the activation with its two numbers, and the layout of the weights.
+type PlanArguments = (usize, usize, usize, String, String, f32, f32, String);
 /// T, K, whether `h` is kept, and the number of threads.
 type CallArguments = (usize, usize, bool, usize);
 /// The addresses of x, ids, weights, gate_up, down and the two biases; 0 for no bias.
@@ -35,6 +34,17 @@ type ForwardArguments = (PlanArguments, CallArguments, ForwardMemory);
 /// The arguments of [`backward`]; the last says whether gradients of the stacks and of the biases are wanted.
 type BackwardArguments = (PlanArguments, CallArguments, BackwardMemory, (bool, bool));
 
+/// The layout of stacked weights.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Layout {
+    /// `[E, A F, D]` and `[E, D, F]`.
+    Stacked,
+    /// `[E, D, A F]` and `[E, F, D]`.
+    Transposed,
+    /// Transposed, with the columns of gate and up in turn.
+    Interleaved,
+}
+
 /// The sizes, types and activation of experts.
 #[derive(Clone, Copy)]
 struct Plan {
@@ -43,7 +53,7 @@ struct Plan {
     expert_width: usize,
     dtype: DType,
     activation: Activation,
-    is_interleaved: bool,
+    layout: Layout,
 }
 
 /// The sizes of a call.
@@ -93,17 +103,27 @@ pub(crate) fn dtype(name: &str) -> PyResult<DType> {
 
 impl Plan {
     fn new(
-        (num_experts, width, expert_width, name, activation, alpha, limit, is_interleaved): PlanArguments,
+        (num_experts, width, expert_width, name, activation, alpha, limit, layout): PlanArguments,
     ) -> PyResult<Self> {
+        let layout = match &*layout {
+            "stacked" => Layout::Stacked,
+            "transposed" => Layout::Transposed,
+            "interleaved" => Layout::Interleaved,
+            _ => return Err(PyValueError::new_err(format!("layout {layout:?} is unknown"))),
+        };
         let activation = match &*activation {
             "swiglu" => Activation::SwiGlu,
             "gelu" => Activation::Gelu,
             "gelu_tanh" => Activation::GeluTanh,
             "relu" => Activation::Relu,
+            "relu_squared" => Activation::SquaredRelu,
+            "geglu_tanh" => Activation::GegluTanh,
             "clamped_swiglu" => Activation::ClampedSwiGlu { alpha, limit },
+            "clamped_silu" => Activation::ClampedSilu { limit },
+            "softcapped_swiglu" => Activation::SoftcappedSwiGlu { gate_cap: alpha, up_cap: limit },
             _ => return Err(PyValueError::new_err(format!("activation {activation:?} has no kernel"))),
         };
-        Ok(Self { num_experts, width, expert_width, dtype: dtype(&name)?, activation, is_interleaved })
+        Ok(Self { num_experts, width, expert_width, dtype: dtype(&name)?, activation, layout })
     }
 
     /// Returns the columns before the activation.
@@ -116,11 +136,19 @@ impl Plan {
         if self.dtype == DType::F16 { DType::F32 } else { self.dtype }
     }
 
+    /// Returns the shapes of both stacks in memory.
+    fn stack_shapes(&self) -> [[usize; 3]; 2] {
+        let (e, d, f, af) = (self.num_experts, self.width, self.expert_width, self.columns());
+        match self.layout {
+            Layout::Stacked => [[e, af, d], [e, d, f]],
+            Layout::Transposed | Layout::Interleaved => [[e, d, af], [e, f, d]],
+        }
+    }
+
     /// # Safety
     /// As for [`memory::tensor`].
     unsafe fn weights(&self, ctx: &Context, memory: WeightMemory) -> PyResult<Weights> {
-        let (e, d, f, af) = (self.num_experts, self.width, self.expert_width, self.columns());
-        let shapes = if self.is_interleaved { [[e, d, af], [e, f, d]] } else { [[e, af, d], [e, d, f]] };
+        let (e, d, af, shapes) = (self.num_experts, self.width, self.columns(), self.stack_shapes());
         // SAFETY: the function's condition.
         let stacks = unsafe {
             [
@@ -129,14 +157,15 @@ impl Plan {
             ]
         };
         let transposed = |stack: Tensor, is_interleaved| {
-            if !self.is_interleaved {
+            if self.layout == Layout::Stacked {
                 return Ok(stack);
             }
             let transposed = Tensor::transposed(ctx.pool(), stack, is_interleaved);
             transposed.ok_or_else(|| PyValueError::new_err("interleaved weights need an even number of columns"))
         };
         let [gate_up, down] = stacks;
-        let (gate_up, down) = (transposed(gate_up, true)?, transposed(down, false)?);
+        let is_interleaved = self.layout == Layout::Interleaved;
+        let (gate_up, down) = (transposed(gate_up, is_interleaved)?, transposed(down, false)?);
         let biases = match memory.biases {
             [0, 0] => None,
             // SAFETY: the function's condition.
@@ -221,7 +250,8 @@ struct Gradients {
 }
 
 /// `experts_backward(plan, call, memory, (needs_stacks, needs_biases)) -> (dx, d_weights, d_gate_up | None, d_down |
-/// None, d_gate_up_bias | None, d_down_bias | None)`, as capsules. Gradients of weights are in the weights' type, those of biases and of the choices' weights in f32.
+/// None, d_gate_up_bias | None, d_down_bias | None)`, as capsules. Gradients of weights are in the weights' type and
+/// layout, those of biases (the gate's first) and of the choices' weights in f32.
 pub(crate) fn backward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
     let (plan, call, memory, wanted): BackwardArguments = args.extract()?;
@@ -253,13 +283,16 @@ unsafe fn gradients(plan: &Plan, call: &Call, memory: BackwardMemory, wanted: Wa
     // SAFETY: the function's condition; `h` has a row for each choice, of which the first R are used.
     let h = unsafe { memory::tensor(h, &[rows.tokens.len(), plan.columns()], plan.dtype)? };
     let saved = ExpertsSaved { h };
-    let mut stacks =
-        wanted.stacks.then(|| [&weights.gate_up, &weights.down].map(|stack| ctx.empty(stack.shape(), plan.dtype)));
+    let mut stacks = wanted.stacks.then(|| plan.stack_shapes().map(|shape| ctx.empty(&shape, plan.dtype)));
     let mut back = match &mut stacks {
         Some([gate_up, down]) => {
             let grads = ExpertGrads { gate_up, down };
             let target = WeightGradTarget { write: Write::Replace, of_used: false, grads };
-            experts_backward_with_weight_grad(ctx, &x, &dy, weights.weights(), rows, &saved, target)
+            let compute = match plan.layout {
+                Layout::Stacked => experts_backward_with_weight_grad,
+                Layout::Transposed | Layout::Interleaved => experts_backward_as_stored,
+            };
+            compute(ctx, &x, &dy, weights.weights(), rows, &saved, target)
         }
         None => experts_backward(ctx, &dy, weights.weights(), rows, &saved),
     };

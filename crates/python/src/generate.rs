@@ -3,6 +3,7 @@
 use std::ffi::CStr;
 use std::ops::ControlFlow;
 use std::panic::{self, AssertUnwindSafe};
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -13,14 +14,15 @@ use moeworks_infer::generation::{
     AnswerText, CachedSequence, GenerateRequest, Sampler, SamplingOptions, StopReason, TokenLimit, TokenLimits,
     generate, max_new_tokens,
 };
+use moeworks_infer::routing_record::{RecordSource, RoutingRecorder};
 use moeworks_model::BatchError;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyTuple};
 
 use crate::calls::{message_of, object};
-use crate::errors;
 use crate::model::{Opened, check_ids, opened};
+use crate::{errors, routing};
 
 /// The name of capsules with a stream.
 const NAME: &CStr = c"moeworks.Stream";
@@ -45,6 +47,8 @@ struct Stream {
 
 /// temperature, top_k, top_p, min_p, seed.
 type Sampling = (f32, usize, f32, f32, u64);
+/// The arguments of [`start`], as Python passes them.
+type Arguments<'py> = (Bound<'py, PyAny>, Vec<u32>, Option<usize>, Sampling, Vec<String>, Option<PathBuf>);
 
 /// An answer to compute.
 struct Job {
@@ -52,13 +56,13 @@ struct Job {
     max_new_tokens: usize,
     sampler: Sampler,
     stops: Vec<String>,
+    recorder: Option<RoutingRecorder>,
 }
 
-/// `start(model, prompt ids, max_tokens | None, sampling, stops) -> stream`.
+/// `start(model, prompt ids, max_tokens | None, sampling, stops, record file | None) -> stream`.
 pub(crate) fn start(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
-    let (model, prompt, asked, sampling, stops): (Bound<'_, PyAny>, Vec<u32>, Option<usize>, Sampling, Vec<String>) =
-        args.extract()?;
+    let (model, prompt, asked, sampling, stops, record): Arguments<'_> = args.extract()?;
     let opened = opened(&model)?;
     if prompt.is_empty() {
         return Err(errors::value(InferError::EmptyPrompt));
@@ -69,7 +73,8 @@ pub(crate) fn start(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let sampler = Sampler::new(options).map_err(errors::value)?;
     let limits = TokenLimits { asked: asked.map(TokenLimit::Tokens), of_model: None };
     let max_new_tokens = max_new_tokens(opened.model(), prompt.len(), limits).map_err(errors::value)?;
-    let job = Job { prompt, max_new_tokens, sampler, stops };
+    let recorder = routing::recorder(opened.model(), RecordSource::Generate, record.as_deref())?;
+    let job = Job { prompt, max_new_tokens, sampler, stops, recorder };
     let (sender, parts) = sync_channel(1);
     let work = move || {
         let result = panic::catch_unwind(AssertUnwindSafe(|| answer(&opened, job, &sender)));
@@ -88,14 +93,19 @@ pub(crate) fn start(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
 
 /// Computes an answer and sends its parts; returns the last.
 fn answer(opened: &Arc<Opened>, job: Job, sender: &SyncSender<Part>) -> Result<Part, InferError> {
-    let Job { prompt, max_new_tokens, mut sampler, stops } = job;
+    let Job { prompt, max_new_tokens, mut sampler, stops, recorder } = job;
     let (ctx, model) = (opened.context(), opened.model());
     let mut writer = AnswerText::new(model, &prompt, &stops);
     let request = GenerateRequest { prompt: &prompt, max_new_tokens, stop_ids: &model.stop_ids };
     if max_new_tokens == 0 {
         return Ok(Part::End { text: String::new(), reason: "length" });
     }
-    let (mut sequence, mut failure) = (CachedSequence::new(model.decoder.config()), None);
+    let config = model.decoder.config();
+    let mut sequence = match recorder {
+        Some(recorder) => CachedSequence::recorded(config, recorder),
+        None => CachedSequence::new(config),
+    };
+    let mut failure = None;
     let generated = generate(opened.parts(&ctx), &mut sequence, &request, &mut sampler, |id| {
         if request.stop_ids.contains(&id) {
             return ControlFlow::Continue(());
@@ -116,6 +126,7 @@ fn answer(opened: &Arc<Opened>, job: Job, sender: &SyncSender<Part>) -> Result<P
     if let Some(error) = failure {
         return Err(error);
     }
+    sequence.end_recording()?;
     let text = writer.finish()?;
     let is_stopped = writer.is_stopped() || generated.reason == StopReason::StopId;
     Ok(Part::End { text, reason: if is_stopped { "stop" } else { "length" } })

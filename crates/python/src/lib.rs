@@ -17,6 +17,7 @@ mod grouped;
 mod memory;
 mod model;
 mod program;
+mod routing;
 mod train;
 
 use std::cell::UnsafeCell;
@@ -33,7 +34,7 @@ use pyo3::types::{PyCFunction, PyDict, PyModule, PyTuple};
 type Function = fn(&Bound<'_, PyTuple>) -> PyResult<Py<PyAny>>;
 
 /// The functions by name; `_native.pyi` has their types.
-const FUNCTIONS: [(&CStr, Function); 13] = [
+const FUNCTIONS: [(&CStr, Function); 14] = [
     (c"describe", context::describe),
     (c"experts_forward", experts::forward),
     (c"experts_backward", experts::backward),
@@ -45,6 +46,7 @@ const FUNCTIONS: [(&CStr, Function); 13] = [
     (c"start", generate::start),
     (c"next", generate::next),
     (c"evaluate", evaluate::evaluate),
+    (c"read_routing", routing::read_routing),
     (c"train", train::train),
     (c"run", program::run),
 ];

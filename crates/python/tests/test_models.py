@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import SkipTest
 
 import moeworks
 
@@ -105,6 +106,33 @@ def test_generation_is_the_sum_of_its_stream():
     ids = TOKENIZER.encode("the quick")
     assert moeworks.generate(MODEL, TOKENIZER, ids, **settings) == text
     assert TOKENIZER.decode(ids) == "the quick"
+
+
+def test_evaluation_and_generation_tell_which_experts_tokens_went_to():
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise SkipTest(str(error)) from error
+    found = moeworks.evaluate(MODEL, TEXT, seq_len=32, max_sequences=4, routing=True)
+    routing = found.pop("routing")
+    assert found == moeworks.evaluate(MODEL, TEXT, seq_len=32, max_sequences=4)
+    assert [layer.layer for layer in routing] == [layer["layer"] for layer in found["layers"]]
+    for layer, told in zip(routing, found["layers"], strict=True):
+        assert layer.expert_ids.shape == (128, 2) and layer.loads.tolist() == told["tokens_per_expert"]
+        assert np.allclose(layer.expert_weights.sum(1), 1.0, atol=2e-3) and abs(layer.cv - told["cv"]) < 1e-6
+    assert routing.loads.shape == (2, 4) and not routing[0].dropped.any()
+    page = routing._repr_html_()
+    assert page.count("<td title=") == 8 and "<script" not in page and "http" not in page
+    settings = {"max_tokens": 5, "stop": "never said"}
+    text, routing = moeworks.generate(MODEL, TOKENIZER, "the quick", routing=True, **settings)
+    assert text == moeworks.generate(MODEL, TOKENIZER, "the quick", **settings)
+    # The last token is not read again.
+    assert len(routing) == 2 and routing[0].expert_ids.shape[0] in (9 + 4, 9 + 5), routing
+    *parts, last = moeworks.stream_generate(MODEL, TOKENIZER, "the quick", routing=True, **settings)
+    assert all(part.routing is None for part in parts) and last.routing.loads.tolist() == routing.loads.tolist()
+    stream = moeworks.stream_generate(MODEL, TOKENIZER, "the quick", routing=True, **settings)
+    next(stream)
+    stream.close()
 
 
 def test_a_stream_can_be_left():

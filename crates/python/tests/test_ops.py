@@ -14,17 +14,47 @@ import moeworks
 from moeworks import ops
 
 E, D, F = 4, 24, 16
-ACTIVATIONS = {"swiglu": 2, "clamped_swiglu": 2, "gelu": 1, "gelu_tanh": 1, "relu": 1}
+GATED = ("swiglu", "geglu_tanh", "clamped_swiglu", "clamped_silu", "softcapped_swiglu")
+ACTIVATIONS = {name: 2 for name in GATED} | {name: 1 for name in ("gelu", "gelu_tanh", "relu", "relu_squared")}
+# Limits and caps that some inputs exceed.
+SETTINGS = {
+    "clamped_swiglu": {"alpha": 1.3, "limit": 0.6},
+    "clamped_silu": {"limit": 0.6},
+    "softcapped_swiglu": {"softcaps": (0.8, 1.5)},
+}
+
+
+def plain_gate(activation, gate, up):
+    """The activations by their formulas, at the settings above."""
+    if activation == "swiglu":
+        return gate * torch.sigmoid(gate) * up
+    if activation == "geglu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    if activation == "softcapped_swiglu":
+        return 0.8 * torch.tanh(gate / 0.8) * torch.sigmoid(gate) * 1.5 * torch.tanh(up / 1.5)
+    gate, up = gate.clamp(max=0.6), up.clamp(-0.6, 0.6)
+    slope, raised = (1.3, up + 1) if activation == "clamped_swiglu" else (1.0, up)
+    return gate * torch.sigmoid(slope * gate) * raised
+
+
+def plain(activation, h):
+    if ACTIVATIONS[activation] == 2:
+        return plain_gate(activation, *h.chunk(2, -1))
+    if activation == "relu_squared":
+        return torch.relu(h) ** 2
+    if activation == "relu":
+        return torch.relu(h)
+    return torch.nn.functional.gelu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def loop(x, gate_up, down, ids, weights, gate_up_bias=None, down_bias=None, activation="swiglu"):
     """The plain reference: one expert after another."""
-    y, gate = torch.zeros_like(x), ops.gate_of(activation, 1.702, 7.0, False)
+    y = torch.zeros_like(x)
     for e in range(gate_up.shape[0]):
         tokens, choices = torch.where(ids == e)
         h = x[tokens] @ gate_up[e].T
         h = h if gate_up_bias is None else h + gate_up_bias[e]
-        out = gate(h) @ down[e].T
+        out = plain(activation, h) @ down[e].T
         out = out if down_bias is None else out + down_bias[e]
         y = y.index_add(0, tokens, (out * weights[tokens, choices, None]).to(y.dtype))
     return y
@@ -51,6 +81,7 @@ def case(num_tokens=7, k=2, dtype=torch.float32, activation="swiglu", has_bias=F
 def ours(tensors, ids, **settings):
     x, gate_up, down, weights = (tensors[name] for name in ("x", "gate_up", "down", "weights"))
     biases = {name: tensors[name] for name in ("gate_up_bias", "down_bias") if name in tensors}
+    settings = SETTINGS.get(settings.get("activation"), {}) | settings
     return ops.experts(x, gate_up, down, ids, weights, **biases, **settings)
 
 
@@ -191,7 +222,7 @@ def test_strides_offsets_and_expanded_gradients():
 
 def test_transposed_and_interleaved_weights():
     for has_bias in (False, True):
-        for activation in ("swiglu", "clamped_swiglu"):
+        for activation in ACTIVATIONS:
             tensors, ids = case(activation=activation, has_bias=has_bias)
             dy = torch.randn(7, D)
             wanted = theirs(tensors, ids, activation)
@@ -201,7 +232,8 @@ def test_transposed_and_interleaved_weights():
                 return torch.stack(x.chunk(2, -1), -1).flatten(-2)
 
             for layout in ("transposed", "interleaved"):
-                change = in_turn if layout == "interleaved" else lambda x: x
+                is_in_turn = layout == "interleaved" and activation in GATED
+                change = in_turn if is_in_turn else lambda x: x
                 changed = dict(tensors, gate_up=change(tensors["gate_up"].mT), down=tensors["down"].mT)
                 if has_bias:
                     changed["gate_up_bias"] = change(tensors["gate_up_bias"])
@@ -251,9 +283,12 @@ def test_opcheck():
     x, gate_up, down, weights = (tensors[name] for name in ("x", "gate_up", "down", "weights"))
     biases = [tensors[name] for name in names]
     ids[0, 0] = E
-    args = (x, gate_up, down, ids, weights, *biases, "swiglu", 1.702, 7.0, True)
+    args = (x, gate_up, down, ids, weights, *biases, "swiglu", 1.702, 7.0, "stacked", True)
     torch.library.opcheck(torch.ops.moeworks.experts.default, args)
-    args = (x, gate_up, down, ids, weights, None, None, "swiglu", 1.702, 7.0, True)
+    turned = (gate_up.detach().mT.contiguous().requires_grad_(), down.detach().mT.contiguous().requires_grad_())
+    args = (x, *turned, ids, weights, *biases, "clamped_swiglu", 1.702, 7.0, "interleaved", True)
+    torch.library.opcheck(torch.ops.moeworks.experts.default, args)
+    args = (x, gate_up, down, ids, weights, None, None, "swiglu", 1.702, 7.0, "stacked", True)
     torch.library.opcheck(torch.ops.moeworks.experts.default, args)
     a, b, offs = numbers(9, D), numbers(3, D, F), torch.tensor([2, 2, 7], dtype=torch.int32)
     torch.library.opcheck(torch.ops.moeworks.grouped_mm.default, (a, b, offs))

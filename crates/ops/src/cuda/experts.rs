@@ -24,19 +24,36 @@ use moeworks_gpu::{
 
 /// Returns whether there are kernels for the forward pass with these weights.
 pub(crate) fn takes(weights: ExpertWeights<'_>) -> bool {
-    [weights.gate_up, weights.down].iter().all(|w| takes_weights(w.dtype()))
+    kind_of(weights.activation).is_some() && [weights.gate_up, weights.down].iter().all(|w| takes_weights(w.dtype()))
 }
 
-/// Returns the number by which kernels know an activation, and its two settings.
+/// An activation as kernels know it: its number and two settings.
+struct Kind {
+    number: u32,
+    alpha: f32,
+    limit: f32,
+}
+
+/// Returns what kernels know an activation by. The host computes those that they do not have.
+fn kind_of(activation: Activation) -> Option<Kind> {
+    let plain = |number| Some(Kind { number, alpha: 0.0, limit: 0.0 });
+    match activation {
+        Activation::SwiGlu => plain(0),
+        Activation::Gelu => plain(1),
+        Activation::GeluTanh => plain(2),
+        Activation::Relu => plain(3),
+        Activation::ClampedSwiGlu { alpha, limit } => Some(Kind { number: 4, alpha, limit }),
+        Activation::ClampedSilu { .. }
+        | Activation::GegluTanh
+        | Activation::SquaredRelu
+        | Activation::SoftcappedSwiGlu { .. } => None,
+    }
+}
+
+/// Returns the arguments by which kernels know an activation.
 fn shape(activation: Activation) -> [Arg<'static>; 3] {
-    let (kind, alpha, limit) = match activation {
-        Activation::SwiGlu => (0, 0.0, 0.0),
-        Activation::Gelu => (1, 0.0, 0.0),
-        Activation::GeluTanh => (2, 0.0, 0.0),
-        Activation::Relu => (3, 0.0, 0.0),
-        Activation::ClampedSwiGlu { alpha, limit } => (4, alpha, limit),
-    };
-    [Arg::from(kind as u32), alpha.into(), limit.into()]
+    let Kind { number, alpha, limit } = kind_of(activation).expect("an activation that kernels have");
+    [Arg::from(number), alpha.into(), limit.into()]
 }
 
 /// The map of rows to experts, on the GPU.

@@ -160,7 +160,14 @@ impl GradOf<'_> {
     }
 
     /// Computes the product of each expert's group, a gradient of `rows` by `columns`.
-    fn product(self, groups: &[Group<'_>], compute: Compute, rows: usize, columns: usize, grad: &mut Tensor) {
+    pub(super) fn product(
+        self,
+        groups: &[Group<'_>],
+        compute: Compute,
+        rows: usize,
+        columns: usize,
+        grad: &mut Tensor,
+    ) {
         let offsets: Vec<_> = self.experts.iter().map(|(e, _)| e * rows * columns).collect();
         let product = Product { form: Form::Tn, compute, groups, is_paired: false };
         with_float!(grad.dtype(), T => {

@@ -3,7 +3,7 @@
 This module needs no PyTorch. With PyTorch there are further modules, imported by name:
 
 - ``moeworks.ops``: experts and grouped matrix products as differentiable operators
-- ``moeworks.nn``: the layers ``Experts`` and ``MoE``, and losses on routers
+- ``moeworks.nn``: the layers ``Experts`` and ``MoE``, and losses on routers; ``moeworks.routers`` has the schemes
 - ``moeworks.transformers``: makes ``experts_implementation="moeworks"`` known to transformers
 
 >>> import moeworks
@@ -27,11 +27,14 @@ from .models import (
     stream_generate,
 )
 from .program import run
+from .routing import LayerRouting, Routing
 from .training import Run, train
 
 __all__ = [
+    "LayerRouting",
     "Model",
     "Response",
+    "Routing",
     "Run",
     "Tokenizer",
     "__version__",

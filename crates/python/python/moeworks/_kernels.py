@@ -16,17 +16,28 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 _tensor_of = torch._C._from_dlpack
 
 # Columns before the activation for each after it.
-ACTIVATIONS = {"swiglu": 2, "clamped_swiglu": 2, "gelu": 1, "gelu_tanh": 1, "relu": 1}
+ACTIVATIONS = {
+    "swiglu": 2,
+    "geglu_tanh": 2,
+    "clamped_swiglu": 2,
+    "clamped_silu": 2,
+    "softcapped_swiglu": 2,
+    "gelu": 1,
+    "gelu_tanh": 1,
+    "relu": 1,
+    "relu_squared": 1,
+}
+LAYOUTS = ("stacked", "transposed", "interleaved")
 
 _LIBRARY = torch.library.Library("moeworks", "DEF")
 _LIBRARY.define(
     "experts(Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, Tensor expert_weights, Tensor? gate_up_bias, "
-    "Tensor? down_bias, str activation, float alpha, float limit, bool save) -> (Tensor y, Tensor h)"
+    "Tensor? down_bias, str activation, float alpha, float limit, str layout, bool save) -> (Tensor y, Tensor h)"
 )
 _LIBRARY.define(
     "experts_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor expert_ids, Tensor expert_weights, "
-    "Tensor h, Tensor? gate_up_bias, Tensor? down_bias, str activation, float alpha, float limit, bool needs_stacks, "
-    "bool needs_biases) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "Tensor h, Tensor? gate_up_bias, Tensor? down_bias, str activation, float alpha, float limit, str layout, "
+    "bool needs_stacks, bool needs_biases) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
 _LIBRARY.define(
@@ -54,11 +65,15 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _plan(gate_up: Tensor, activation: str, alpha: float, limit: float, interleaved: bool = False) -> tuple[Any, ...]:
-    experts, rows, columns = gate_up.shape
-    width, before = (rows, columns) if interleaved else (columns, rows)
-    size = before // ACTIVATIONS[activation]
-    return (experts, width, size, _NAMES[gate_up.dtype], activation, alpha, limit, interleaved)
+def _plan(gate_up: Tensor, activation: str, alpha: float, limit: float, layout: str) -> tuple[Any, ...]:
+    size = _columns(gate_up, layout) // ACTIVATIONS[activation]
+    width = gate_up.shape[2 if layout == "stacked" else 1]
+    return (gate_up.shape[0], width, size, _NAMES[gate_up.dtype], activation, alpha, limit, layout)
+
+
+def _columns(gate_up: Tensor, layout: str) -> int:
+    """Returns A F."""
+    return gate_up.shape[1 if layout == "stacked" else 2]
 
 
 def experts_forward(
@@ -72,8 +87,8 @@ def experts_forward(
     activation: str,
     alpha: float,
     limit: float,
+    layout: str,
     save: bool,
-    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Computes experts on the CPU. Weights in f16 multiply inputs in f32."""
     dtype = x.dtype
@@ -83,7 +98,7 @@ def experts_forward(
     expert_weights = ready(expert_weights)
     gate_up_bias, down_bias = _ready_bias(gate_up_bias), _ready_bias(down_bias)
     y, h = _native.experts_forward(
-        _plan(gate_up, activation, alpha, limit, interleaved),
+        _plan(gate_up, activation, alpha, limit, layout),
         (*expert_ids.shape, save, threads()),
         (
             x.data_ptr(),
@@ -112,6 +127,7 @@ def _experts_backward(
     activation: str,
     alpha: float,
     limit: float,
+    layout: str,
     needs_stacks: bool,
     needs_biases: bool,
 ) -> tuple[Tensor, ...]:
@@ -119,7 +135,7 @@ def _experts_backward(
     expert_ids, expert_weights = ready(expert_ids), ready(expert_weights)
     biases = _ready_bias(gate_up_bias), _ready_bias(down_bias)
     grads = _native.experts_backward(
-        _plan(gate_up, activation, alpha, limit),
+        _plan(gate_up, activation, alpha, limit, layout),
         (*expert_ids.shape, True, threads()),
         (
             dy.data_ptr(),
@@ -148,10 +164,11 @@ def _experts_fake(
     activation: str,
     alpha: float,
     limit: float,
+    layout: str,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     rows = expert_ids.shape[0] * expert_ids.shape[1]
-    h = x.new_empty((rows, gate_up.shape[1]), dtype=gate_up.dtype) if save else x.new_empty(0)
+    h = x.new_empty((rows, _columns(gate_up, layout)), dtype=gate_up.dtype) if save else x.new_empty(0)
     return x.new_empty(x.shape), h
 
 
@@ -168,6 +185,7 @@ def _experts_backward_fake(
     activation: str,
     alpha: float,
     limit: float,
+    layout: str,
     needs_stacks: bool,
     needs_biases: bool,
 ) -> tuple[Tensor, ...]:
@@ -179,8 +197,8 @@ def _experts_backward_fake(
         x.new_empty(expert_weights.shape, dtype=torch.float32),
         grad(needs_stacks, gate_up.shape, gate_up.dtype),
         grad(needs_stacks, down.shape, down.dtype),
-        grad(needs_biases, gate_up.shape[:2], torch.float32),
-        grad(needs_biases, down.shape[:2], torch.float32),
+        grad(needs_biases, (gate_up.shape[0], _columns(gate_up, layout)), torch.float32),
+        grad(needs_biases, (gate_up.shape[0], x.shape[1]), torch.float32),
     )
 
 
@@ -195,7 +213,7 @@ def _experts_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _experts_autograd(ctx: Any, dy: Tensor | None, _dh: Tensor | None) -> tuple[Any, ...]:
     if dy is None:
-        return (None,) * 11
+        return (None,) * 12
     if not ctx.is_saved:
         raise RuntimeError("moeworks::experts was called with save=False: it has no backward pass")
     needs = ctx.needs_input_grad
@@ -214,6 +232,7 @@ def _experts_autograd(ctx: Any, dy: Tensor | None, _dh: Tensor | None) -> tuple[
         d_weights if needs[4] else None,
         first,
         second,
+        None,
         None,
         None,
         None,

@@ -5,7 +5,7 @@ from typing import Any
 
 __version__: str
 
-_Plan = tuple[int, int, int, str, str, float, float, bool]
+_Plan = tuple[int, int, int, str, str, float, float, str]
 _Call = tuple[int, int, bool, int]
 _Capsule = object
 
@@ -35,6 +35,7 @@ def start(
     max_tokens: int | None,
     sampling: tuple[float, int, float, float, int],
     stops: Sequence[str],
+    record: str | None,
     /,
 ) -> _Capsule: ...
 def next(stream: _Capsule, /) -> tuple[str, int | None, str | None] | None: ...
@@ -45,8 +46,10 @@ def evaluate(
     seq_len: int | None,
     max_sequences: int,
     cache: str | None,
+    record: str | None,
     /,
 ) -> str: ...
+def read_routing(path: str, /) -> tuple[str, list[tuple[int, bytes, bytes, bytes]]]: ...
 def train(
     settings: tuple[str | None, str | None, Sequence[str], str | None],
     places: tuple[str | None, bool, str | None, str | None],

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import _native, _threads
 from . import program as _program
+from .routing import Record, Routing
 
 _Path = str | os.PathLike[str]
 
@@ -120,6 +121,7 @@ class Response:
         prompt_tps: tokens of the prompt a second, up to the first new token.
         generation_tps: new tokens a second after the first.
         finish_reason: ``None``, and in the last response ``"stop"`` (a stop token or text) or ``"length"``.
+        routing: ``None``, and in the last response the experts of all tokens, if they were asked for.
     """
 
     text: str
@@ -129,6 +131,7 @@ class Response:
     prompt_tps: float
     generation_tps: float
     finish_reason: str | None
+    routing: Routing | None = None
 
 
 def stream_generate(
@@ -143,6 +146,7 @@ def stream_generate(
     min_p: float = 0.0,
     seed: int | None = None,
     stop: str | Sequence[str] | None = None,
+    routing: bool = False,
 ) -> Iterator[Response]:
     """Continues a prompt and yields a :class:`Response` for each token, and one at the end.
 
@@ -159,14 +163,16 @@ def stream_generate(
         min_p: the least probability of a sampled token, relative to the likeliest.
         seed: the seed of random numbers; ``None`` for another one each time.
         stop: texts before which the answer ends.
+        routing: whether the last response has the experts of all tokens (NumPy is needed).
 
     Raises:
         ValueError: if a setting is out of range, or the prompt does not fit.
     """
+    record = Record() if routing else None
     stream, num_prompt = _start(
-        model, tokenizer, prompt, max_tokens, temperature, top_k, top_p, min_p, seed, stop, special=False
+        model, tokenizer, prompt, max_tokens, temperature, top_k, top_p, min_p, seed, stop, False, record
     )
-    return _responses(stream, num_prompt)
+    return _responses(stream, num_prompt, record)
 
 
 def _start(
@@ -181,6 +187,7 @@ def _start(
     seed: int | None,
     stop: str | Sequence[str] | None,
     special: bool,
+    record: Record | None = None,
 ) -> tuple[object, int]:
     _model(model)
     if not isinstance(tokenizer, Tokenizer):
@@ -197,10 +204,11 @@ def _start(
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed {seed}: must be from 0 to 2**64 - 1")
     sampling = (float(temperature), top_k, float(top_p), float(min_p), seed)
-    return _native.start(model._handle, ids, max_tokens, sampling, stops), len(ids)
+    path = None if record is None else record.path
+    return _native.start(model._handle, ids, max_tokens, sampling, stops, path), len(ids)
 
 
-def _responses(stream: object, num_prompt: int) -> Iterator[Response]:
+def _responses(stream: object, num_prompt: int, record: Record | None = None) -> Iterator[Response]:
     start = time.perf_counter()
     first, count, last = start, 0, None
     while (part := _native.next(stream)) is not None:
@@ -218,12 +226,18 @@ def _responses(stream: object, num_prompt: int) -> Iterator[Response]:
             prompt_tps=num_prompt / max(first - start, 1e-9),
             generation_tps=max(count - 1, 0) / max(now - first, 1e-9),
             finish_reason=reason,
+            routing=record.read() if record is not None and reason is not None else None,
         )
 
 
-def generate(model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int], **settings: Any) -> str:
-    """Continues a prompt and returns the new text. The settings are those of :func:`stream_generate`."""
-    return "".join(response.text for response in stream_generate(model, tokenizer, prompt, **settings))
+def generate(model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int], **settings: Any) -> Any:
+    """Continues a prompt and returns the new text. The settings are those of :func:`stream_generate`.
+
+    With ``routing=True`` the text and the :class:`Routing` of all tokens are returned.
+    """
+    responses = list(stream_generate(model, tokenizer, prompt, **settings))
+    text = "".join(response.text for response in responses)
+    return (text, responses[-1].routing) if settings.get("routing") else text
 
 
 def chat(
@@ -274,6 +288,7 @@ def evaluate(
     text_field: str = "text",
     seq_len: int | None = None,
     max_sequences: int = 0,
+    routing: bool = False,
 ) -> dict[str, Any]:
     """Measures how well a model predicts a text.
 
@@ -283,6 +298,7 @@ def evaluate(
         text_field: the field of JSON rows, or the column of tables, that has the text.
         seq_len: the tokens of a window; by default the model's maximum, up to 1,024.
         max_sequences: the most windows; 0 for the whole text.
+        routing: whether the result has the :class:`Routing` of all tokens as ``routing`` (NumPy is needed).
 
     Returns:
         ``tokens``, ``bytes``, ``loss`` (nats a token), ``perplexity``, ``bits_per_byte``, ``accuracy``, and for each MoE
@@ -298,8 +314,12 @@ def evaluate(
     if _whole(max_sequences, "max_sequences") < 0:
         raise ValueError(f"max_sequences {max_sequences}: must be at least 0; 0 for all")
     names = texts(paths)
-    found = _native.evaluate(model._handle, names, text_field, seq_len, max_sequences, cache_folder())
-    return json.loads(found)
+    record = Record() if routing else None
+    path = None if record is None else record.path
+    found = json.loads(
+        _native.evaluate(model._handle, names, text_field, seq_len, max_sequences, cache_folder(), path)
+    )
+    return found if record is None else {**found, "routing": record.read()}
 
 
 def inspect(path: _Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Mixture-of-Experts layers and losses on routers, for PyTorch.
 
-Parameters have the names and layouts of transformers, so that state dicts move between the two. Losses are functions of
+Routing schemes are in :mod:`moeworks.routers`. Parameters have the names and layouts of transformers, so that state dicts move between the two. Losses are functions of
 router logits; nothing is kept in global state.
 
 T tokens, D hidden size, F intermediate size, E experts, K experts a token.
@@ -9,15 +9,17 @@ T tokens, D hidden size, F intermediate size, E experts, K experts a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _kernels, ops
 from ._torch import torch
+from .routers import Choice, Router, make_router
+from .routing import Routing
 
 Tensor = torch.Tensor
 
-__all__ = ["Experts", "MoE", "load_balancing_loss", "z_loss"]
+__all__ = ["Experts", "MoE", "entropy_loss", "importance_loss", "l1_loss", "load_balancing_loss", "z_loss"]
 
 _STD = 0.02
 
@@ -42,6 +44,7 @@ class Experts(torch.nn.Module):
         bias: bool = False,
         alpha: float = 1.702,
         limit: float | None = None,
+        softcaps: tuple[float, float] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,6 +58,7 @@ class Experts(torch.nn.Module):
             bias: whether both products have biases.
             alpha: as for :func:`moeworks.ops.experts`.
             limit: as for :func:`moeworks.ops.experts`.
+            softcaps: as for :func:`moeworks.ops.experts`.
             device: where the parameters are.
             dtype: the type of the parameters.
         """
@@ -65,7 +69,7 @@ class Experts(torch.nn.Module):
         if activation not in _kernels.ACTIVATIONS:
             raise ValueError(f"activation {activation!r}: must be one of {', '.join(_kernels.ACTIVATIONS)}")
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
-        self.activation, self.alpha, self.limit = activation, alpha, limit
+        self.activation, self.alpha, self.limit, self.softcaps = activation, alpha, limit, softcaps
         rows = _kernels.ACTIVATIONS[activation] * intermediate_size
 
         def parameter(*shape: int) -> torch.nn.Parameter:
@@ -104,6 +108,7 @@ class Experts(torch.nn.Module):
             activation=self.activation,
             alpha=self.alpha,
             limit=self.limit,
+            softcaps=self.softcaps,
         )
 
     def extra_repr(self) -> str:
@@ -114,8 +119,9 @@ class Experts(torch.nn.Module):
 class MoE(torch.nn.Module):
     """An MoE layer: a router, its experts, and perhaps a shared expert that every token passes.
 
-    The router computes in f32, also under autocast. ``gate.weight [E, D]`` are the router's weights, ``experts`` is an
-    :class:`Experts`; a shared expert has ``shared_expert.gate_up_proj_weight`` and ``shared_expert.down_proj_weight``.
+    The router, ``gate``, computes in f32, also under autocast; ``gate.weight [E, D]`` are the experts' vectors.
+    ``experts`` is an :class:`Experts`; a shared expert has ``shared_expert.gate_up_proj_weight`` and
+    ``shared_expert.down_proj_weight``.
     """
 
     def __init__(
@@ -125,7 +131,9 @@ class MoE(torch.nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        normalize_weights: bool = True,
+        router: str | Router = "top_k",
+        router_settings: Mapping[str, Any] | None = None,
+        normalize_weights: bool | None = None,
         score: str = "softmax",
         capacity_factor: float = 0.0,
         shared_intermediate_size: int = 0,
@@ -141,7 +149,10 @@ class MoE(torch.nn.Module):
             intermediate_size: F.
             num_experts: E.
             top_k: K.
-            normalize_weights: whether the weights of a token's experts are divided by their sum.
+            router: the name of a routing scheme (``moeworks.routers.SCHEMES``), or a router.
+            router_settings: the scheme's own settings, such as ``{"top_p": 0.3}``.
+            normalize_weights: whether the weights of a token's experts are divided by their sum; ``None`` for the
+                scheme's own choice, which for ``top_k`` is yes.
             score: ``"softmax"`` over the experts, or ``"sigmoid"`` of each (DeepSeek-V3).
             capacity_factor: an expert takes at most ``ceil(capacity_factor * T K / E)`` rows, first choices first;
                 the rest is dropped. 0 for no limit.
@@ -156,57 +167,71 @@ class MoE(torch.nn.Module):
         _positive("top_k", top_k)
         if top_k > num_experts:
             raise ValueError(f"top_k {top_k}: must be at most num_experts, {num_experts}")
-        if score not in ("softmax", "sigmoid"):
-            raise ValueError(f"score {score!r}: must be softmax or sigmoid")
         if not (capacity_factor >= 0.0 and math.isfinite(capacity_factor)):
             raise ValueError(f"capacity_factor {capacity_factor}: must be at least 0; 0 for no limit")
-        self.top_k, self.num_experts = top_k, num_experts
-        self.normalize_weights, self.score, self.capacity_factor = normalize_weights, score, capacity_factor
+        self.top_k, self.num_experts, self.capacity_factor = top_k, num_experts, capacity_factor
         options = {"device": device, "dtype": dtype}
-        self.gate = torch.nn.Linear(hidden_size, num_experts, bias=False, **options)
-        torch.nn.init.normal_(self.gate.weight, std=_STD)
+        if isinstance(router, str):
+            rules = {"normalize_weights": normalize_weights, "score": score, **options}
+            router = make_router(router, hidden_size, num_experts, top_k, router_settings, **rules)
+        self.gate = router
         settings = {"activation": activation, **options}
         self.experts = Experts(num_experts, hidden_size, intermediate_size, bias=bias, **settings)
         size = shared_intermediate_size
         self.shared_expert = _Shared(hidden_size, size, **settings) if size else None
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, x: Tensor, token_ids: Tensor | None = None, progress: float = 1.0) -> Choice:
         """Returns the router's logits ``[T, E]``, and the ids and weights of each token's experts ``[T, K]``.
+
+        Choices over an expert's capacity have the id E.
 
         Args:
             x: ``[T, D]``.
+            token_ids: ``[T]``, for the scheme ``hash``.
+            progress: the share of the run that is over, for the scheme ``dense_to_sparse``.
         """
-        with torch.autocast("cpu", enabled=False):
-            logits = torch.nn.functional.linear(x.float(), self.gate.weight.float())
-            scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-            weights, ids = scores.topk(self.top_k, dim=-1)
-            if self.normalize_weights:
-                weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+        choice = self.gate(x, token_ids, progress)
         if self.capacity_factor > 0.0:
-            ids = within_capacity(ids, self.num_experts, self.capacity_factor)
-        return logits, ids, weights
+            ids = within_capacity(choice.expert_ids, self.num_experts, self.capacity_factor, self.top_k)
+            choice = choice._replace(expert_ids=ids)
+        return choice
 
-    def forward(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        output_router_logits: bool = False,
+        *,
+        output_routing: bool = False,
+        token_ids: Tensor | None = None,
+        progress: float = 1.0,
+    ) -> Any:
         """Returns the layer's output, of the shape and type of ``x``.
 
         Args:
             x: ``[..., D]``.
             output_router_logits: whether the router's logits ``[T, E]`` (f32) are returned, too, for losses.
+            output_routing: whether a :class:`moeworks.Routing` is returned, too, as the last.
+            token_ids: ``[...]``, for the scheme ``hash``.
+            progress: the share of the run that is over, for the scheme ``dense_to_sparse``.
         """
         if not isinstance(x, Tensor):
             raise TypeError(f"x: must be a tensor, not {type(x).__name__}")
         if x.dim() < 1 or x.shape[-1] != self.experts.hidden_size:
             raise ValueError(f"x: shape {list(x.shape)} must end with the hidden size, {self.experts.hidden_size}")
         tokens = x.reshape(-1, x.shape[-1])
-        logits, ids, weights = self.route(tokens)
-        y = self.experts(tokens, ids, weights)
+        choice = self.route(tokens, token_ids, progress)
+        y = self.experts(tokens, choice.expert_ids, choice.expert_weights)
         if self.shared_expert is not None:
             y = y + self.shared_expert(tokens)
-        y = y.view(*x.shape)
-        return (y, logits) if output_router_logits else y
+        results = [y.view(*x.shape)]
+        if output_router_logits:
+            results.append(choice.logits)
+        if output_routing:
+            results.append(Routing.from_choices(choice.expert_ids, choice.expert_weights, self.num_experts))
+        return results[0] if len(results) == 1 else tuple(results)
 
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, score={self.score!r}, capacity_factor={self.capacity_factor}"
+        return f"top_k={self.top_k}, capacity_factor={self.capacity_factor}"
 
 
 class _Shared(torch.nn.Module):
@@ -229,7 +254,9 @@ class _Shared(torch.nn.Module):
         return ops.experts(x, *stacks, ids, weights, activation=self.activation)
 
 
-def within_capacity(expert_ids: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+def within_capacity(
+    expert_ids: Tensor, num_experts: int, capacity_factor: float, top_k: int | None = None
+) -> Tensor:
     """Returns ids ``[T, K]`` in which choices beyond an expert's capacity are ``num_experts``, which are skipped.
 
     First choices of all tokens come before second ones, and so on (GShard).
@@ -238,11 +265,12 @@ def within_capacity(expert_ids: Tensor, num_experts: int, capacity_factor: float
         expert_ids: ``[T, K]``.
         num_experts: E.
         capacity_factor: an expert takes ``ceil(capacity_factor * T K / E)`` rows.
+        top_k: K, where rows of ``expert_ids`` have places without an expert; otherwise their length.
     """
     num_tokens, num_choices = expert_ids.shape
-    capacity = math.ceil(capacity_factor * num_tokens * num_choices / num_experts)
+    capacity = math.ceil(capacity_factor * num_tokens * (top_k or num_choices) / num_experts)
     by_rank = expert_ids.t().reshape(-1)
-    is_chosen = torch.nn.functional.one_hot(by_rank, num_experts)
+    is_chosen = torch.nn.functional.one_hot(by_rank, num_experts + 1)[:, :num_experts]
     places = (is_chosen.cumsum(0) * is_chosen).sum(-1)
     kept = torch.where(places <= capacity, by_rank, num_experts)
     return kept.view(num_choices, num_tokens).t().contiguous()
@@ -287,6 +315,47 @@ def z_loss(logits: Tensor | Sequence[Tensor]) -> Tensor:
     if not layers:
         raise ValueError("logits: give a tensor [tokens, experts], or a list of these")
     return torch.cat([layer.float().logsumexp(-1) for layer in layers]).square().mean()
+
+
+def importance_loss(expert_ids: Tensor, expert_weights: Tensor, num_experts: int) -> Tensor:
+    """Returns the squared coefficient of variation of the experts' sums of weights (Shazeer et al., 1701.06538).
+
+    Args:
+        expert_ids: ``[T, K]``; ids outside ``0 .. E - 1`` do not count.
+        expert_weights: ``[T, K]``.
+        num_experts: E.
+    """
+    ids, weights = expert_ids.reshape(-1), expert_weights.float().reshape(-1)
+    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
+    sums = weights.new_zeros(num_experts + 1).index_add(0, ids, weights)[:num_experts]
+    mean = sums.mean()
+    return (sums - mean).square().mean() / mean.square().clamp_min(1e-20)
+
+
+def l1_loss(logits: Tensor, top_k: int, *, balanced: bool = True) -> Tensor:
+    """Returns the L1 loss of ReLU routing (ReMoE, 2412.14711), a mean over tokens.
+
+    Args:
+        logits: ``[T, E]`` of the scheme ``relu``.
+        top_k: K, the experts that a token shall have on average.
+        balanced: whether an expert's gates count by its load over its even share (equation 11).
+    """
+    gates = logits.relu()
+    loads = (gates > 0).sum(0) * (logits.shape[1] / (top_k * max(logits.shape[0], 1)))
+    return (gates * loads if balanced else gates).sum() / max(gates.numel(), 1)
+
+
+def entropy_loss(logits: Tensor | Sequence[Tensor]) -> Tensor:
+    """Returns the mean entropy of the tokens' distributions over experts, which keeps ``top_p`` at few experts.
+
+    Args:
+        logits: ``[T, E]``, or a list of these.
+    """
+    layers = [logits] if isinstance(logits, Tensor) else list(logits)
+    if not layers:
+        raise ValueError("logits: give a tensor [tokens, experts], or a list of these")
+    logs = [layer.float().log_softmax(-1) for layer in layers]
+    return torch.cat([-(log.exp() * log).sum(-1) for log in logs]).mean()
 
 
 def _positive(name: str, value: Any) -> None:

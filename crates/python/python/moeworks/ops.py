@@ -19,7 +19,6 @@ Tensor = torch.Tensor
 
 __all__ = ["experts", "grouped_mm"]
 
-_LAYOUTS = ("stacked", "transposed", "interleaved")
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -36,6 +35,7 @@ def experts(
     activation: str = "swiglu",
     alpha: float = 1.702,
     limit: float | None = None,
+    softcaps: tuple[float, float] | None = None,
     layout: str = "stacked",
 ) -> Tensor:
     """Returns ``y [T, D]``, the weighted sum of each token's experts, in the type of ``x``.
@@ -52,10 +52,15 @@ def experts(
         expert_weights: ``[T, K]``, of any float type.
         gate_up_bias: ``[E, 2 F]`` (or ``[E, F]``).
         down_bias: ``[E, D]``.
-        activation: ``"swiglu"`` (``silu(gate) * up``), ``"clamped_swiglu"`` (GPT-OSS: ``gate * sigmoid(alpha * gate) *
-            (up + 1)`` with both clamped), or without gate ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``.
+        activation: ``"swiglu"`` (``silu(gate) * up``), ``"geglu_tanh"`` (``gelu(gate) * up`` with the tanh approximation),
+            ``"clamped_swiglu"`` (GPT-OSS: ``gate * sigmoid(alpha * gate) * (up + 1)`` with both clamped),
+            ``"clamped_silu"`` (DeepSeek-V4: ``silu(gate) * up`` with both clamped), ``"softcapped_swiglu"`` (Inkling 2:
+            ``cap(gate) * sigmoid(gate) * cap(up)`` with ``cap(x) = c * tanh(x / c)``), or without gate ``"gelu"``,
+            ``"gelu_tanh"``, ``"relu"`` or ``"relu_squared"``.
         alpha: the slope of the sigmoid of ``"clamped_swiglu"``.
-        limit: the limit of ``"clamped_swiglu"``; ``None`` for 7.
+        limit: the limit of ``"clamped_swiglu"`` and ``"clamped_silu"``: gates are at most this, ups from its negative to
+            it; ``None`` for 7.
+        softcaps: the caps of gate and up of ``"softcapped_swiglu"``; ``None`` for 4 and 25.
         layout: ``"stacked"`` as above; ``"transposed"`` for ``gate_up [E, D, 2 F]`` and ``down [E, F, D]``;
             ``"interleaved"`` for these with the columns of gate and up in turn (GPT-OSS).
 
@@ -64,11 +69,11 @@ def experts(
         ValueError: if shapes do not fit, or a setting is unknown.
         NotImplementedError: if a tensor is not on the CPU.
     """
-    if layout not in _LAYOUTS:
-        raise ValueError(f"layout {layout!r}: must be one of {', '.join(_LAYOUTS)}")
+    if layout not in _kernels.LAYOUTS:
+        raise ValueError(f"layout {layout!r}: must be one of {', '.join(_kernels.LAYOUTS)}")
     if activation not in _kernels.ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: must be one of {', '.join(_kernels.ACTIVATIONS)}")
-    limit = 7.0 if limit is None else float(limit)
+    alpha, limit = _numbers(activation, alpha, limit, softcaps)
     if torch.is_autocast_enabled("cpu") and isinstance(x, Tensor) and x.is_floating_point():
         dtype = torch.get_autocast_dtype("cpu")
         x, gate_up, down = (_cast(tensor, dtype) for tensor in (x, gate_up, down))
@@ -79,6 +84,18 @@ def experts(
     return _experts(
         x, gate_up, down, expert_ids, expert_weights, gate_up_bias, down_bias, activation, alpha, limit, layout
     )
+
+
+def _numbers(
+    activation: str, alpha: float, limit: float | None, softcaps: tuple[float, float] | None
+) -> tuple[float, float]:
+    """Returns the two numbers of an activation, as kernels take them."""
+    if activation != "softcapped_swiglu":
+        return float(alpha), 7.0 if limit is None else float(limit)
+    gate_cap, up_cap = (4.0, 25.0) if softcaps is None else (float(cap) for cap in softcaps)
+    if not (gate_cap > 0.0 and up_cap > 0.0):
+        raise ValueError(f"softcaps {gate_cap}, {up_cap}: must be above 0")
+    return gate_cap, up_cap
 
 
 def _experts(
@@ -102,7 +119,9 @@ def _experts(
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     has_kernel = x.dtype in _KERNEL_DTYPES and not (trains and x.dtype == torch.float16)
     is_direct = not trains and has_kernel and is_plain(*tensors, expert_ids)
-    if not has_kernel or (layout != "stacked" and not (layout == "interleaved" and is_direct)):
+    if layout == "interleaved" and _kernels.ACTIVATIONS[activation] == 1:
+        layout = "transposed"
+    if not has_kernel:
         gate = gate_of(activation, alpha, limit, layout == "interleaved")
         first, second = (gate_up.mT, down.mT) if layout == "stacked" else (gate_up, down)
         return two_products(x, expert_ids, expert_weights, first, second, gate, biases)
@@ -110,10 +129,10 @@ def _experts(
     first_bias, second_bias = _both(gate_up, down, biases, layout)
     if layout == "interleaved" and first_bias is not None:
         first_bias = torch.cat((first_bias[:, ::2], first_bias[:, 1::2]), 1)
-    settings = (activation, float(alpha), limit)
+    settings = (activation, alpha, limit, layout)
     if is_direct:
         return _kernels.experts_forward(
-            x, gate_up, down, expert_ids, weights, first_bias, second_bias, *settings, False, layout == "interleaved"
+            x, gate_up, down, expert_ids, weights, first_bias, second_bias, *settings, False
         )[0]
     return torch.ops.moeworks.experts(
         x, gate_up, down, expert_ids, weights, first_bias, second_bias, *settings, trains
@@ -273,20 +292,27 @@ def _plain_grouped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def gate_of(activation: str, alpha: float, limit: float, is_interleaved: bool) -> Callable[[Tensor], Tensor]:
-    """Returns an activation as a function of ``h [M, A F]``, in PyTorch."""
+    """Returns an activation as a function of ``h [M, A F]``, in PyTorch. Its two numbers are those of the kernels."""
     functional = torch.nn.functional
 
     def gated(h: Tensor) -> Tensor:
         gate, up = (h[:, ::2], h[:, 1::2]) if is_interleaved else h.chunk(2, -1)
         if activation == "swiglu":
             return functional.silu(gate) * up
+        if activation == "geglu_tanh":
+            return functional.gelu(gate, approximate="tanh") * up
+        if activation == "softcapped_swiglu":
+            return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * (limit * torch.tanh(up / limit))
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if activation == "clamped_silu":
+            return functional.silu(gate) * up
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
     plain = {
         "gelu": functional.gelu,
         "gelu_tanh": lambda h: functional.gelu(h, approximate="tanh"),
         "relu": functional.relu,
+        "relu_squared": lambda h: functional.relu(h).square(),
     }
     return plain.get(activation, gated)
 

@@ -5,8 +5,8 @@
 
 or, for a model that is loaded, ``model.set_experts_implementation("moeworks")``. Parameters and files stay as they are.
 
-Experts whose activation the kernels have are computed by them. The others (and training with transposed weights) take
-two grouped products with the module's own activation between them, with one warning for each class. A LoRA adapter of
+Experts whose activation the kernels have are computed by them, in any layout. The others take two grouped products with
+the module's own activation between them, with one warning for each class. A LoRA adapter of
 PEFT (``target_parameters``) is computed from its factors, without the sum of it and the weight.
 """
 
@@ -76,9 +76,9 @@ def fused_settings(experts: torch.nn.Module) -> dict[str, Any] | None:
         activation = _ungated(getattr(experts, "act_fn", None))
         return None if activation is None or layout != "stacked" else {"activation": activation}
     gate = getattr(experts, "_apply_gate", None)
-    if getattr(gate, "__func__", None) is _moe._default_apply_gate:
-        is_swiglu = _is_silu(getattr(experts, "act_fn", None))
-        return {"activation": "swiglu", "layout": layout} if is_swiglu and layout == "stacked" else None
+    if layout is not None and getattr(gate, "__func__", None) is _moe._default_apply_gate:
+        activation = _gated(getattr(experts, "act_fn", None))
+        return None if activation is None else {"activation": activation, "layout": layout}
     return None if gate is None else _probed(experts, gate, layout)
 
 
@@ -98,9 +98,11 @@ def _layout(flags: dict[str, bool]) -> str | None:
     return "stacked" if flags["is_concatenated"] else None
 
 
-def _is_silu(act: Any) -> bool:
+def _gated(act: Any) -> str | None:
     functional = torch.nn.functional
-    return act is functional.silu or type(act) is torch.nn.SiLU or type(act).__name__ in ("SiLUActivation",)
+    if act is functional.silu or type(act) is torch.nn.SiLU or type(act).__name__ == "SiLUActivation":
+        return "swiglu"
+    return "geglu_tanh" if _ungated(act) == "gelu_tanh" else None
 
 
 def _ungated(act: Any) -> str | None:
@@ -111,7 +113,8 @@ def _ungated(act: Any) -> str | None:
         return "gelu"
     if isinstance(act, torch.nn.GELU):
         return "gelu" if act.approximate == "none" else "gelu_tanh"
-    return "gelu_tanh" if type(act).__name__ in ("PytorchGELUTanh", "GELUTanh") else None
+    names = {"PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "ReLUSquaredActivation": "relu_squared"}
+    return names.get(type(act).__name__)
 
 
 _PROBES: dict[Any, dict[str, Any] | None] = {}
@@ -120,6 +123,7 @@ _PROBES: dict[Any, dict[str, Any] | None] = {}
 def _probed(experts: torch.nn.Module, gate: Any, layout: str | None) -> dict[str, Any] | None:
     """Returns the settings of a gate of the module's own by its values at many points."""
     numbers = tuple((name, value) for name, value in vars(experts).items() if isinstance(value, int | float))
+    numbers += _softcaps(experts) or ()
     key = (type(experts), getattr(gate, "__func__", gate), numbers, type(getattr(experts, "act_fn", None)))
     if key not in _PROBES:
         if torch.compiler.is_compiling():
@@ -128,8 +132,15 @@ def _probed(experts: torch.nn.Module, gate: Any, layout: str | None) -> dict[str
     return _PROBES[key]
 
 
+def _softcaps(experts: torch.nn.Module) -> tuple[float, float] | None:
+    """Returns the caps of gate and up, if the module's activation has some."""
+    act = getattr(experts, "act_fn", None)
+    caps = [getattr(getattr(act, name, None), "softcap", None) for name in ("gate_softcap", "up_softcap")]
+    return tuple(map(float, caps)) if all(isinstance(cap, int | float) and cap > 0 for cap in caps) else None
+
+
 def _probe(experts: torch.nn.Module, gate: Any, layout: str | None) -> dict[str, Any] | None:
-    if layout not in ("stacked", "interleaved"):
+    if layout is None:
         return None
     columns = experts.gate_up_proj.shape[1 if layout == "stacked" else 2]
     generator = torch.Generator().manual_seed(0)
@@ -145,11 +156,15 @@ def _probe(experts: torch.nn.Module, gate: Any, layout: str | None) -> dict[str,
         limits = [getattr(experts, name, None) for name in ("limit", "swiglu_limit")]
         alpha, limit = (next((value for value in values if isinstance(value, int | float)), None) for values in (alphas, limits))
         candidates: list[dict[str, Any]] = [{"activation": "swiglu"}]
+        if limit is not None:
+            candidates.append({"activation": "clamped_silu", "limit": float(limit)})
         if alpha is not None and limit is not None:
             candidates.append({"activation": "clamped_swiglu", "alpha": float(alpha), "limit": float(limit)})
+        if (softcaps := _softcaps(experts)) is not None:
+            candidates.append({"activation": "softcapped_swiglu", "softcaps": softcaps})
         for candidate in candidates:
-            settings = {"alpha": 1.702, "limit": 7.0, **candidate}
-            wanted = ops.gate_of(settings["activation"], settings["alpha"], settings["limit"], layout == "interleaved")(h)
+            first, second = candidate.get("softcaps", (candidate.get("alpha", 1.702), candidate.get("limit", 7.0)))
+            wanted = ops.gate_of(candidate["activation"], first, second, layout == "interleaved")(h)
             if isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, 1e-5, 1e-6):
                 return {**candidate, "layout": layout}
     return None

@@ -4,6 +4,8 @@
 //! root, which `./test` makes; the others take that or any Python from 3.11 on. Without one a test says that it is
 //! skipped.
 
+mod wheel;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
@@ -92,6 +94,16 @@ fn operators_match_loops_in_pytorch() {
 #[test]
 fn layers_match_the_blocks_of_model_families() {
     run("test_nn.py", ", torch");
+}
+
+#[test]
+fn routing_schemes_match_plain_code() {
+    run("test_routers.py", ", torch, numpy");
+}
+
+#[test]
+fn examples_and_recipes_run() {
+    run("test_examples.py", ", torch");
 }
 
 #[test]
