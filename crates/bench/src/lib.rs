@@ -25,6 +25,7 @@ mod routing_parts;
 pub mod routing_schemes;
 pub mod timing;
 pub mod training;
+pub mod travel;
 
 pub use case::{CaseResult, Cost, Limit};
 pub use choices::{ChoiceCounts, Choices};

@@ -50,7 +50,7 @@ pub use meter::{Meter, Metered, Span, Totals};
 pub use number::{Number, NumberKind, Reduce};
 pub use operation::{Call, Memory, Operation};
 pub use pin::{cores_by_numa_node, share_cores};
-pub use rows::{PendingCombine, PendingDispatch, RowPlan};
+pub use rows::{Cuts, PendingCombine, PendingDispatch, RowPlan};
 pub use started::{Pending, RawPending};
 pub use threads::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};
 pub use throttle::{Lines, Throttled};

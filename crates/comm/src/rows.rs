@@ -7,12 +7,15 @@
 //! the ranks of a node first, in their order, then over nodes in theirs. Without compression all paths give the same
 //! bits.
 //!
-//! Rows may be cut into chunks with a plan each, so that one chunk is in flight while another is computed.
+//! Rows may be cut into chunks with a plan each, so that one chunk is in flight while another is computed. On the
+//! two-hop path a chunk is cut into parts, too: the hop of one part inside the node runs while the hop of the next
+//! part between nodes is in flight, on the way there and on the way back.
 //!
 //! Letters: T rows of this rank, D their width, R rows received.
 
 mod row_format;
 mod transfer;
+mod two_hops;
 
 use std::ops::Range;
 
@@ -20,7 +23,6 @@ use moeworks_plan::Algorithm;
 
 pub use transfer::{PendingCombine, PendingDispatch};
 
-use crate::hierarchy::starts;
 use crate::{CommError, Communicator, Hierarchy};
 
 /// The routes of rows, agreed on by all ranks. It serves any number of dispatches and combines, of any width.
@@ -31,12 +33,31 @@ pub struct RowPlan {
     rows: Range<usize>,
     /// The number of rows from each rank, in the order in which they are received.
     recv_counts: Vec<usize>,
+    /// Consecutive runs of the rows; one but on the two-hop path.
+    parts: Vec<Part>,
+}
+
+/// The routes of a run of rows, whose hops are made together.
+struct Part {
+    rows: Range<usize>,
+    /// The number of rows from each rank.
+    recv_counts: Vec<usize>,
     /// The hop that leaves this rank: copies for ranks, or for the relays of nodes.
     leaving: Hop,
     /// The second hop, inside the node; only on the two-hop path.
     inside: Option<Hop>,
     /// The start of each source's rows among those that come from inside the node; only on the two-hop path.
     starts: Vec<usize>,
+}
+
+/// The division of rows into chunks.
+#[derive(Clone, Copy, Debug)]
+pub struct Cuts<'a> {
+    /// The end of each chunk: it begins where the one before it ends, and the last ends with the rows. All ranks pass
+    /// the same number of chunks, at least one.
+    pub ends: &'a [usize],
+    /// The parts of a chunk on the two-hop path, the same number on all ranks; 0 counts as 1.
+    pub num_parts: usize,
 }
 
 /// One hop: rows copied from a list, with the numbers that go to and come from each rank.
@@ -57,13 +78,12 @@ impl RowPlan {
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn new(hierarchy: &Hierarchy, algorithm: Algorithm, targets: &[&[usize]]) -> Result<Self, CommError> {
-        let mut plans = Self::in_chunks(hierarchy, algorithm, targets, &[targets.len()])?;
+        let cuts = Cuts { ends: &[targets.len()], num_parts: 1 };
+        let mut plans = Self::in_chunks(hierarchy, algorithm, targets, cuts)?;
         Ok(plans.swap_remove(0))
     }
 
-    /// Makes a plan for each chunk of the rows, agreed on in the messages of one plan. Chunk c begins where the one
-    /// before it ends and ends before row `ends[c]`; the last ends with the rows. All ranks pass the same number of
-    /// chunks, at least one.
+    /// Makes a plan for each chunk of the rows, agreed on in the messages of one plan.
     ///
     /// # Errors
     /// [`CommError`], as all calls.
@@ -71,9 +91,9 @@ impl RowPlan {
         hierarchy: &Hierarchy,
         algorithm: Algorithm,
         targets: &[&[usize]],
-        ends: &[usize],
+        cuts: Cuts<'_>,
     ) -> Result<Vec<Self>, CommError> {
-        let comm = hierarchy.comm();
+        let (comm, Cuts { ends, num_parts }) = (hierarchy.comm(), cuts);
         let is_valid =
             |list: &&[usize]| list.windows(2).all(|pair| pair[0] < pair[1]) && list.last() < Some(&comm.size());
         if let Some(row) = targets.iter().position(|list| !list.is_empty() && !is_valid(list)) {
@@ -86,111 +106,22 @@ impl RowPlan {
             let num_rows = targets.len();
             return Err(comm.abort(&format!("chunks end at rows {ends:?}: the ends must ascend to {num_rows}")));
         }
-        if algorithm == Algorithm::TwoHop && hierarchy.nodes.num() > 1 {
-            return Self::two_hops(hierarchy, targets, ends);
-        }
-        let straight =
-            |row: usize, lists: &mut [Vec<u32>]| targets[row].iter().for_each(|&to| lists[to].push(row as u32));
-        let hops = Hop::agree(comm, lists(ends, comm.size(), straight))?;
-        let plan = |(leaving, rows): (Hop, Range<usize>)| {
-            let recv_counts = leaving.recv_counts.clone();
-            let num_rows = targets.len();
-            Self { algorithm, num_rows, rows, recv_counts, leaving, inside: None, starts: Vec::new() }
+        let has_two_hops = algorithm == Algorithm::TwoHop && hierarchy.nodes.num() > 1;
+        let num_parts = if has_two_hops { num_parts.max(1) } else { 1 };
+        let part_ends = part_ends(ends, num_parts);
+        let parts = if has_two_hops {
+            two_hops::parts(hierarchy, targets, &part_ends)?
+        } else {
+            one_hop(comm, targets, &part_ends)?
         };
-        Ok(hops.into_iter().zip(ranges(ends)).map(plan).collect())
-    }
-
-    fn two_hops(hierarchy: &Hierarchy, targets: &[&[usize]], ends: &[usize]) -> Result<Vec<Self>, CommError> {
-        let comm = hierarchy.comm();
-        let nodes = comm.nodes();
-        let to_relays = |row: usize, lists: &mut [Vec<u32>]| {
-            let list = targets[row];
-            for (index, &rank) in list.iter().enumerate() {
-                if list[..index].iter().all(|&earlier| nodes[earlier] != nodes[rank]) {
-                    lists[hierarchy.nodes.relay(nodes[rank], comm.rank())].push(row as u32);
-                }
-            }
+        let (mut parts, num_rows) = (parts.into_iter(), targets.len());
+        let plan = |rows: Range<usize>| {
+            let parts: Vec<Part> = parts.by_ref().take(num_parts).collect();
+            let count = |from: usize| parts.iter().map(|part| part.recv_counts[from]).sum();
+            let recv_counts = (0..comm.size()).map(count).collect();
+            Self { algorithm, num_rows, rows, recv_counts, parts }
         };
-        let leaving = Hop::agree(comm, lists(ends, comm.size(), to_relays))?;
-        let passed =
-            leaving.iter().map(|hop| Self::passed_on(hierarchy, hop, targets)).collect::<Result<Lists, _>>()?;
-        let counts = Self::counts_by_source(hierarchy, &leaving, &passed)?;
-        let inside = Hop::agree(&*hierarchy.node_comm, passed)?;
-        let mut plans = Vec::with_capacity(ends.len());
-        for (((leaving, inside), counts), rows) in leaving.into_iter().zip(inside).zip(&counts).zip(ranges(ends)) {
-            let (recv_counts, starts) = Self::by_source(hierarchy, counts);
-            let (algorithm, num_rows) = (Algorithm::TwoHop, targets.len());
-            plans.push(Self { algorithm, num_rows, rows, recv_counts, leaving, inside: Some(inside), starts });
-        }
-        Ok(plans)
-    }
-
-    /// Returns for each chunk the number of rows that come here from each source, as the relays of the node report
-    /// them: one relay's sources after another's.
-    fn counts_by_source(
-        hierarchy: &Hierarchy,
-        leaving: &[Hop],
-        passed: &[Vec<Vec<u32>>],
-    ) -> Result<Vec<Vec<u64>>, CommError> {
-        let node = &*hierarchy.node_comm;
-        let sources = hierarchy.targets_of(node.rank());
-        let of_chunk = |(hop, passed): (&Hop, &Vec<Vec<u32>>)| {
-            let arriving: Vec<usize> = sources.iter().map(|&source| hop.recv_counts[source]).collect();
-            let firsts = starts(&arriving);
-            let of_place = |list: &Vec<u32>| -> Vec<u64> {
-                let below = |row: usize| list.partition_point(|&other| (other as usize) < row);
-                firsts.iter().zip(&arriving).map(|(&first, &len)| (below(first + len) - below(first)) as u64).collect()
-            };
-            passed.iter().flat_map(of_place).collect::<Vec<u64>>()
-        };
-        let lens: Vec<usize> = (0..node.size()).map(|place| hierarchy.targets_of(place).len()).collect();
-        let told = leaving.iter().zip(passed).map(of_chunk);
-        told.map(|told| {
-            let mut counts = vec![0_u64; hierarchy.comm().size()];
-            node.all_to_all_v(&told, &vec![sources.len(); node.size()], &mut counts, &lens)?;
-            Ok(counts)
-        })
-        .collect()
-    }
-
-    /// Returns, for each rank of the node, the rows arriving here that go to it.
-    fn passed_on(hierarchy: &Hierarchy, leaving: &Hop, targets: &[&[usize]]) -> Result<Vec<Vec<u32>>, CommError> {
-        let comm = hierarchy.comm();
-        // A bit for each rank of the largest node, in words.
-        let num_words = hierarchy.nodes.ranks().iter().map(Vec::len).max().unwrap_or(0).div_ceil(32);
-        let mut masks = vec![0_u32; leaving.rows.len() * num_words];
-        let mut sent = 0;
-        for (relay, &count) in leaving.send_counts.iter().enumerate() {
-            for index in sent..sent + count {
-                for &rank in targets[leaving.rows[index] as usize] {
-                    if comm.nodes()[rank] == comm.nodes()[relay] {
-                        let place = hierarchy.nodes.place(rank);
-                        masks[index * num_words + place / 32] |= 1 << (place % 32);
-                    }
-                }
-            }
-            sent += count;
-        }
-        let num_arriving: usize = leaving.recv_counts.iter().sum();
-        let mut arrived = vec![0_u32; num_arriving * num_words];
-        let (sends, recvs) = (times(&leaving.send_counts, num_words), times(&leaving.recv_counts, num_words));
-        comm.all_to_all_v(&masks, &sends, &mut arrived, &recvs)?;
-        let wants = |row: usize, place: usize| arrived[row * num_words + place / 32] >> (place % 32) & 1 == 1;
-        let for_place = |place| (0..num_arriving).filter(|&row| wants(row, place)).map(|row| row as u32).collect();
-        Ok((0..hierarchy.node_comm.size()).map(for_place).collect())
-    }
-
-    /// Orders the counts that the relays reported by source rank: the rows from each source, and their start.
-    fn by_source(hierarchy: &Hierarchy, counts: &[u64]) -> (Vec<usize>, Vec<usize>) {
-        let size = hierarchy.comm().size();
-        let (mut recv_counts, mut starts) = (vec![0; size], vec![0; size]);
-        let sources = (0..hierarchy.node_comm.size()).flat_map(|place| hierarchy.targets_of(place));
-        let mut start = 0;
-        for (source, &count) in sources.zip(counts) {
-            (recv_counts[source], starts[source]) = (count as usize, start);
-            start += count as usize;
-        }
-        (recv_counts, starts)
+        Ok(ranges(ends).map(plan).collect())
     }
 
     /// Returns the number of rows received from each rank. [`dispatch`](Self::dispatch) returns rows in this order,
@@ -216,8 +147,26 @@ impl RowPlan {
     /// is counted at the relay too.
     #[must_use]
     pub fn num_sent(&self) -> usize {
-        self.leaving.rows.len() + self.inside.as_ref().map_or(0, |hop| hop.rows.len())
+        let inside = |part: &Part| part.inside.as_ref().map_or(0, |hop| hop.rows.len());
+        self.parts.iter().map(|part| part.leaving.rows.len() + inside(part)).sum()
     }
+}
+
+/// Makes the routes of parts whose rows go straight to their ranks.
+fn one_hop(comm: &dyn Communicator, targets: &[&[usize]], ends: &[usize]) -> Result<Vec<Part>, CommError> {
+    let straight = |row: usize, lists: &mut [Vec<u32>]| targets[row].iter().for_each(|&to| lists[to].push(row as u32));
+    let hops = Hop::agree(comm, lists(ends, comm.size(), straight))?;
+    let part = |(leaving, rows): (Hop, Range<usize>)| {
+        let recv_counts = leaving.recv_counts.clone();
+        Part { rows, recv_counts, leaving, inside: None, starts: Vec::new() }
+    };
+    Ok(hops.into_iter().zip(ranges(ends)).map(part).collect())
+}
+
+/// Cuts each chunk into `num_parts` parts of nearly as many rows. Returns the ends of all.
+fn part_ends(ends: &[usize], num_parts: usize) -> Vec<usize> {
+    let of_chunk = |rows: Range<usize>| (1..=num_parts).map(move |part| rows.start + rows.len() * part / num_parts);
+    ranges(ends).flat_map(of_chunk).collect()
 }
 
 /// Returns the range of rows of each chunk.
@@ -252,6 +201,7 @@ impl Hop {
     }
 }
 
+/// Multiplies each count by `factor`.
 fn times(counts: &[usize], factor: usize) -> Vec<usize> {
     counts.iter().map(|count| count * factor).collect()
 }

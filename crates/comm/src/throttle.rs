@@ -1,7 +1,8 @@
 //! A communicator that is as slow as given links, to try decisions for clusters on one machine.
 //!
-//! A rank has one line out and one line in. A message occupies a line for its latency and its bytes, one message
-//! after the other, as on a network card; meanwhile the rank can compute.
+//! A rank has one line out and one line in, or two of each: one for ranks of its node and one for other nodes. A
+//! message occupies a line for its latency and its bytes, one message after the other, as on a network card;
+//! meanwhile the rank can compute.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -52,16 +53,24 @@ pub struct Throttled {
     inner: Box<dyn Communicator>,
     links: Links,
     lines: Arc<Lines>,
+    /// The lines to ranks of the same node, if they are others than `lines`.
+    node_lines: Option<Arc<Lines>>,
 }
 
 impl Throttled {
     /// Slows `inner` down to `links`. Groups split from it share the rank's lines.
     #[must_use]
     pub fn new(inner: Box<dyn Communicator>, links: Links) -> Self {
-        Self { inner, links, lines: Arc::default() }
+        Self { inner, links, lines: Arc::default(), node_lines: None }
     }
 
-    /// Returns the rank's lines, to read how long they were occupied.
+    /// Gives messages to ranks of the same node lines of their own, as where NVLink lies beside a network card.
+    #[must_use]
+    pub fn with_node_lines(self) -> Self {
+        Self { node_lines: Some(Arc::default()), ..self }
+    }
+
+    /// Returns the rank's lines, to read how long they were occupied: those to other nodes, where there are two.
     #[must_use]
     pub fn lines(&self) -> Arc<Lines> {
         Arc::clone(&self.lines)
@@ -70,21 +79,26 @@ impl Throttled {
     /// Occupies the lines for an operation that starts now, and returns its end.
     fn end_of(&self, operation: &Operation<'_>, memory: &Memory) -> Instant {
         let own = Place::new(&*self.inner);
-        self.lines.occupy([
-            self.seconds(|rank| operation.bytes_to(rank, own, memory)),
-            self.seconds(|rank| operation.bytes_from(rank, own, memory)),
-        ])
+        let seconds = |link: LinkClass| {
+            [
+                self.seconds(link, |rank| operation.bytes_to(rank, own, memory)),
+                self.seconds(link, |rank| operation.bytes_from(rank, own, memory)),
+            ]
+        };
+        let (near, far) = (seconds(LinkClass::Node), seconds(LinkClass::Cluster));
+        match &self.node_lines {
+            Some(node_lines) => node_lines.occupy(near).max(self.lines.occupy(far)),
+            None => self.lines.occupy([near[0] + far[0], near[1] + far[1]]),
+        }
     }
 
-    /// Returns the seconds of the messages to, or from, all other ranks.
-    fn seconds(&self, bytes: impl Fn(usize) -> Option<usize>) -> f64 {
-        let (nodes, own) = (self.inner.nodes(), self.inner.rank());
-        let message = |rank: usize| {
-            let link = self.links.of(if nodes[rank] == nodes[own] { LinkClass::Node } else { LinkClass::Cluster });
-            // An empty message is not sent.
-            bytes(rank).filter(|&bytes| bytes > 0).map_or(0.0, |bytes| link.seconds(1, bytes as f64))
-        };
-        (0..nodes.len()).filter(|&rank| rank != own).map(message).sum()
+    /// Returns the seconds of the messages over one class of links to, or from, all other ranks.
+    fn seconds(&self, class: LinkClass, bytes: impl Fn(usize) -> Option<usize>) -> f64 {
+        let (nodes, own, link) = (self.inner.nodes(), self.inner.rank(), self.links.of(class));
+        // An empty message is not sent.
+        let message = |rank| bytes(rank).filter(|&bytes| bytes > 0).map_or(0.0, |bytes| link.seconds(1, bytes as f64));
+        let is_of_class = |&rank: &usize| rank != own && (nodes[rank] == nodes[own]) == (class == LinkClass::Node);
+        (0..nodes.len()).filter(is_of_class).map(message).sum()
     }
 }
 
@@ -116,7 +130,8 @@ impl Communicator for Throttled {
 
     fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
         let part = self.inner.split(color, key)?;
-        let throttled = |inner| Self { inner, links: self.links, lines: self.lines() };
+        let throttled =
+            |inner| Self { inner, links: self.links, lines: self.lines(), node_lines: self.node_lines.clone() };
         Ok(part.map(|inner| Box::new(throttled(inner)) as Box<dyn Communicator>))
     }
 }

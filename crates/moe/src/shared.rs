@@ -33,8 +33,8 @@ pub(crate) struct SharedTask {
 #[derive(Clone, Copy)]
 pub(crate) struct SharedPass<'a> {
     pub(crate) x: &'a Tensor,
-    /// The sum that the output is added to.
-    pub(crate) base: &'a Tensor,
+    /// The sum that the output is added to; none for the output alone.
+    pub(crate) base: Option<&'a Tensor>,
     pub(crate) activation: Activation,
     pub(crate) is_forward_only: bool,
 }
@@ -48,7 +48,7 @@ pub(crate) struct SharedInputs<'a> {
 }
 
 impl SharedSaved {
-    /// Adds the shared experts' output for `x [T, D]` to `base [T, D]`, f32.
+    /// Computes the shared experts' output for `x [T, D]`, added to `base [T, D]`, f32, if there is one.
     pub(crate) fn forward(ctx: &Context, weights: &SharedWeights, pass: SharedPass<'_>) -> (Tensor, Self) {
         let SharedPass { x, base, activation, is_forward_only } = pass;
         let mut rows = AllRows::new(ctx, x.rows());
@@ -57,7 +57,7 @@ impl SharedSaved {
         }
         let (gate_up, down) = stacked(weights);
         let stack = ExpertWeights { gate_up: &gate_up, down: &down, activation };
-        let options = ForwardOptions { biases: None, base: Some(base), is_forward_only };
+        let options = ForwardOptions { biases: None, base, is_forward_only };
         let (y, experts) = experts_forward_with(ctx, x, stack, rows.rows(), options);
         (y, Self { rows, experts })
     }

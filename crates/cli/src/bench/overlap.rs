@@ -1,9 +1,12 @@
 //! `moeworks bench overlap`: prints the share of a layer's communication that is hidden behind its computation, by
 //! the number of chunks.
 
+use moeworks_bench::BenchError;
 use moeworks_bench::overlap::{self, CHUNKS, Overlap, TOKENS};
 use moeworks_bench::pass::Pass;
 use moeworks_bench::ranks::on_ranks;
+use moeworks_bench::travel::{self, Compared, Travel};
+use moeworks_comm::mpi::is_launched;
 use moeworks_plan::Link;
 use serde_json::json;
 
@@ -21,8 +24,10 @@ pub(super) fn run(args: &OverlapArgs) -> Result<ExitCode, Failure> {
     let link = args.link.as_deref().map(parse_link).transpose()?;
     check_ranks(args.ranks)?;
     let machine = environment::machine();
-    if let Some(measured) = on_ranks(args.ranks, |comm| overlap::measure(comm, link, &machine))? {
-        print(&measured, args.json);
+    let measured = on_ranks(args.ranks, |comm| overlap::measure(comm, link, &machine))?;
+    let travel = (!is_launched()).then(travel::measure).transpose().map_err(BenchError::from)?;
+    if let Some(measured) = measured {
+        print(&measured, travel, args.json);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -39,7 +44,7 @@ fn parse_link(text: &str) -> Result<Link, Failure> {
     Ok(Link { latency_s: latency_us * 1e-6, bytes_per_s: rate * 1e6 })
 }
 
-fn print(measured: &Overlap, is_json: bool) {
+fn print(measured: &Overlap, travel: Option<Travel>, is_json: bool) {
     let Overlap { num_ranks, passes, gradient_sums } = measured;
     let (after, overlapped) = (gradient_sums.after, gradient_sums.overlapped);
     let hidden_of_sums = overlapped.hidden(&after);
@@ -51,7 +56,12 @@ fn print(measured: &Overlap, is_json: bool) {
         };
         let gradients = json!({ "behind": after.json(), "under": overlapped.json(), "hidden": hidden_of_sums });
         let rows: Vec<_> = CHUNKS.into_iter().zip(passes).map(row).collect();
-        println!("{:#}", json!({ "ranks": num_ranks, "rows": rows, "gradients": gradients }));
+        println!(
+            "{:#}",
+            json!({ "ranks": num_ranks, "rows": rows, "gradients": gradients, "travel": travel.map(|travel| {
+            json!({ "hops": travel.hops.json(), "shared": travel.shared.json() })
+        }) })
+        );
         return;
     }
     println!("{num_ranks} ranks, {TOKENS} tokens each: forward, backward and the weights' gradients of a layer");
@@ -73,6 +83,21 @@ fn print(measured: &Overlap, is_json: bool) {
         100.0 * hidden_of_sums,
     );
     said_of_little(&after).iter().for_each(|said| println!("{said}"));
+    travel.iter().for_each(print_travel);
+}
+
+/// Prints passes whose computations are waits, on emulated links.
+fn print_travel(Travel { hops, shared }: &Travel) {
+    println!("\nforward and backward of a layer on emulated links, medians in turns:");
+    let cells = |what: &str, compared: &Compared| {
+        let [after, under] = [compared.after_s, compared.under_s].map(milliseconds);
+        vec![what.to_owned(), after, under, format!("{:.2}", compared.ratio())]
+    };
+    let rows = [
+        cells("the hop inside a node and the hop between nodes, 4 ranks on 2 nodes", hops),
+        cells("a shared expert and the dispatch, 2 ranks", shared),
+    ];
+    tables::print(&["", "ms after each other", "ms under each other", "ratio"], &rows);
 }
 
 fn milliseconds(seconds: f64) -> String {

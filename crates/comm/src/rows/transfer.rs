@@ -4,8 +4,9 @@ use moeworks_plan::{Algorithm, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
 
 use super::row_format::{RowFormat, Sums, pick};
-use super::{Hop, RowPlan, times};
+use super::{Hop, Part, RowPlan, times};
 use crate::hierarchy::{PendingAllToAll, starts};
+use crate::started::Pending;
 use crate::wire::decode;
 use crate::{CommError, Communicator, Hierarchy};
 
@@ -14,7 +15,8 @@ use crate::{CommError, Communicator, Hierarchy};
 pub struct PendingDispatch {
     format: RowFormat,
     dtype: DType,
-    pending: PendingAllToAll,
+    /// The hop that leaves this rank, of each part.
+    parts: Vec<PendingAllToAll>,
 }
 
 /// A combine in flight.
@@ -22,20 +24,40 @@ pub struct PendingDispatch {
 pub struct PendingCombine {
     format: RowFormat,
     dtype: DType,
-    pending: PendingAllToAll,
+    /// The hop that comes back to this rank, of each part.
+    parts: Vec<PendingAllToAll>,
+}
+
+/// A hop inside the node in flight.
+type PendingInside = Pending<(Vec<u8>, Vec<u8>)>;
+
+/// The rows of a part that have arrived, or are on their last hop.
+enum Arriving {
+    There(Vec<u8>),
+    Inside(PendingInside),
+}
+
+impl Arriving {
+    /// Waits for the rows.
+    fn finish(self) -> Result<Vec<u8>, CommError> {
+        match self {
+            Self::There(rows) => Ok(rows),
+            Self::Inside(pending) => Ok(pending.finish()?.1),
+        }
+    }
 }
 
 impl PendingDispatch {
     /// Makes progress without waiting. An error is returned at the end.
     pub fn advance(&mut self) {
-        let _ = self.pending.advance();
+        let _ = self.parts.iter_mut().try_for_each(PendingAllToAll::advance);
     }
 }
 
 impl PendingCombine {
     /// Makes progress without waiting. An error is returned at the end.
     pub fn advance(&mut self) {
-        let _ = self.pending.advance();
+        let _ = self.parts.iter_mut().try_for_each(PendingAllToAll::advance);
     }
 }
 
@@ -56,8 +78,8 @@ impl RowPlan {
         self.finish_dispatch(hierarchy, started, pool)
     }
 
-    /// Starts [`dispatch`](Self::dispatch). On the two-hop path only the hop between nodes is in flight; the hop
-    /// inside the node follows when it is finished.
+    /// Starts [`dispatch`](Self::dispatch). On the two-hop path only the hops between nodes are in flight. Those inside
+    /// the node follow when the dispatch is finished, each as soon as its part has come.
     ///
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.
@@ -69,9 +91,12 @@ impl RowPlan {
     ) -> Result<PendingDispatch, CommError> {
         assert_eq!(rows.rows(), self.num_rows, "rows of the plan");
         let format = RowFormat::new(wire, rows.cols());
-        let packed = format.pack(rows, &self.leaving.rows);
-        let pending = self.leaving.start(hierarchy, self.algorithm, packed, format.bytes)?;
-        Ok(PendingDispatch { format, dtype: rows.dtype(), pending })
+        let start = |part: &Part| {
+            let packed = format.pack(rows, &part.leaving.rows);
+            part.leaving.start(hierarchy, self.algorithm, packed, format.bytes)
+        };
+        let parts = self.parts.iter().map(start).collect::<Result<_, _>>()?;
+        Ok(PendingDispatch { format, dtype: rows.dtype(), parts })
     }
 
     /// Finishes a dispatch that [`start_dispatch`](Self::start_dispatch) of this plan started.
@@ -84,14 +109,20 @@ impl RowPlan {
         started: PendingDispatch,
         pool: &MemoryPool,
     ) -> Result<Tensor, CommError> {
-        let PendingDispatch { format, dtype, pending } = started;
-        let mut received = pending.finish(hierarchy)?;
-        if let Some(inside) = &self.inside {
-            let handed_on = pick(&received, &inside.rows, format.bytes);
-            let unordered = inside.exchange_inside(&*hierarchy.node_comm, &handed_on, format.bytes)?;
-            received = self.in_order(&unordered, format.bytes);
+        let PendingDispatch { format, dtype, parts } = started;
+        let mut arriving = Vec::with_capacity(parts.len());
+        for (part, pending) in self.parts.iter().zip(parts) {
+            let received = pending.finish(hierarchy)?;
+            arriving.push(match &part.inside {
+                None => Arriving::There(received),
+                Some(inside) => {
+                    let handed_on = pick(&received, &inside.rows, format.bytes);
+                    Arriving::Inside(inside.start_inside(&*hierarchy.node_comm, handed_on, format.bytes)?)
+                }
+            });
         }
-        Ok(format.unpack(&received, dtype, pool))
+        let received = arriving.into_iter().map(Arriving::finish).collect::<Result<Vec<_>, _>>()?;
+        Ok(format.unpack(&self.in_order(received, format.bytes), dtype, pool))
     }
 
     /// Sends rows back: row i of `rows` (`[R, D]`) belongs to the row that was received as number i. Returns `[T, D]`
@@ -111,25 +142,35 @@ impl RowPlan {
         self.finish_combine(hierarchy, started, pool)
     }
 
-    /// Starts [`combine`](Self::combine). On the two-hop path the hop inside the node is complete on return.
+    /// Starts [`combine`](Self::combine). On the two-hop path the hops inside the node are complete on return; the hop
+    /// of a part between nodes begins while those of the next parts inside the node are in flight.
     ///
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.
     pub fn start_combine(&self, hierarchy: &Hierarchy, rows: &Tensor, wire: Wire) -> Result<PendingCombine, CommError> {
         let format = RowFormat::new(wire, rows.cols());
-        let num_received = self.num_received();
-        assert_eq!(rows.rows(), num_received, "rows received by the plan");
-        let all: Vec<u32> = (0..num_received as u32).collect();
-        let mut back = format.pack(rows, &all);
-        if let Some(inside) = &self.inside {
-            let unordered = self.out_of_order(&back, format.bytes);
-            let handed_back = inside.return_inside(&*hierarchy.node_comm, &unordered, format.bytes)?;
-            let num_rows = self.leaving.recv_counts.iter().sum();
-            let sums = format.sum(&handed_back, &inside.rows, num_rows);
-            back = format.encode_all(&sums);
+        assert_eq!(rows.rows(), self.num_received(), "rows received by the plan");
+        let mut returning = Vec::with_capacity(self.parts.len());
+        for (index, part) in self.parts.iter().enumerate() {
+            let back = format.pack(rows, &self.places_of(index));
+            returning.push(match &part.inside {
+                None => Arriving::There(back),
+                Some(inside) => {
+                    let back = part.out_of_order(&back, format.bytes);
+                    Arriving::Inside(inside.start_back_inside(&*hierarchy.node_comm, back, format.bytes)?)
+                }
+            });
         }
-        let pending = self.leaving.start_back(hierarchy, self.algorithm, back, format.bytes)?;
-        Ok(PendingCombine { format, dtype: rows.dtype(), pending })
+        let start = |(part, back): (&Part, Arriving)| {
+            let mut back = back.finish()?;
+            if let Some(inside) = &part.inside {
+                let sums = format.sum(&back, &inside.rows, part.leaving.recv_counts.iter().sum());
+                back = format.encode_all(&sums);
+            }
+            part.leaving.start_back(hierarchy, self.algorithm, back, format.bytes)
+        };
+        let parts = self.parts.iter().zip(returning).map(start).collect::<Result<_, _>>()?;
+        Ok(PendingCombine { format, dtype: rows.dtype(), parts })
     }
 
     /// Finishes a combine that [`start_combine`](Self::start_combine) of this plan started.
@@ -142,12 +183,43 @@ impl RowPlan {
         started: PendingCombine,
         pool: &MemoryPool,
     ) -> Result<Tensor, CommError> {
-        let PendingCombine { format, dtype, pending } = started;
-        let parts = pending.finish(hierarchy)?;
-        let sums = self.sum_nodes(hierarchy, &format, &parts);
+        let PendingCombine { format, dtype, parts } = started;
+        let mut sums = Vec::with_capacity(self.rows.len() * format.width);
+        for (part, pending) in self.parts.iter().zip(parts) {
+            sums.extend(part.sum_nodes(hierarchy, &format, &pending.finish(hierarchy)?));
+        }
         Ok(format.tensor(&sums, self.rows.len(), dtype, pool))
     }
 
+    /// Orders received rows, of each part in the order of its last hop, by their sources and then by the part.
+    fn in_order(&self, mut received: Vec<Vec<u8>>, bytes: usize) -> Vec<u8> {
+        if let ([Part { inside: None, .. }], [_]) = (&self.parts[..], &received[..]) {
+            return received.swap_remove(0);
+        }
+        let mut ordered = Vec::with_capacity(self.num_received() * bytes);
+        for source in 0..self.recv_counts.len() {
+            for (part, received) in self.parts.iter().zip(&received) {
+                let start = part.starts[source] * bytes;
+                ordered.extend_from_slice(&received[start..start + part.recv_counts[source] * bytes]);
+            }
+        }
+        ordered
+    }
+
+    /// Returns the places, among all received rows, of those of the part with this index, by their sources.
+    fn places_of(&self, index: usize) -> Vec<u32> {
+        let (mut places, mut start) = (Vec::new(), 0);
+        for source in 0..self.recv_counts.len() {
+            let before: usize = self.parts[..index].iter().map(|part| part.recv_counts[source]).sum();
+            let first = start + before;
+            places.extend((first..first + self.parts[index].recv_counts[source]).map(|place| place as u32));
+            start += self.recv_counts[source];
+        }
+        places
+    }
+}
+
+impl Part {
     /// Sums over the ranks of a node first, then over nodes.
     fn sum_nodes(&self, hierarchy: &Hierarchy, format: &RowFormat, parts: &[u8]) -> Vec<f32> {
         let starts = starts(&self.leaving.send_counts);
@@ -169,12 +241,7 @@ impl RowPlan {
         total.map_or_else(Vec::new, |total| total.values)
     }
 
-    /// Reorders rows from inside the node, which lie in the order of relays, by their sources.
-    fn in_order(&self, unordered: &[u8], bytes: usize) -> Vec<u8> {
-        let piece = |(&start, &count): (&usize, &usize)| &unordered[start * bytes..(start + count) * bytes];
-        self.starts.iter().zip(&self.recv_counts).map(piece).collect::<Vec<_>>().concat()
-    }
-
+    /// Orders rows, which lie by their sources, as the hop inside the node takes them.
     fn out_of_order(&self, ordered: &[u8], bytes: usize) -> Vec<u8> {
         let mut unordered = vec![0; ordered.len()];
         let mut from = 0;
@@ -210,18 +277,19 @@ impl Hop {
         hierarchy.start_all_to_all_v(path(algorithm), packed, &sends, &recvs)
     }
 
-    fn exchange_inside(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
+    fn start_inside(&self, node: &dyn Communicator, packed: Vec<u8>, bytes: usize) -> Result<PendingInside, CommError> {
         let (sends, recvs) = (times(&self.send_counts, bytes), times(&self.recv_counts, bytes));
-        let mut received = vec![0; recvs.iter().sum()];
-        node.all_to_all_v(packed, &sends, &mut received, &recvs)?;
-        Ok(received)
+        node.start_all_to_all_v(packed, &sends, vec![0; recvs.iter().sum()], &recvs)
     }
 
-    fn return_inside(&self, node: &dyn Communicator, packed: &[u8], bytes: usize) -> Result<Vec<u8>, CommError> {
+    fn start_back_inside(
+        &self,
+        node: &dyn Communicator,
+        packed: Vec<u8>,
+        bytes: usize,
+    ) -> Result<PendingInside, CommError> {
         let (sends, recvs) = (times(&self.recv_counts, bytes), times(&self.send_counts, bytes));
-        let mut received = vec![0; recvs.iter().sum()];
-        node.all_to_all_v(packed, &sends, &mut received, &recvs)?;
-        Ok(received)
+        node.start_all_to_all_v(packed, &sends, vec![0; recvs.iter().sum()], &recvs)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The paths of an all-to-all and of rows between ranks give the same results, on nodes of any sizes in any order.
 
-use moeworks_comm::{CommError, Communicator, Hierarchy, RankOptions, RowPlan, run_ranks};
+use moeworks_comm::{CommError, Communicator, Cuts, Hierarchy, RankOptions, RowPlan, run_ranks};
 use moeworks_plan::{Algorithm, Wire};
 use moeworks_tensor::{DType, MemoryPool, Tensor};
 use proptest::prelude::*;
@@ -56,8 +56,9 @@ proptest! {
         let width = 5;
         let results = on_nodes(&nodes, |comm| {
             let hierarchy = Hierarchy::new(comm)?;
-            let ways = ALGORITHMS.iter().flat_map(|&algorithm| [1, 2, 3].map(|num_chunks| (algorithm, num_chunks)));
-            ways.map(|(algorithm, num_chunks)| there_and_back(&hierarchy, algorithm, num_chunks, &lists, width)).collect::<Result<Vec<_>, _>>()
+            let cuts = [(1, 1), (2, 1), (3, 1), (1, 2), (1, 4), (2, 3)];
+            let ways = ALGORITHMS.iter().flat_map(|&algorithm| cuts.map(|(chunks, parts)| Way { algorithm, chunks, parts }));
+            ways.map(|way| there_and_back(&hierarchy, way, &lists, width)).collect::<Result<Vec<_>, _>>()
         });
         for (rank, paths) in results.iter().enumerate() {
             let received = rows_for(rank, &lists, width);
@@ -147,7 +148,8 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
         (0..size).map(|from| (0..from * 4 % 7).map(|row| list(from, row)).collect()).collect();
     let hierarchy = Hierarchy::new(comm)?;
     for algorithm in ALGORITHMS {
-        let (there, back) = there_and_back(&hierarchy, algorithm, 1 + size % 3, &lists, 300)?;
+        let way = Way { algorithm, chunks: 1 + size % 3, parts: 1 + size % 2 };
+        let (there, back) = there_and_back(&hierarchy, way, &lists, 300)?;
         assert_eq!(there, rows_for(comm.rank(), &lists, 300), "{algorithm:?}");
         let rows = lists[comm.rank()].iter().enumerate();
         let sums: Vec<f32> = rows.flat_map(|(row, list)| sum(comm.rank(), row, list, nodes, 300)).collect();
@@ -156,10 +158,17 @@ pub(crate) fn check_paths(comm: &dyn Communicator) -> Result<(), CommError> {
     check_node_collectives(comm, &(0..size).map(|rank| rank * 900 % 4000).collect::<Vec<_>>())
 }
 
+/// A path, with the chunks of the rows and the parts of a chunk.
+#[derive(Clone, Copy)]
+struct Way {
+    algorithm: Algorithm,
+    chunks: usize,
+    parts: usize,
+}
+
 fn there_and_back(
     hierarchy: &Hierarchy,
-    algorithm: Algorithm,
-    num_chunks: usize,
+    Way { algorithm, chunks: num_chunks, parts }: Way,
     lists: &[Vec<Vec<usize>>],
     width: usize,
 ) -> Result<(Vec<f32>, Vec<f32>), CommError> {
@@ -167,7 +176,7 @@ fn there_and_back(
     let rank = hierarchy.comm().rank();
     let own: Vec<&[usize]> = lists[rank].iter().map(Vec::as_slice).collect();
     let ends: Vec<usize> = (1..=num_chunks).map(|chunk| own.len() * chunk / num_chunks).collect();
-    let plans = RowPlan::in_chunks(hierarchy, algorithm, &own, &ends)?;
+    let plans = RowPlan::in_chunks(hierarchy, algorithm, &own, Cuts { ends: &ends, num_parts: parts })?;
     let values: Vec<f32> = (0..own.len()).flat_map(|row| (0..width).map(move |c| value(rank, row, c))).collect();
     let rows = Tensor::from_slice(&pool, &[own.len(), width], &values);
     // All are in flight before the first is finished; on the way back the last is finished first.

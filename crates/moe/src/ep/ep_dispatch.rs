@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use moeworks_comm::{PendingCombine, Reduce, RowPlan};
+use moeworks_comm::{Cuts, PendingCombine, Reduce, RowPlan};
 use moeworks_ops::Context;
 use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::experts::NO_ROW;
@@ -93,16 +93,18 @@ impl EpDispatch {
             return Self { ranks: ranks.clone(), chunks: Vec::new(), num_choices };
         }
         // With some routers K depends on the tokens, so the ranks agree on the largest.
-        let mut widest = [num_choices as u32];
-        ranks.attempt((), || ranks.group().all_reduce(&mut widest, Reduce::Max));
-        let (num_own, num_choices) = (num_choices, widest[0] as usize);
+        let num_own_tokens = dispatch.token_rows().len() / num_choices.max(1);
+        let mut largest = [num_choices, num_own_tokens].map(|count| count as u32);
+        ranks.attempt((), || ranks.group().all_reduce(&mut largest, Reduce::Max));
+        let (num_own, [num_choices, most_tokens]) = (num_choices, largest.map(|count| count as usize));
         let choices = choices(ctx, dispatch, num_own, num_choices, is_fetched);
         let num_tokens = choices.rows();
         let ends: Vec<usize> = (1..=num_chunks).map(|chunk| num_tokens * chunk / num_chunks).collect();
         let targets = Targets::new(ranks, &choices);
         let lists: Vec<&[usize]> = (0..num_tokens).map(|token| targets.token(token)).collect();
         let algorithm = ranks.exchange().algorithm;
-        let plans = ranks.attempt(Vec::new(), || RowPlan::in_chunks(ranks.hierarchy(), algorithm, &lists, &ends));
+        let cuts = Cuts { ends: &ends, num_parts: ranks.hop_parts(most_tokens / num_chunks) };
+        let plans = ranks.attempt(Vec::new(), || RowPlan::in_chunks(ranks.hierarchy(), algorithm, &lists, cuts));
         let started: Vec<_> = plans.iter().map(|plan| ranks.start_dispatch(plan, &choices, Wire::F32)).collect();
         let told = plans.iter().zip(started).map(|(plan, started)| {
             let nothing = || {

@@ -49,6 +49,15 @@ struct SavedPart {
     experts: ExpertsSaved,
 }
 
+/// The inputs of the experts' part of a backward pass.
+pub(crate) struct RanksBackwardInput<'a> {
+    pub(crate) activation: Activation,
+    /// `[T, D]`
+    pub(crate) dy: &'a Tensor,
+    /// The target of the gradients of the experts' matrices, if they are computed at once.
+    pub(crate) wgrad: Option<WgradTarget<'a>>,
+}
+
 /// The result of [`RanksSaved::backward`].
 pub(crate) struct RanksBackward {
     /// `[T, D]` f32: the gradient of the input.
@@ -81,8 +90,14 @@ struct TaskPart {
 }
 
 impl RanksSaved {
-    /// Sends tokens `x [T, D]` through their experts on all ranks. Returns `y [T, D]`, f32.
-    pub(crate) fn forward(ctx: &Context, ranks: &LayerRanks, input: ExpertsInput<'_>) -> (Tensor, Self) {
+    /// Sends tokens `x [T, D]` through their experts on all ranks. `meanwhile` runs while the first of them travel.
+    /// Returns `y [T, D]`, f32.
+    pub(crate) fn forward(
+        ctx: &Context,
+        ranks: &LayerRanks,
+        input: ExpertsInput<'_>,
+        meanwhile: impl FnOnce(),
+    ) -> (Tensor, Self) {
         let ExpertsInput { weights, activation, x, dispatch, num_choices, is_training, is_forward_only } = input;
         let start = Instant::now();
         ranks.wait_as_for(1, |pace| pace.attention_forward_s);
@@ -102,7 +117,10 @@ impl RanksSaved {
         let returning = ep_dispatch.dispatch(
             ctx,
             SentRows { rows: x, wire },
-            || here = shadows.map(|shadows| shadows.forward(ctx, x, is_forward_only)),
+            || {
+                meanwhile();
+                here = shadows.map(|shadows| shadows.forward(ctx, x, is_forward_only));
+            },
             |_, chunk, x| {
                 let rows = chunk.arrived().rows();
                 let forward = || {
@@ -124,15 +142,21 @@ impl RanksSaved {
         (y, Self { ranks: ranks.clone(), ep_dispatch, parts, shadows, width: x.cols(), num_own: num_choices })
     }
 
-    /// Computes the gradients from `dy [T, D]`, f32 or bf16, the gradient of the output.
+    /// Returns the handle to the layer's ranks.
+    pub(crate) fn ranks(&self) -> &LayerRanks {
+        &self.ranks
+    }
+
+    /// Computes the gradients from `dy [T, D]`, f32 or bf16, the gradient of the output. `meanwhile` runs while the
+    /// first rows of it travel.
     pub(crate) fn backward(
         &self,
         ctx: &Context,
         weights: &MoeWeights,
-        activation: Activation,
-        dy: &Tensor,
-        wgrad: Option<WgradTarget<'_>>,
+        input: RanksBackwardInput<'_>,
+        meanwhile: impl FnOnce(),
     ) -> RanksBackward {
+        let RanksBackwardInput { activation, dy, wgrad } = input;
         let start = Instant::now();
         let num_choices = self.ep_dispatch.num_choices();
         let wire = self.ranks.exchange().wire.of_sums();
@@ -143,7 +167,10 @@ impl RanksSaved {
         let returning = self.ep_dispatch.dispatch(
             ctx,
             SentRows { rows: dy, wire },
-            || here = self.shadows.as_ref().map(|shadows| shadows.backward(ctx, dy)),
+            || {
+                meanwhile();
+                here = self.shadows.as_ref().map(|shadows| shadows.backward(ctx, dy));
+            },
             |index, chunk, dy| {
                 let rows = chunk.arrived().rows();
                 let saved = &self.parts[index].experts;

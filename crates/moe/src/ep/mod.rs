@@ -36,11 +36,16 @@ use moeworks_tensor::Tensor;
 use crate::LayerStats;
 pub(crate) use cross_rank::{ChoiceIds, CrossRank};
 use ep_dispatch::EpDispatch;
-pub(crate) use experts::{ExpertsInput, RanksSaved, RanksTask};
+pub(crate) use experts::{ExpertsInput, RanksBackwardInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
 pub use remote::{HeldLayer, RemoteExperts, RemoteLayer, serve_experts};
 use tuning::Tuning;
 use turns::Turns;
+
+/// The fewest tokens of a part on the two-hop path, so that messages stay long beside their latency, and the most
+/// parts: with four, three quarters of the shorter hop are hidden.
+const PART_TOKENS: usize = 64;
+const MOST_PARTS: usize = 4;
 
 /// One rank's handle to all expert-parallel layers. Clones share it.
 ///
@@ -113,6 +118,10 @@ pub struct Pace {
     pub attention_weights_s: f64,
     /// The gradients of the weights of the experts.
     pub experts_weights_s: f64,
+    /// Forward of the shared experts.
+    pub shared_forward_s: f64,
+    /// The gradient of the input of the shared experts.
+    pub shared_backward_s: f64,
 }
 
 /// The options of expert parallelism.
@@ -126,12 +135,19 @@ pub struct EpOptions {
     pub meter: Option<Arc<Meter>>,
     /// Waits that stand for computations; none but in measurements.
     pub pace: Option<Pace>,
+    /// The parts of a chunk on the two-hop path: the hop of one inside the node overlaps that of the next between
+    /// nodes. 0 takes a number that suits the tokens. It must be equal on all ranks of the group.
+    pub hop_parts: usize,
+    /// True to compute shared experts while tokens travel, false to compute them afterwards. On a GPU they are
+    /// computed afterwards, together with the sum of the outputs.
+    pub shared_under_dispatch: bool,
 }
 
 impl From<Exchange> for EpOptions {
     /// Moves tokens by `exchange`, without a meter.
     fn from(exchange: Exchange) -> Self {
-        Self { exchange, moving: Moving::Tokens, meter: None, pace: None }
+        let (moving, meter, pace) = (Moving::Tokens, None, None);
+        Self { exchange, moving, meter, pace, hop_parts: 0, shared_under_dispatch: true }
     }
 }
 
@@ -219,6 +235,19 @@ impl ExpertRanks {
             Some(meter) => meter.time(name, work),
             None => work(),
         }
+    }
+
+    /// Returns the parts of a chunk on the two-hop path, for a rank of the group with the most tokens in a chunk.
+    fn hop_parts(&self, most_tokens: usize) -> usize {
+        match self.inner.options.hop_parts {
+            0 => (most_tokens / PART_TOKENS).clamp(1, MOST_PARTS),
+            parts => parts,
+        }
+    }
+
+    /// Returns whether shared experts are computed while tokens travel.
+    pub(crate) fn computes_shared_under_dispatch(&self) -> bool {
+        self.inner.options.shared_under_dispatch
     }
 
     /// Waits for one of `num_parts` equal parts of a time, where waits stand for computations.

@@ -14,7 +14,7 @@ use moeworks_tensor::Tensor;
 
 use super::saved::{ExpertsPart, Saved};
 use super::{BackwardInput, MoeLayer, MoeSaved, WgradTarget};
-use crate::ep::{MergedChunks, RanksTask};
+use crate::ep::{MergedChunks, RanksBackwardInput, RanksSaved, RanksTask};
 use crate::router::{RouterGradTask, RouterGrads};
 use crate::shared::{SharedInputs, SharedTask, kept};
 use crate::weights::is_left_out;
@@ -50,6 +50,14 @@ struct ExpertsBack {
     /// `[T K]`: the gradient of each choice's weight.
     dweights: Tensor,
     task: ExpertsTask,
+    /// The gradient from the shared experts, if it was computed while rows travelled.
+    shared: Option<SharedBack>,
+}
+
+/// The gradient of the input that comes back from the shared experts, `[T, D]`, and the task of their weights.
+struct SharedBack {
+    dx: Tensor,
+    task: SharedTask,
 }
 
 impl MoeLayer {
@@ -70,7 +78,8 @@ impl MoeLayer {
         assert_eq!(dy.shape(), saved.x.shape(), "gradient of an MoE layer's output");
         // Convert once here, or every GEMM that takes it would convert it again.
         let dy = &into_type(ctx, dy.clone(), weights.gate_up.dtype());
-        let ExpertsBack { mut dx, mut dweights, task: experts } = self.experts_backward(ctx, weights, saved, dy, wgrad);
+        let ExpertsBack { mut dx, mut dweights, task: experts, shared } =
+            self.experts_backward(ctx, weights, saved, dy, wgrad);
         let zero_computation = saved.exact_x.as_ref().map(|x| {
             let (routing, dispatch) = (&saved.routing, &saved.dispatch);
             let choices = ZeroComputationChoices { config: &self.config, weights, routing, dispatch, x };
@@ -81,10 +90,10 @@ impl MoeLayer {
         let input = RouterInput::default();
         let router = self.router(weights, &input);
         let router = self.timed("router, backward", || router.backward(ctx, &saved.router, grads, &mut dx));
-        let shared = saved.shared.as_ref().zip(weights.shared.as_ref()).map(|(saved, weights)| {
-            let (shared_dx, task) = saved.backward(ctx, weights, self.config.activation, dy);
-            add_assign(ctx, &mut dx, &shared_dx);
-            task
+        let shared = shared.or_else(|| self.shared_backward(ctx, weights, saved, dy));
+        let shared = shared.map(|shared| {
+            add_assign(ctx, &mut dx, &shared.dx);
+            shared.task
         });
         let saved = Arc::clone(saved);
         let task = MoeGradTask {
@@ -108,13 +117,8 @@ impl MoeLayer {
         wgrad: Option<WgradTarget<'_>>,
     ) -> ExpertsBack {
         let experts_saved = match &saved.experts {
-            ExpertsPart::Ranks(saved) => {
-                let back = saved.backward(ctx, weights, self.config.activation, dy, wgrad);
-                return ExpertsBack {
-                    dx: back.dx,
-                    dweights: back.dweights,
-                    task: ExpertsTask::Ranks(Box::new(back.task)),
-                };
+            ExpertsPart::Ranks(on_ranks) => {
+                return self.backward_on_ranks(ctx, weights, RanksBack { layer: saved, saved: on_ranks, dy, wgrad });
             }
             ExpertsPart::Here(saved) => kept(saved),
         };
@@ -133,8 +137,38 @@ impl MoeLayer {
         }
         let dweights = choice_weight_grads(ctx, rows, &back.d_row_weights);
         let task = ExpertsTask::Here { dh: back.dh, weighed: back.weighed, is_done };
-        ExpertsBack { dx: back.dx, dweights, task }
+        ExpertsBack { dx: back.dx, dweights, task, shared: None }
     }
+
+    /// Computes the backward pass of experts on several ranks, and under the first exchange that of shared experts.
+    fn backward_on_ranks(&self, ctx: &Context, weights: &MoeWeights, input: RanksBack<'_>) -> ExpertsBack {
+        let RanksBack { layer, saved, dy, wgrad } = input;
+        let (mut shared, is_early) = (None, saved.ranks().computes_shared_under_dispatch());
+        let meanwhile = || shared = if is_early { self.shared_backward(ctx, weights, layer, dy) } else { None };
+        let input = RanksBackwardInput { activation: self.config.activation, dy, wgrad };
+        let back = saved.backward(ctx, weights, input, meanwhile);
+        let task = ExpertsTask::Ranks(Box::new(back.task));
+        ExpertsBack { dx: back.dx, dweights: back.dweights, task, shared }
+    }
+
+    /// Computes the gradient of the input from the shared experts, if there are any.
+    fn shared_backward(&self, ctx: &Context, weights: &MoeWeights, saved: &Saved, dy: &Tensor) -> Option<SharedBack> {
+        let (saved, weights) = saved.shared.as_ref().zip(weights.shared.as_ref())?;
+        let backward = || {
+            self.wait_as_for(|pace| pace.shared_backward_s);
+            saved.backward(ctx, weights, self.config.activation, dy)
+        };
+        let (dx, task) = self.timed("shared experts, backward", backward);
+        Some(SharedBack { dx, task })
+    }
+}
+
+/// The inputs of a backward pass of experts on several ranks.
+struct RanksBack<'a> {
+    layer: &'a Saved,
+    saved: &'a RanksSaved,
+    dy: &'a Tensor,
+    wgrad: Option<WgradTarget<'a>>,
 }
 
 impl WgradTarget<'_> {

@@ -25,6 +25,19 @@ struct Dispatched {
     dispatch: Dispatch,
 }
 
+/// The output of the experts, and that of the shared experts if it was computed while tokens travelled.
+struct ExpertsOutput {
+    y: Tensor,
+    part: ExpertsPart,
+    shared: Option<SharedOutput>,
+}
+
+/// The output of the shared experts `[T, D]`, f32, with what backward needs.
+struct SharedOutput {
+    y: Tensor,
+    saved: SharedSaved,
+}
+
 impl MoeLayer {
     /// Returns the layer's output `y [T, D]` (f32) for `x [T, D]` (f32 or bf16), and the state that backward needs.
     ///
@@ -57,9 +70,17 @@ impl MoeLayer {
         // A GPU adds it where it sums the experts' outputs; the CPU and expert-parallel layers add it at the end.
         let is_early = ctx.gpu().is_some() && ranks.is_none();
         let (early, late) = if is_early { (base, None) } else { (None, base) };
-        let (mut y, experts_saved) = self.experts_forward(ctx, ranks.as_ref(), experts, early);
+        let ExpertsOutput { mut y, part: experts_saved, shared } =
+            self.experts_forward(ctx, ranks.as_ref(), experts, early);
         let exact_x = self.add_zero_computation(ctx, experts, &dispatched.routing, &mut y);
-        let shared = add_shared(ctx, experts, &mut y);
+        let shared = match shared {
+            // The sum of the same two numbers as where the shared experts' output is added as it is computed.
+            Some(SharedOutput { y: of_shared, saved }) => {
+                add_assign(ctx, &mut y, &of_shared);
+                Some(saved)
+            }
+            None => self.add_shared(ctx, experts, &mut y),
+        };
         if let Some(base) = late {
             add_assign(ctx, &mut y, base);
         }
@@ -131,29 +152,44 @@ impl MoeLayer {
         ranks: Option<&LayerRanks>,
         input: ExpertsInput<'_>,
         base: Option<&Tensor>,
-    ) -> (Tensor, ExpertsPart) {
+    ) -> ExpertsOutput {
         if let Some(ranks) = ranks {
-            let (y, saved) = RanksSaved::forward(ctx, ranks, input);
-            return (y, ExpertsPart::Ranks(saved));
+            let mut shared = None;
+            // A GPU sums the outputs of shared experts onto those of the others as it computes them.
+            let is_early = ctx.gpu().is_none() && ranks.computes_shared_under_dispatch();
+            let meanwhile = || shared = if is_early { self.shared_output(ctx, input, None) } else { None };
+            let (y, saved) = RanksSaved::forward(ctx, ranks, input, meanwhile);
+            return ExpertsOutput { y, part: ExpertsPart::Ranks(saved), shared };
         }
         if let Some(remote) = &self.remote {
-            return (remote.forward(ctx, input), ExpertsPart::Here(None));
+            return ExpertsOutput { y: remote.forward(ctx, input), part: ExpertsPart::Here(None), shared: None };
         }
         let ExpertsInput { weights, activation, x, dispatch, is_forward_only, .. } = input;
         let (experts, biases) = (weights.experts(activation), weights.expert_biases());
         let options = ForwardOptions { biases, base, is_forward_only };
         let (y, saved) = experts_forward_with(ctx, x, experts, dispatch.rows(), options);
-        (y, ExpertsPart::Here(saved))
+        ExpertsOutput { y, part: ExpertsPart::Here(saved), shared: None }
     }
-}
 
-/// Adds the output of the shared experts to `y`, if there are any.
-fn add_shared(ctx: &Context, experts: ExpertsInput<'_>, y: &mut Tensor) -> Option<SharedSaved> {
-    let ExpertsInput { weights, x, activation, is_forward_only, .. } = experts;
-    let shared = weights.shared.as_ref()?;
-    let (sum, saved) = SharedSaved::forward(ctx, shared, SharedPass { x, base: y, activation, is_forward_only });
-    *y = sum;
-    Some(saved)
+    /// Adds the output of the shared experts to `y`, if there are any.
+    fn add_shared(&self, ctx: &Context, experts: ExpertsInput<'_>, y: &mut Tensor) -> Option<SharedSaved> {
+        let SharedOutput { y: sum, saved } = self.shared_output(ctx, experts, Some(y))?;
+        *y = sum;
+        Some(saved)
+    }
+
+    /// Computes the output of the shared experts, if there are any, added to `base` if given.
+    fn shared_output(&self, ctx: &Context, experts: ExpertsInput<'_>, base: Option<&Tensor>) -> Option<SharedOutput> {
+        let ExpertsInput { weights, x, activation, is_forward_only, .. } = experts;
+        let shared = weights.shared.as_ref()?;
+        let pass = SharedPass { x, base, activation, is_forward_only };
+        let forward = || {
+            self.wait_as_for(|pace| pace.shared_forward_s);
+            SharedSaved::forward(ctx, shared, pass)
+        };
+        let (y, saved) = self.timed("shared experts", forward);
+        Some(SharedOutput { y, saved })
+    }
 }
 
 /// Sums the weights of a routing's choices. The sums are computed at once if `are_wanted`, otherwise when they are

@@ -16,7 +16,7 @@ use moeworks_ops::experts::send_experts_ahead;
 use moeworks_ops::linear::Write;
 use moeworks_tensor::Tensor;
 
-use crate::ep::{LayerRanks, RemoteLayer};
+use crate::ep::{LayerRanks, Pace, RemoteLayer};
 use crate::router::ScoreRouter;
 use crate::{ConfigError, ExpertIds, LossGrad, MoeConfig, MoeWeights, RouterInput, Routing, RoutingError};
 pub use backward::MoeGradTask;
@@ -174,6 +174,13 @@ impl MoeLayer {
         match &self.ranks {
             Some(ranks) => ranks.time(name, work),
             None => work(),
+        }
+    }
+
+    /// Waits as long as a computation takes where waits stand for computations.
+    fn wait_as_for(&self, seconds: impl FnOnce(&Pace) -> f64) {
+        if let Some(ranks) = &self.ranks {
+            ranks.wait_as_for(1, seconds);
         }
     }
 

@@ -24,6 +24,7 @@ mod reference;
 mod remote;
 mod replay;
 mod schemes;
+mod travel;
 mod values;
 
 use moeworks_moe::{MoeConfig, MoeWeights, NamedTensor, RouterKind, SharedWeights};
