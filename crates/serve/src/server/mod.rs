@@ -11,7 +11,7 @@ mod failure;
 mod loading;
 mod logprobs;
 mod metrics;
-mod moe;
+pub(crate) mod moe;
 mod page;
 mod reply;
 pub(crate) mod routes;
