@@ -8,6 +8,7 @@ mod choice;
 pub(crate) mod connections;
 mod driver;
 mod failure;
+mod forms;
 mod loading;
 mod logprobs;
 mod metrics;
@@ -28,6 +29,8 @@ use std::time::Duration;
 
 pub use access::ApiKeys;
 pub use failure::FailureSignal;
+pub(crate) use forms::Forms;
+pub use forms::NamedForm;
 pub use loading::Loading;
 pub use served::ServedModel;
 pub use work::TurnEngine;
