@@ -7,6 +7,7 @@ mod fake_engine;
 mod faults;
 mod forms;
 mod gateway;
+mod hardening;
 mod http;
 mod logprobs;
 mod random_turns;
