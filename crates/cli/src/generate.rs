@@ -15,6 +15,8 @@ use moeworks_infer::routing_record::{RecordSource, RoutingRecorder};
 use crate::args::GenerateArgs;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
+use crate::files::text_of;
+use crate::form::form;
 use crate::generate_many::{self, Files};
 use crate::host::Call;
 use crate::model::with_options;
@@ -22,6 +24,9 @@ use crate::model_ranks::{ModelOptions, ModelRank, on_model_ranks};
 use crate::record;
 use crate::sampling::{Sampling, warn_of_unused};
 use crate::terminal::shown;
+
+/// Bytes of a file with a prompt at most.
+const MAX_PROMPT_BYTES: u64 = 256 << 20;
 
 pub(crate) fn run(args: &GenerateArgs, call: &Call<'_>) -> Result<ExitCode, Failure> {
     let options = ModelOptions { compute: &args.compute, ranks: &args.ranks };
@@ -35,10 +40,14 @@ pub(crate) fn run(args: &GenerateArgs, call: &Call<'_>) -> Result<ExitCode, Fail
 fn one_prompt(args: &GenerateArgs, rank: ModelRank<'_>) -> Result<ExitCode, Failure> {
     record::check(&args.record)?;
     let text = prompt_text(args)?;
+    let form = form(&args.form)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     let mut sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
     let model = rank.open(&source)?;
+    if let Some(form) = form {
+        sampling.hold_to(form, &model)?;
+    }
     warn_of_unused(&args.sampling, &defaults);
     tracing::info!("sampling: {}", sampling.description);
     let prompt = prompt_ids(&model, &text, args.special).map_err(with_options)?;
@@ -130,12 +139,7 @@ fn prompt_text(args: &GenerateArgs) -> Result<String, Failure> {
 }
 
 fn prompt_of_file(path: &Path) -> Result<String, Failure> {
-    let shown = path.display();
-    let bytes = std::fs::read(path).map_err(|error| Failure::input(format!("--prompt-file {shown}: {error}")))?;
-    let text = String::from_utf8(bytes).map_err(|error| {
-        let place = error.utf8_error().valid_up_to();
-        Failure::input(format!("--prompt-file {shown}: not UTF-8 at byte {place}; convert it, for example by iconv"))
-    })?;
+    let text = text_of("--prompt-file", path, MAX_PROMPT_BYTES)?;
     Ok(without_line_end(text.strip_prefix('\u{feff}').map_or(text.clone(), str::to_owned)))
 }
 

@@ -14,6 +14,7 @@ use moeworks_serve::{Engine, Limits};
 use crate::args::{GenerateArgs, LoadArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
+use crate::form::form;
 use crate::host::Call;
 use crate::model_ranks::ModelRank;
 use crate::record;
@@ -44,6 +45,7 @@ pub(crate) fn run(
     record::check(&args.record)?;
     let shown = data.display();
     let text = std::fs::read(data).map_err(|error| Failure::input(format!("--data {shown}: {error}")))?;
+    let form = form(&args.form)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     // Says what is wrong with the command's own settings before the model is loaded.
@@ -65,6 +67,7 @@ pub(crate) fn run(
         settings: args.sampling.settings(),
         stops: args.stop.clone(),
         reads_special: args.special,
+        form,
     };
     let prompts = read(&served, &text, &batch).map_err(|error| Failure::input(format!("--data {shown}, {error}")))?;
     if prompts.is_empty() {

@@ -30,6 +30,8 @@ mod estimate;
 mod evaluate;
 mod exit_code;
 mod failure;
+mod files;
+mod form;
 mod gateway;
 mod generate;
 mod generate_many;

@@ -1,7 +1,11 @@
 //! The sampling settings of `generate` and `chat`, from the command line and the model's files.
 
-use moeworks_infer::generation::{ResolvedSampling, Sampler};
-use moeworks_infer::open::FileDefaults;
+use std::sync::Arc;
+
+use moeworks_infer::constraint::{Constraint, Vocabulary};
+use moeworks_infer::generation::{LogitRules, ResolvedSampling, Sampler};
+use moeworks_infer::open::{FileDefaults, Model};
+use moeworks_serve::server::NamedForm;
 
 use crate::args::SamplingArgs;
 use crate::failure::Failure;
@@ -32,6 +36,17 @@ impl Sampling {
         let stops = settings.stop_texts(stops, defaults);
         let limit_of_model = defaults.sampling.max_new_tokens.filter(|_| !args.no_model_sampling);
         Ok(Self { sampler, description, stops, limit_of_model })
+    }
+
+    /// Holds answers of `model` to a form.
+    pub(crate) fn hold_to(&mut self, form: NamedForm, model: &Model) -> Result<(), Failure> {
+        let NamedForm { field, form } = form;
+        let vocabulary = Arc::new(Vocabulary::new(&model.tokenizer.token_table()));
+        let constraint =
+            Constraint::new(form, vocabulary).map_err(|error| Failure::input(format!("{field}: {error}")))?;
+        let rules = LogitRules { end_ids: model.stop_ids.clone(), ..LogitRules::default() };
+        self.sampler = self.sampler.clone().with_rules(rules).with_constraint(constraint);
+        Ok(())
     }
 }
 

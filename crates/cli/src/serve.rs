@@ -15,12 +15,15 @@ use moeworks_serve::{Engine, Limits, server};
 use crate::args::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
+use crate::files::text_of;
 use crate::host::Call;
 use crate::listening::{Address, bind, check_metrics_prefix, seconds};
 use crate::log;
 use crate::model_ranks::{LastWords, ModelOptions, ModelRank, on_model_ranks};
 use crate::record;
 
+/// Bytes of a file of keys at most.
+const MAX_KEY_BYTES: u64 = 1 << 20;
 /// The smallest number of blocks of keys and values.
 const MIN_BLOCKS: usize = 4;
 /// The largest number of blocks that can be numbered.
@@ -114,8 +117,7 @@ fn keys(args: &AccessArgs) -> Result<ApiKeys, Failure> {
     let mut keys = args.api_key.clone();
     if let Some(path) = &args.api_key_file {
         let shown = path.display();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Failure::input(format!("--api-key-file {shown}: {error}")))?;
+        let text = text_of("--api-key-file", path, MAX_KEY_BYTES)?;
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
         let before = keys.len();
         keys.extend(lines.map(str::to_owned));

@@ -7,6 +7,7 @@ use moeworks_model::{BatchError, LoadError, TokenizerError};
 use moeworks_moe::ConfigError;
 
 use crate::chat::{ChatError, SandboxError};
+use crate::constraint::ConstraintError;
 use crate::data::{DataError, SpanTokensError};
 use crate::routing_record::RecordError;
 use crate::store::StoreError;
@@ -105,6 +106,9 @@ pub enum InferError {
         /// The tokens that fit.
         room: usize,
     },
+    /// The answer cannot keep to its form.
+    #[error(transparent)]
+    Form(#[from] ConstraintError),
     /// The text cannot be read.
     #[error(transparent)]
     Data(#[from] DataError),

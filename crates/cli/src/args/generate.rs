@@ -65,6 +65,7 @@ impl SamplingArgs {
 #[derive(Debug, Args)]
 #[command(before_help = "Usual use:\n  moeworks generate MODEL --prompt \"Once upon a time\"\n  \
                          moeworks generate MODEL --prompt-file question.txt --max-tokens 500 --stop \"###\"\n  \
+                         moeworks generate MODEL --prompt \"Name and age: \" --json-schema '{\"type\": \"object\", ...}'\n  \
                          moeworks generate MODEL --data prompts.jsonl --out answers.jsonl")]
 pub(crate) struct GenerateArgs {
     /// Model: a run, a checkpoint, a model folder or a GGUF file
@@ -85,6 +86,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     pub(crate) special: bool,
     #[command(flatten)]
+    pub(crate) form: FormArgs,
+    #[command(flatten)]
     pub(crate) batch: BatchArgs,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
@@ -96,12 +99,34 @@ pub(crate) struct GenerateArgs {
     pub(crate) ranks: RankArgs,
 }
 
+/// The form that answers are held to: one of these.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Form of the answer")]
+#[group(multiple = false)]
+pub(crate) struct FormArgs {
+    /// Answer with JSON of this schema: a file, or the schema itself, such as '{"type": "integer"}'
+    #[arg(long, value_name = "FILE|JSON")]
+    pub(crate) json_schema: Option<String>,
+    /// Answer with an object of JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Answer with a text that this regular expression matches as a whole, such as '[0-9]{1,3}( C| F)'
+    #[arg(long, value_name = "R", allow_hyphen_values = true)]
+    pub(crate) regex: Option<String>,
+    /// Answer with a text of the rule `root` of the grammar in this file, in llama.cpp's notation (GBNF)
+    #[arg(long, visible_alias = "grammar-file", value_name = "FILE")]
+    pub(crate) grammar: Option<PathBuf>,
+    /// Answer with one of these texts, as in `--choices yes,no`
+    #[arg(long, value_name = "A,B", value_delimiter = ',', allow_hyphen_values = true)]
+    pub(crate) choices: Vec<String>,
+}
+
 /// The options of many prompts at once.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Many prompts")]
 pub(crate) struct BatchArgs {
-    /// A file of prompts, a JSON object a line: prompt or messages, and perhaps id, max_tokens, seed and sampling
-    /// settings
+    /// A file of prompts, a JSON object a line: prompt or messages, and perhaps id, max_tokens, seed, sampling
+    /// settings and a form (json_schema, regex, grammar or guided_choice)
     #[arg(long, value_name = "FILE", requires = "out", conflicts_with_all = ["prompt", "prompt_file"])]
     pub(crate) data: Option<PathBuf>,
     /// The file of answers, a JSON object a line in the order of the prompts; it is there when it is complete
@@ -146,6 +171,8 @@ pub(crate) struct ChatArgs {
     /// Do not read or write the history of typed lines ($XDG_STATE_HOME/moeworks/history)
     #[arg(long)]
     pub(crate) no_history: bool,
+    #[command(flatten)]
+    pub(crate) form: FormArgs,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
     #[command(flatten)]

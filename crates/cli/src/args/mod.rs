@@ -32,7 +32,7 @@ pub(crate) use bench::{
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;
 pub(crate) use gateway::GatewayArgs;
-pub(crate) use generate::{ChatArgs, GenerateArgs, SamplingArgs};
+pub(crate) use generate::{ChatArgs, FormArgs, GenerateArgs, SamplingArgs};
 pub(crate) use help::command;
 pub(crate) use inspect::{DoctorArgs, EvaluateArgs, InspectArgs, ShardingArgs};
 pub(crate) use machine::{CheckArgs, CheckWeights, ComputeArgs, MachineArgs, RankArgs};

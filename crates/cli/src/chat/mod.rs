@@ -16,6 +16,7 @@ use self::input::{Input, Typed};
 use crate::args::ChatArgs;
 use crate::exit_code::ExitCode;
 use crate::failure::{Failure, say_error};
+use crate::form::form;
 use crate::generate::print_piece;
 use crate::host::Call;
 use crate::interrupts::ChatSignals;
@@ -35,15 +36,23 @@ pub(crate) fn run(args: &ChatArgs, call: &Call<'_>) -> Result<ExitCode, Failure>
 
 /// Chats on the rank that makes the passes.
 fn one_rank(args: &ChatArgs, rank: ModelRank<'_>, call: &Call<'_>) -> Result<ExitCode, Failure> {
+    let form = form(&args.form)?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
-    let sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
+    let mut sampling = Sampling::resolve(&args.sampling, &args.stop, &defaults)?;
     if args.max_tokens == Some(TokenLimit::Tokens(0)) {
         return Err(Failure::input("--max-tokens 0: an answer needs at least 1 token, or -1 for as many as fit"));
     }
     let model = rank.open(&source)?;
     warn_of_unused(&args.sampling, &defaults);
     let template = template(args, &source, &model)?;
+    if let Some(form) = form {
+        if model.tokenizer.has_channels() {
+            let field = form.field;
+            return Err(Failure::input(format!("{field}: the model answers in channels, which a form does not know")));
+        }
+        sampling.hold_to(form, &model)?;
+    }
     let input = Input::open(!args.no_history)?;
     greet(&input, &sampling);
     let Sampling { sampler, stops, limit_of_model, .. } = sampling;

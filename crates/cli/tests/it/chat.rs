@@ -10,7 +10,7 @@ const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ e
                         {% if add_generation_prompt %}assistant:{% endif %}";
 
 /// Runs the program with `input` on standard input.
-fn piped(work: &Workplace, args: &[&str], input: &str) -> Output {
+pub(crate) fn piped(work: &Workplace, args: &[&str], input: &str) -> Output {
     let mut command = work.command(args);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("the program starts");

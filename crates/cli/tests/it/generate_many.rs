@@ -82,6 +82,8 @@ fn a_bad_line_is_one_error_with_its_number_and_nothing_is_written() {
     let wrong = [
         ("{\"prompt\": 3}", "prompt = 3"),
         ("{\"prompt\": \"x\", \"stream\": true}", "\"stream\" is not known"),
+        ("{\"prompt\": \"x\", \"regex\": \"(\"}", "regex: the regular expression"),
+        ("{\"prompt\": \"x\", \"json_schema\": 5}", "json_schema = 5"),
         ("{\"prompt\": \"x\", \"temperature\": -1}", "temperature = -1"),
         ("{\"prompt\": \"x\", \"max_tokens\": 100000}", "give at most 255"),
         ("{\"prompt\": [100000]}", "100000"),

@@ -15,6 +15,7 @@ mod device;
 mod examples;
 mod expert_ranks;
 mod extremes;
+mod forms;
 mod gateway;
 mod generate_many;
 mod in_a_row;

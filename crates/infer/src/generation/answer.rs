@@ -51,7 +51,7 @@ pub fn prompt_ids(model: &Model, text: &str, reads_special: bool) -> Result<Vec<
 /// token adds, which may be empty.
 ///
 /// # Errors
-/// Fails as [`generate`] does. If a result is not a number, the error names the tensor with NaN or infinity, if there
+/// Fails as [`generate`] does, and if no token continues the form that `sampler` holds the answer to. If a result is not a number, the error names the tensor with NaN or infinity, if there
 /// is one.
 pub fn answer(
     model: &Model,
@@ -77,7 +77,7 @@ pub fn answer(
     });
     let generated =
         generated.map_err(|error| if error == BatchError::NotANumber { model.not_a_number() } else { error.into() })?;
-    if let Some(error) = failure {
+    if let Some(error) = failure.or_else(|| sampler.failure().cloned().map(InferError::Form)) {
         return Err(error);
     }
     let rest = writer.finish()?;
@@ -86,8 +86,9 @@ pub fn answer(
     }
     let end = match generated.reason {
         _ if writer.is_stopped() => End::StopText,
-        StopReason::StopId => End::StopToken,
-        StopReason::MaxTokens => End::Limit,
+        // A form that is complete ends the answer as a token does.
+        StopReason::StopId | StopReason::HasForm => End::StopToken,
+        StopReason::MaxTokens | StopReason::NoToken => End::Limit,
         StopReason::Asked => End::Interrupted,
     };
     Ok(Answer { text: writer.into_text(), num_tokens: generated.ids.len(), end })

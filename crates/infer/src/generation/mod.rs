@@ -67,6 +67,10 @@ pub enum StopReason {
     MaxTokens,
     /// `on_token` asked for it.
     Asked,
+    /// The text has the form that the sampler holds it to, and can do nothing but end.
+    HasForm,
+    /// No token continues the form that the sampler holds the text to ([`Sampler::failure`]).
+    NoToken,
 }
 
 /// Ids that were generated.
@@ -267,12 +271,17 @@ pub fn generate_with<E: From<BatchError>>(
         if has_nan {
             return Err(E::from(BatchError::NotANumber));
         }
-        ids.push(id);
-        if on_token(id).is_break() {
-            return Ok(Generated { ids, reason: StopReason::Asked });
+        if sampler.failure().is_some() {
+            return Ok(Generated { ids, reason: StopReason::NoToken });
         }
-        if stop_ids.contains(&id) {
-            return Ok(Generated { ids, reason: StopReason::StopId });
+        ids.push(id);
+        let reason = match on_token(id) {
+            ControlFlow::Break(()) => Some(StopReason::Asked),
+            ControlFlow::Continue(()) if stop_ids.contains(&id) => Some(StopReason::StopId),
+            ControlFlow::Continue(()) => sampler.is_complete().then_some(StopReason::HasForm),
+        };
+        if let Some(reason) = reason {
+            return Ok(Generated { ids, reason });
         }
         if ids.len() < max_new_tokens {
             logits = next(&[id])?;

@@ -40,7 +40,9 @@ pub struct Sampler {
     /// The tokens so far, if penalties count them.
     history: Option<History>,
     rules: LogitRules,
-    /// The form that the text is held to.
+    /// The form that the text is held to, before its first token.
+    form: Option<Constraint>,
+    /// The place of the text in its form.
     constraint: Option<Constraint>,
     /// Says why the text cannot keep to its form, once it cannot.
     failure: Option<ConstraintError>,
@@ -71,6 +73,7 @@ impl Sampler {
             filters,
             history,
             rules: LogitRules::default(),
+            form: None,
             constraint: None,
             failure: None,
             random,
@@ -85,10 +88,10 @@ impl Sampler {
         Self { rules, ..self }
     }
 
-    /// Draws only what keeps to a form. The sampler is for one sequence then.
+    /// Draws only what keeps to a form; each sequence has it.
     #[must_use]
     pub fn with_constraint(self, constraint: Constraint) -> Self {
-        Self { constraint: Some(constraint), ..self }
+        Self { form: Some(constraint.clone()), constraint: Some(constraint), ..self }
     }
 
     /// Returns whether the sequence has its form and can do nothing but end.
@@ -107,6 +110,7 @@ impl Sampler {
     /// Begins a sequence with `prompt`, whose tokens the repetition penalty counts. The random numbers continue.
     pub fn begin(&mut self, prompt: &[u32]) {
         self.sequence_len = 0;
+        (self.constraint, self.failure) = (self.form.clone(), None);
         if let Some(history) = &mut self.history {
             history.begin(prompt);
         }

@@ -6,7 +6,7 @@ use super::completion::missing;
 use super::fields::Fields;
 use super::form::Ordered;
 use super::json::parse_object;
-use super::{ApiError, ChatPrompt, ErrorKind, Prompt, PromptOptions, Sampling};
+use super::{ApiError, ChatPrompt, ErrorKind, FormRequest, Prompt, PromptOptions, Sampling};
 
 /// Bytes of an id at most.
 const MAX_ID: usize = 1024;
@@ -20,6 +20,8 @@ pub struct Line {
     pub prompt: LinePrompt,
     /// Says how tokens are drawn, and where the answer ends.
     pub sampling: Sampling,
+    /// The form that the answer is held to, if it has one of its own.
+    pub form: Option<FormRequest>,
 }
 
 /// The text or conversation of a line.
@@ -43,16 +45,17 @@ impl Line {
             return Err(ApiError::field("id", wrong, &format!("a text of at most {MAX_ID} bytes or a whole number")));
         }
         let sampling = Sampling::take(&mut fields)?;
+        let form = FormRequest::take(&mut fields, &ordered)?;
         let prompt = match fields.take("prompt") {
             Some(value) => LinePrompt::Text(Prompt::one(&value)?, PromptOptions::take(&mut fields)?),
             None => LinePrompt::Chat(conversation(&mut fields, &ordered)?),
         };
         fields.finish()?;
-        Ok(Self { id, prompt, sampling })
+        Ok(Self { id, prompt, sampling, form })
     }
 }
 
-/// Takes a conversation. No answer is held to a form here.
+/// Takes a conversation. No answer has to be a call: calls are not read from the answers of a file.
 fn conversation(fields: &mut Fields, ordered: &Ordered<'_>) -> Result<ChatPrompt, ApiError> {
     let prompt = ChatPrompt::take(fields, ordered).map_err(of_both)?;
     match prompt.tools.form() {

@@ -1,13 +1,17 @@
 //! Reading a file of prompts, all of it before anything is computed.
 
-use moeworks_infer::generation::max_new_tokens;
-use moeworks_infer::generation::{LogitRules, Sampler, SamplingOptions, SamplingSettings, TokenLimit, TokenLimits};
+use std::sync::Arc;
+
+use moeworks_infer::constraint::Constraint;
+use moeworks_infer::generation::{
+    LogitRules, Sampler, SamplingOptions, SamplingSettings, TokenLimit, TokenLimits, max_new_tokens,
+};
 use serde_json::Value;
 
 use super::PromptInfo;
-use crate::api::{ApiError, ErrorKind, Line, LinePrompt, Sampling};
+use crate::api::{ApiError, ErrorKind, FormRequest, Line, LinePrompt, Sampling};
 use crate::engine::Request;
-use crate::server::ServedModel;
+use crate::server::{Forms, NamedForm, ServedModel};
 
 /// The settings of prompts that do not give their own.
 #[derive(Clone, Debug, Default)]
@@ -20,6 +24,8 @@ pub struct BatchDefaults {
     pub stops: Vec<String>,
     /// True if a special token that a text spells becomes this token.
     pub reads_special: bool,
+    /// The form that answers are held to.
+    pub form: Option<NamedForm>,
 }
 
 /// A prompt of a file.
@@ -48,12 +54,12 @@ pub struct BatchError {
 /// Names the first line that is wrong.
 pub fn read(served: &ServedModel, text: &[u8], defaults: &BatchDefaults) -> Result<Vec<BatchPrompt>, BatchError> {
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
-    let mut prompts = Vec::new();
+    let (forms, mut prompts) = (Forms::default(), Vec::new());
     for (index, line) in text.split(|&byte| byte == b'\n').enumerate() {
         if line.iter().all(u8::is_ascii_whitespace) {
             continue;
         }
-        let line = Place { number: index + 1, index: prompts.len(), line };
+        let line = Place { number: index + 1, index: prompts.len(), line, forms: &forms };
         let prompt = prompt(served, &line, defaults);
         prompts.push(prompt.map_err(|error| BatchError { line: line.number, message: in_a_file(error) })?);
     }
@@ -65,6 +71,30 @@ struct Place<'a> {
     number: usize,
     index: usize,
     line: &'a [u8],
+    /// The forms of the lines before it.
+    forms: &'a Forms,
+}
+
+impl Place<'_> {
+    /// The beginning of an answer that is held to its line's form, or that of the command.
+    fn constraint(
+        &self,
+        served: &ServedModel,
+        own: Option<&FormRequest>,
+        given: Option<&NamedForm>,
+        is_chat: bool,
+    ) -> Result<Option<Constraint>, ApiError> {
+        let form = match own {
+            Some(own) => NamedForm { field: own.field.clone(), form: self.forms.form(own)? },
+            None => match given {
+                Some(given) => given.clone(),
+                None => return Ok(None),
+            },
+        };
+        let tokenizer = &served.model.tokenizer;
+        let vocabulary = self.forms.vocabulary(|| Arc::new(tokenizer.token_table()));
+        form.constraint(vocabulary, is_chat && tokenizer.has_channels()).map(Some)
+    }
 }
 
 /// The message of an error in the words of a file.
@@ -76,9 +106,10 @@ fn in_a_file(error: ApiError) -> String {
 }
 
 fn prompt(served: &ServedModel, place: &Place<'_>, defaults: &BatchDefaults) -> Result<BatchPrompt, ApiError> {
-    let Line { id, prompt, sampling } = Line::parse(place.line)?;
+    let Line { id, prompt, sampling, form } = Line::parse(place.line)?;
     sampling.check_vocabulary(served.model.tokenizer.vocab_size())?;
     let is_chat = matches!(prompt, LinePrompt::Chat(_));
+    let constraint = place.constraint(served, form.as_ref(), defaults.form.as_ref(), is_chat)?;
     let tokens = match prompt {
         LinePrompt::Text(text, mut options) => {
             options.reads_special_tokens |= defaults.reads_special;
@@ -97,7 +128,8 @@ fn prompt(served: &ServedModel, place: &Place<'_>, defaults: &BatchDefaults) -> 
             format!("prompt and answer of {num_tokens} and {max_new_tokens} tokens: there is room for {most}");
         return Err(ApiError::new(ErrorKind::TooLong, message));
     }
-    let request = Start { tokens, max_new_tokens, index: place.index }.request(served, &sampling, defaults)?;
+    let start = Start { tokens, max_new_tokens, index: place.index, constraint };
+    let request = start.request(served, &sampling, defaults)?;
     Ok(BatchPrompt {
         id: id.unwrap_or_else(|| place.number.into()),
         info: PromptInfo { num_tokens, is_chat },
@@ -116,6 +148,7 @@ struct Start {
     max_new_tokens: usize,
     /// The number of the prompt, from 0.
     index: usize,
+    constraint: Option<Constraint>,
 }
 
 impl Start {
@@ -131,11 +164,15 @@ impl Start {
             end_ids: stop_ids.clone(),
             min_tokens: line.min_tokens as u64,
         };
+        let sampler = sampler.with_rules(rules);
         let stops: Vec<String> = line.stops.iter().chain(&given.stops).cloned().collect();
         Ok(Request {
             prompt: self.tokens,
             max_new_tokens: self.max_new_tokens,
-            sampler: sampler.with_rules(rules),
+            sampler: match self.constraint {
+                Some(constraint) => sampler.with_constraint(constraint),
+                None => sampler,
+            },
             stops: settings.stop_texts(&stops, &served.defaults),
             stop_ids,
             priority: 0,

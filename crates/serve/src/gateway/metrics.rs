@@ -15,6 +15,8 @@ pub(super) struct Metrics {
     pub(super) moved: AtomicU64,
     /// Requests that nobody could answer.
     pub(super) unanswered: AtomicU64,
+    /// Requests that were sent away because too many were under way.
+    pub(super) refused: AtomicU64,
 }
 
 /// The figures of a replica.
@@ -40,6 +42,7 @@ impl Metrics {
             kept: AtomicU64::new(0),
             moved: AtomicU64::new(0),
             unanswered: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
         }
     }
 
@@ -56,6 +59,8 @@ impl Metrics {
         page.sample("gateway_requests", "", num_requests as u64);
         page.head("counter", "gateway_unanswered_total", "Requests that no replica could answer.");
         page.sample("gateway_unanswered_total", "", read(&self.unanswered));
+        page.head("counter", "gateway_refused_total", "Requests sent away because too many were under way.");
+        page.sample("gateway_refused_total", "", read(&self.refused));
         page.head(
             "counter",
             "gateway_prefix_total",

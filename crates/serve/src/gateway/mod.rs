@@ -8,6 +8,7 @@ mod affinity;
 mod answer;
 mod client;
 mod health;
+mod load;
 mod metrics;
 mod proxy;
 mod replicas;
@@ -134,6 +135,7 @@ impl Gateway {
             return Err(ApiError::new(ErrorKind::Unavailable, "the gateway is shutting down"));
         }
         if before >= self.options.max_requests {
+            metrics::count(&self.metrics.refused);
             return Err(ApiError::new(ErrorKind::QueueFull, "too many requests are under way: try again later"));
         }
         Ok(ticket)

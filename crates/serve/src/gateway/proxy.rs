@@ -8,8 +8,8 @@ use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{Request, State};
 use axum::http::header::{
-    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE,
+    AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
+    TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, Uri, request};
 use axum::middleware::{Next, from_fn_with_state};
@@ -22,6 +22,7 @@ use serde_json::json;
 use super::affinity::Key;
 use super::answer::{Begun, begin};
 use super::client::ClientError;
+use super::load::load;
 use super::metrics::count;
 use super::replicas::{Chosen, Replica};
 use super::{Gateway, Ticket, no_replica};
@@ -38,6 +39,7 @@ pub(super) fn router(gateway: Arc<Gateway>) -> Router {
         .route("/health", get(health))
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))
+        .route("/moe/load", get(moe_load))
         .fallback(pass_on)
         .layer(from_fn_with_state(Arc::clone(&gateway), let_in))
         .with_state(gateway)
@@ -62,6 +64,13 @@ async fn ready(State(gateway): State<Arc<Gateway>>) -> Result<Response, ApiError
 async fn metrics(State(gateway): State<Arc<Gateway>>) -> Response {
     let text = gateway.metrics.text(&gateway.replicas, gateway.num_requests.load(Ordering::SeqCst));
     ([(axum::http::header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+}
+
+async fn moe_load(State(gateway): State<Arc<Gateway>>, request: Request) -> Result<Response, ApiError> {
+    let ticket = gateway.begin()?;
+    let load = load(&gateway, request.headers().get(AUTHORIZATION)).await;
+    drop(ticket);
+    load
 }
 
 /// A request as each replica that is asked gets it.

@@ -5,13 +5,14 @@ use std::pin::pin;
 use std::time::Instant;
 
 use futures_util::future::{Either, select};
-use moeworks_infer::constraint::{Constraint, ConstraintError};
+use moeworks_infer::constraint::Constraint;
 use moeworks_infer::generation::End;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::app::{App, Ticket, now};
 use super::choice::{Choice, NewToken, Shown};
 use super::driver::{Command, Event, NewAnswer, Piece, Reply};
+use super::forms::NamedForm;
 use super::reply::{Echo, Envelope, Kind, Usage};
 use crate::api::{ApiError, ChatRequest, Common, CompletionRequest, ErrorKind};
 use crate::engine::{Request, WantedLogprobs};
@@ -166,13 +167,8 @@ struct Start<'a> {
 /// The beginning of the form that answers are held to.
 fn constraint(app: &App, common: &Common, kind: Kind) -> Result<Option<Constraint>, ApiError> {
     let Some(request) = &common.form else { return Ok(None) };
-    if kind == (Kind::Chat { has_channels: true }) {
-        let message = format!("{}: the model answers in channels, which a form does not know", request.field);
-        return Err(ApiError::new(ErrorKind::Unsupported, message).of(&request.field));
-    }
-    let constraint = Constraint::new(app.form(request)?, app.vocabulary());
-    let wrong = |error: ConstraintError| ApiError::new(ErrorKind::Invalid, error.to_string()).of(&request.field);
-    constraint.map(Some).map_err(wrong)
+    let form = NamedForm { field: request.field.clone(), form: app.forms.form(request)? };
+    form.constraint(app.vocabulary(), kind == (Kind::Chat { has_channels: true })).map(Some)
 }
 
 /// Makes a sequence's request of the fields of a client's.

@@ -5,19 +5,17 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use moeworks_infer::constraint::{Form, Vocabulary};
+use moeworks_infer::constraint::Vocabulary;
 use moeworks_model::TokenTable;
 
 use super::ServerOptions;
 use super::access::Hosts;
 use super::connections::Serving;
 use super::driver::Command;
+use super::forms::Forms;
 use super::metrics::Metrics;
 use super::served::ServedModel;
-use crate::api::{ApiError, ErrorKind, FormKind, FormRequest};
-
-/// Forms of answers that are kept.
-const MAX_FORMS: usize = 8;
+use crate::api::{ApiError, ErrorKind};
 
 /// The state that all requests share.
 pub(crate) struct App {
@@ -31,9 +29,7 @@ pub(crate) struct App {
     commands: Mutex<Sender<Command>>,
     /// The bytes of tokens, made when they are first asked for.
     tokens: OnceLock<Arc<TokenTable>>,
-    vocabulary: OnceLock<Arc<Vocabulary>>,
-    /// Forms that answers were held to, the last one at the end.
-    forms: Mutex<Vec<(FormKind, Form)>>,
+    pub(crate) forms: Forms,
     /// Set where no further requests are taken.
     is_draining: AtomicBool,
     /// Set where the engine's thread has ended.
@@ -68,8 +64,7 @@ impl App {
             load: Load::default(),
             commands: Mutex::new(link.commands),
             tokens: OnceLock::new(),
-            vocabulary: OnceLock::new(),
-            forms: Mutex::default(),
+            forms: Forms::default(),
             is_draining: AtomicBool::new(false),
             is_engine_gone: link.is_gone,
             id_key: random_key(),
@@ -84,25 +79,7 @@ impl App {
 
     /// The tokens as forms look at them. The first call takes a while.
     pub(crate) fn vocabulary(&self) -> Arc<Vocabulary> {
-        Arc::clone(self.vocabulary.get_or_init(|| Arc::new(Vocabulary::new(&self.tokens()))))
-    }
-
-    /// The form of a request. What is known of the last ones is kept.
-    pub(crate) fn form(&self, request: &FormRequest) -> Result<Form, ApiError> {
-        let known = |forms: &[(FormKind, Form)]| forms.iter().position(|(kind, _)| *kind == request.kind);
-        let lock = || self.forms.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut forms = lock();
-        if let Some(place) = known(&forms) {
-            forms[place..].rotate_left(1);
-            return Ok(forms[forms.len() - 1].1.clone());
-        }
-        drop(forms);
-        let form = request.form()?;
-        let mut forms = lock();
-        forms.push((request.kind.clone(), form.clone()));
-        let num_old = forms.len().saturating_sub(MAX_FORMS);
-        forms.drain(..num_old);
-        Ok(form)
+        self.forms.vocabulary(|| self.tokens())
     }
 
     /// Checks that requests are taken.

@@ -33,6 +33,8 @@ struct ChoiceTools {
     /// Calls at most; further ones are left out.
     most: usize,
     calls: Vec<ToolCall>,
+    /// Says whether the call under way is left out.
+    is_beyond: bool,
     /// The text without them.
     text: String,
 }
@@ -53,11 +55,11 @@ pub(crate) struct Shown {
 }
 
 /// A call that begins, or goes on.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CallDelta {
     /// Its number among those of the answer.
     pub(crate) index: usize,
-    /// The name of the tool, where the call begins.
+    /// The name of the tool, where the call begins. Its arguments are empty then.
     pub(crate) name: Option<String>,
     pub(crate) arguments: String,
 }
@@ -65,7 +67,7 @@ pub(crate) struct CallDelta {
 impl Choice {
     /// An empty answer whose calls a parser reads, up to `most`.
     pub(crate) fn with_tools(parser: ToolParser, most: usize) -> Self {
-        let tools = ChoiceTools { parser, most, calls: Vec::new(), text: String::new() };
+        let tools = ChoiceTools { parser, most, calls: Vec::new(), is_beyond: false, text: String::new() };
         Self { tools: Some(tools), ..Self::default() }
     }
 
@@ -124,12 +126,15 @@ impl ChoiceTools {
                     self.text += &text;
                     shown.text += &text;
                 }
-                ToolEvent::Call(call) if self.calls.len() < self.most => {
-                    let (index, name) = (self.calls.len(), Some(call.name.clone()));
-                    shown.calls.push(CallDelta { index, name, arguments: call.arguments.clone() });
-                    self.calls.push(call);
+                ToolEvent::Call(name) => {
+                    self.is_beyond = self.calls.len() >= self.most;
+                    if !self.is_beyond {
+                        let index = self.calls.len();
+                        self.calls.push(ToolCall { name: name.clone(), arguments: String::new() });
+                        shown.calls.push(CallDelta { index, name: Some(name), arguments: String::new() });
+                    }
                 }
-                ToolEvent::Call(_) => {}
+                ToolEvent::Arguments(_) if self.is_beyond => {}
                 ToolEvent::Arguments(more) => {
                     let index = self.calls.len().saturating_sub(1);
                     if let Some(call) = self.calls.last_mut() {
@@ -167,17 +172,14 @@ impl CallPlace<'_> {
         calls.iter().enumerate().map(one).collect()
     }
 
-    /// The calls of a piece.
-    pub(crate) fn piece(self, calls: &[CallDelta]) -> Value {
-        let one = |call: &CallDelta| {
-            let CallDelta { index, name, arguments } = call;
-            match name {
-                Some(name) => json!({"index": index, "id": self.call_id(*index), "type": "function",
-                                     "function": {"name": name, "arguments": arguments}}),
-                None => json!({"index": index, "function": {"arguments": arguments}}),
-            }
-        };
-        calls.iter().map(one).collect()
+    /// The call of a piece.
+    pub(crate) fn piece(self, call: &CallDelta) -> Value {
+        let CallDelta { index, name, arguments } = call;
+        match name {
+            Some(name) => json!([{"index": index, "id": self.call_id(*index), "type": "function",
+                                  "function": {"name": name, "arguments": arguments}}]),
+            None => json!([{"index": index, "function": {"arguments": arguments}}]),
+        }
     }
 }
 
@@ -219,8 +221,10 @@ mod tests {
         let call = "<tool_call>{\"name\": \"f\"}</tool_call>";
         assert_eq!(push(&mut choice, "Hm. <tool", None).text, "Hm.");
         let shown = push(&mut choice, &format!("{}{call}", &call[5..]), None);
-        let delta = CallDelta { index: 0, name: Some("f".into()), arguments: "{}".into() };
-        assert_eq!(shown, Shown { text: String::new(), calls: vec![delta] });
+        let begin = CallDelta { name: Some("f".into()), ..CallDelta::default() };
+        let more = CallDelta { arguments: "{}".into(), ..CallDelta::default() };
+        assert_eq!(shown, Shown { text: String::new(), calls: vec![begin, more] });
+        assert_eq!(choice.calls(), [ToolCall { name: "f".into(), arguments: "{}".into() }]);
         assert_eq!(choice.finish_reason(), None);
         push(&mut choice, "", Some(End::StopToken));
         assert_eq!((choice.finish_reason(), choice.calls().len()), (Some("tool_calls"), 1));

@@ -8,15 +8,34 @@ use crate::experts::{ExpertLoad, LayerLoad};
 /// Says what experts computed since the server began, with the figures that its page shows beside them. A model
 /// without experts has no layers here.
 pub(crate) fn load(app: &App) -> Value {
-    let layers = layers(app.metrics.experts());
+    load_json(&LoadOfModel {
+        model: app.served.name(),
+        top_k: app.served.model.decoder.config().top_k as u64,
+        layers: &layers(app.metrics.experts()),
+        serving: app.metrics.serving(),
+    })
+}
+
+/// The load of a model's experts, with the figures of its server.
+pub(crate) struct LoadOfModel<'a> {
+    pub(crate) model: &'a str,
+    /// Experts of a token.
+    pub(crate) top_k: u64,
+    pub(crate) layers: &'a [LayerLoad],
+    pub(crate) serving: Value,
+}
+
+/// The JSON of a load.
+pub(crate) fn load_json(load: &LoadOfModel<'_>) -> Value {
+    let LoadOfModel { model, top_k, layers, serving } = load;
     json!({
         "object": "moe.load",
-        "model": app.served.name(),
+        "model": model,
         "num_experts": layers.first().map_or(0, |layer| layer.tokens_per_expert.len()),
-        "top_k": app.served.model.decoder.config().top_k,
-        "balancedness": (!layers.is_empty()).then(|| balancedness(&layers)),
+        "top_k": top_k,
+        "balancedness": (!layers.is_empty()).then(|| balancedness(layers)),
         "layers": layers.iter().map(layer_json).collect::<Vec<_>>(),
-        "serving": app.metrics.serving(),
+        "serving": serving,
     })
 }
 

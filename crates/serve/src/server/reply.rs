@@ -6,7 +6,7 @@ use moeworks_model::TokenTable;
 use serde_json::{Value, json};
 
 use super::base64;
-use super::choice::{CallPlace, Choice, Shown};
+use super::choice::{CallDelta, CallPlace, Choice, Shown};
 use super::logprobs::{CompletionTokens, chat_json, completion_json};
 use crate::experts::RoutedExperts;
 
@@ -165,6 +165,7 @@ impl Envelope {
     /// then.
     pub(crate) fn chunk(&self, delta: &Delta<'_>, usage: Option<Option<Usage>>) -> Value {
         let &Delta { choice, shown, tokens, finish_reason, is_first, ref logprobs, experts } = delta;
+        let finish_reason = finish_reason.filter(|_| shown.calls.len() <= 1);
         let mut json = json!({"index": choice, "finish_reason": finish_reason, "logprobs": logprobs});
         let echo = self.echo(choice).filter(|_| is_first).map_or("", |echo| &echo.text);
         match self.kind {
@@ -187,10 +188,24 @@ impl Envelope {
         if !shown.text.is_empty() || (is_first && shown.calls.is_empty()) {
             delta["content"] = shown.text.as_str().into();
         }
-        if !shown.calls.is_empty() {
-            delta["tool_calls"] = CallPlace { id: &self.id, choice }.piece(&shown.calls);
+        // Clients expect one piece of a call at a time: further ones have chunks of their own.
+        if let Some(call) = shown.calls.first() {
+            delta["tool_calls"] = CallPlace { id: &self.id, choice }.piece(call);
         }
         delta
+    }
+
+    /// The JSON of pieces that a token shows of calls behind the first one, which [`Self::chunk`] has.
+    pub(crate) fn further_calls(&self, delta: &Delta<'_>, usage: Option<Option<Usage>>) -> Vec<Value> {
+        let (place, calls) = (CallPlace { id: &self.id, choice: delta.choice }, &delta.shown.calls);
+        let one = |(number, call): (usize, &CallDelta)| {
+            let finish_reason = delta.finish_reason.filter(|_| number + 1 == calls.len());
+            let calls = json!({"tool_calls": place.piece(call)});
+            let choice =
+                json!({"index": delta.choice, "delta": calls, "finish_reason": finish_reason, "logprobs": null});
+            self.stream_part(vec![choice], usage)
+        };
+        calls.iter().enumerate().skip(1).map(one).collect()
     }
 
     /// The JSON of the last piece, with the number of tokens.

@@ -58,7 +58,7 @@ impl Feed {
         None
     }
 
-    /// The event of a token, if it has anything to say.
+    /// The events of a token, if it has anything to say.
     fn chunk(&mut self, token: &NextToken) -> Option<String> {
         let Answers { choices, common, envelope, usage, .. } = &self.answers;
         let &NextToken { choice, token, ref shown, is_first, ref experts } = token;
@@ -79,7 +79,8 @@ impl Feed {
             is_first,
             experts: experts.as_ref(),
         };
-        Some(event(&envelope.chunk(&delta, usage)))
+        let further = envelope.further_calls(&delta, usage);
+        Some(event(&envelope.chunk(&delta, usage)) + &further.iter().map(event).collect::<String>())
     }
 
     fn usage(&self) -> Option<String> {

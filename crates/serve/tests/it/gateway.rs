@@ -315,5 +315,50 @@ fn more_requests_than_may_be_under_way_are_sent_away_at_once() {
     gateway.wait_for("requests ", 2);
     let answer = gateway.complete(&body);
     assert_eq!((answer.status, answer.code().as_str()), (429, "queue_full"));
+    assert_eq!(gateway.figure("refused_total"), 1);
     streams.into_iter().for_each(|stream| drop(read(stream).events()));
+}
+
+/// A server that answers every request with this load of two experts in one layer.
+fn with_load(loads: [u64; 2], experts: usize) -> Faulty {
+    let per_expert: Vec<u64> = (0..experts).map(|i| loads[i % 2]).collect();
+    let layer = json!({"layer": 1, "tokens": loads[0] + loads[1], "tokens_per_expert": per_expert});
+    let serving = json!({"running": 1, "waiting": 2, "kv_cache_usage": 0.25, "prompt_tokens": 3,
+                         "generation_tokens": 4});
+    let body = json!({"model": "m", "top_k": 1, "layers": [layer], "serving": serving}).to_string();
+    let answer = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    Faulty::start(Box::leak(answer.into_boxed_str()))
+}
+
+#[test]
+fn the_load_of_experts_is_summed_over_replicas_of_the_same_model() {
+    let replicas = [with_load([6, 2], 2), with_load([2, 2], 2), with_load([1, 1], 4)];
+    let gateway = TestGateway::start(&replicas.each_ref().map(|one| one.address), GatewayOptions::default());
+    gateway.wait_for("replica_up", 3);
+    let load = gateway.get("/moe/load").json();
+    assert_eq!((&load["object"], &load["model"], &load["replicas"]), (&json!("moe.load"), &json!("m"), &json!(2)));
+    assert_eq!((&load["num_experts"], &load["top_k"]), (&json!(2), &json!(1)));
+    let layer = &load["layers"][0];
+    assert_eq!((&layer["layer"], &layer["tokens"]), (&json!(1), &json!(12)));
+    assert_eq!((&layer["tokens_per_expert"], &layer["balancedness"]), (&json!([8, 4]), &json!(0.75)));
+    let serving = json!({"running": 2, "waiting": 4, "kv_cache_usage": 0.25, "prompt_tokens": 6,
+                         "generation_tokens": 8});
+    assert_eq!(load["serving"], serving);
+}
+
+#[test]
+fn the_load_is_that_of_the_replicas_that_are_ready_and_keys_are_theirs_to_check() {
+    let [server] = servers::<1>(0);
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let gateway = TestGateway::start(&[closed, server.address], GatewayOptions::default());
+    gateway.wait_for("replica_up", 1);
+    assert_eq!(gateway.complete(&json!({"prompt": "x", "max_tokens": 5})).status, 200);
+    let load = gateway.get("/moe/load").json();
+    assert_eq!((&load["replicas"], &load["serving"]["generation_tokens"]), (&json!(1), &json!(5)));
+    let refusal = "HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\n{}";
+    let refusing = Faulty::start(refusal);
+    let gateway = TestGateway::start(&[refusing.address], GatewayOptions::default());
+    assert_eq!(gateway.get("/moe/load").status, 401);
+    let gateway = TestGateway::start(&[closed], GatewayOptions::default());
+    assert_eq!(gateway.get("/moe/load").status, 503);
 }

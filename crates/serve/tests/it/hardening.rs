@@ -1,135 +1,115 @@
-//! Bad input that other servers have fallen to and that has no better place: calls of tools that are code, penalties
-//! with every other option, images, and paths that clients name. Files that are no model are in the program's tests.
+//! Classes of bad input that other servers have fallen to, beside those in the tests of what they concern.
 
-use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use moeworks_infer::generation::{Penalties, Sampler, SamplingOptions};
-use moeworks_serve::{Engine, Request, WantedLogprobs};
 use serde_json::json;
 
-use crate::engine::{limits, model, request};
-use crate::http::{Setup, TestServer};
+use crate::http::{Answer, Setup, TestServer};
+
+fn server(template: &'static str) -> TestServer {
+    TestServer::start(Setup { sandbox: "cat > /dev/null; printf hello", template, ..Setup::default() })
+}
+
+/// Checks an error and returns its message.
+fn refused(answer: &Answer, status: u16, param: Option<&str>) -> String {
+    let error = answer.json()["error"].clone();
+    assert_eq!((answer.status, error["param"].as_str()), (status, param), "{error}");
+    error["message"].as_str().unwrap().to_owned()
+}
 
 #[test]
-fn h7_a_call_that_is_code_is_text_and_nothing_runs_it() {
-    let setup =
-        Setup { sandbox: "cat > /dev/null; printf hello", template: "{{ tools }}<tool_call>", ..Setup::default() };
-    let server = TestServer::start(setup);
-    let folder = tempfile::tempdir().unwrap();
-    let trace = folder.path().join("trace");
-    let name = trace.display();
-    for code in [
-        format!("__import__('os').system('touch {name}')"),
-        format!("{{\"name\": \"now\", \"arguments\": open('{name}', 'w')}}"),
-        format!("{{\"name\": \"$(touch {name})\", \"arguments\": {{}}}}"),
-    ] {
-        let text = format!("<tool_call>{code}</tool_call>");
-        let body = json!({"messages": [{"role": "user", "content": "x"}], "max_tokens": 300, "temperature": 0,
-                          "tools": [{"type": "function", "function": {"name": "now"}}], "grammar": format!("root ::= {}", json!(text))});
-        let choice = server.post("/v1/chat/completions", &body).json()["choices"][0].clone();
-        assert_eq!(
-            (choice["message"]["content"].as_str(), &choice["finish_reason"]),
-            (Some(text.as_str()), &json!("stop"))
-        );
-        assert!(choice["message"].get("tool_calls").is_none(), "{choice}");
+fn h7_code_in_the_place_of_arguments_is_text() {
+    let server = server("{{ tools }}<tool_call>");
+    let tools = json!([{"type": "function", "function": {"name": "add"}}]);
+    for arguments in ["__import__('os').system('id')", "{'a': 1}", "{\"a\": os.getpid()}", "exec(\"1\")"] {
+        let text = format!("<tool_call>{{\"name\": \"add\", \"arguments\": {arguments}}}</tool_call>");
+        let body = json!({"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 200,
+                          "temperature": 0, "grammar": format!("root ::= {}", json!(text))});
+        let message = server.post("/v1/chat/completions", &body).json()["choices"][0]["message"].clone();
+        // What looks like arguments up to some place is handed on up to there, and no further.
+        let calls = message["tool_calls"].as_array().cloned().unwrap_or_default();
+        let found: String = calls.iter().filter_map(|call| call["function"]["arguments"].as_str()).collect();
+        assert!(["", "{", "{\"a\":os.getpid"].contains(&found.as_str()), "{message}");
+        let content = message["content"].as_str().unwrap();
+        assert!(text.ends_with(content) && content.ends_with("}</tool_call>"), "{message}");
     }
-    assert!(!trace.exists());
 }
 
 #[test]
 fn h10_penalties_go_with_every_other_option() {
-    let model = model("olmoe");
-    let mut engine = Engine::new(&model, limits()).unwrap();
-    let penalties = Penalties { repetition: 1.3, presence: -2.0, frequency: 2.0, last: None };
-    let mut num_answers = 0;
-    for options in 0..1 << 6 {
-        let is_on = |bit: usize| options >> bit & 1 == 1;
-        let sampling = SamplingOptions {
-            temperature: if is_on(0) { 2.0 } else { 0.0 },
-            top_k: if is_on(1) { 3 } else { 0 },
-            top_p: if is_on(2) { 0.5 } else { 1.0 },
-            min_p: if is_on(3) { 0.2 } else { 0.0 },
-            penalties,
-            seed: options as u64,
-        };
-        let logprobs = is_on(4).then_some(WantedLogprobs { num_top: 3, of_prompt: is_on(5) });
-        let sampler = Sampler::new(sampling).unwrap();
-        engine.add(Request { sampler, logprobs, experts_from: is_on(5).then_some(0), ..request(options) }).unwrap();
-        // Some come one by one, others together.
-        while engine.has_requests() && options % 3 == 0 {
-            let outputs = engine.turn().unwrap();
-            assert!(outputs.iter().all(|output| output.failure.is_none()), "{options}");
-            num_answers += outputs.iter().filter(|output| output.end.is_some()).count();
+    let server = server("{{ messages }}");
+    let penalties = [("presence_penalty", 2.0), ("frequency_penalty", -2.0), ("repetition_penalty", 1.5)];
+    let others = [
+        json!({"logprobs": 2}),
+        json!({"logprobs": 1, "echo": true}),
+        json!({"n": 3, "seed": 1}),
+        json!({"regex": "[a-z]{3}"}),
+        json!({"response_format": {"type": "json_object"}}),
+        json!({"logit_bias": {"98": 100}, "min_tokens": 2, "stop": ["zz"]}),
+        json!({"top_k": 1, "min_p": 0.5, "top_p": 0.1, "ignore_eos": true}),
+        json!({"temperature": 0, "stream": true}),
+    ];
+    for (penalty, value) in penalties {
+        for other in &others {
+            let mut body = json!({"prompt": "x", "max_tokens": 4});
+            body[penalty] = json!(value);
+            body.as_object_mut().unwrap().extend(other.as_object().unwrap().clone());
+            assert_eq!(server.post("/v1/completions", &body).status, 200, "{body}");
         }
     }
-    while engine.has_requests() {
-        num_answers += engine.turn().unwrap().iter().filter(|output| output.end.is_some()).count();
-    }
-    assert_eq!((num_answers, engine.counts().free_blocks), (64, 64));
+    assert_eq!(server.idle_counts().running, 0);
 }
 
 #[test]
-fn h12_images_and_other_parts_are_refused_and_no_address_is_asked() {
-    let other = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("http://{}/x.png", other.local_addr().unwrap());
-    let num_visits = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&num_visits);
-    std::thread::spawn(move || {
-        for mut visitor in other.incoming().flatten() {
-            counted.fetch_add(1, Ordering::SeqCst);
-            let _ = visitor.read(&mut [0; 64]).and_then(|_| visitor.write(b"HTTP/1.1 200 OK\r\n\r\n"));
-        }
-    });
-    let server = TestServer::start(Setup::default());
+fn h12_images_and_embeddings_are_refused_and_no_address_is_asked() {
+    let server = server("{{ messages }}");
+    let asked = TcpListener::bind("127.0.0.1:0").unwrap();
+    asked.set_nonblocking(true).unwrap();
+    let url = format!("http://{}/secret.png", asked.local_addr().unwrap());
     for part in [
         json!({"type": "image_url", "image_url": {"url": url}}),
-        json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}),
-        json!({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}),
+        json!({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}),
         json!({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}),
-        json!({"type": "video_url", "video_url": {"url": url}}),
-        json!({"type": "image_embeds", "image_embeds": "gASVAAAAAAAAAAA="}),
-        json!({"type": "file", "file": {"file_id": "../../etc/passwd"}}),
+        json!({"type": "file", "file": {"file_data": url}}),
     ] {
         let body = json!({"messages": [{"role": "user", "content": [part]}]});
         let answer = server.post("/v1/chat/completions", &body);
-        assert_eq!((answer.status, answer.code().as_str()), (400, "unsupported_parameter"), "{part}");
-        assert!(answer.json()["error"]["param"].as_str().unwrap().starts_with("messages[0].content[0]"), "{answer:?}");
+        let message = refused(&answer, 400, Some("messages[0].content[0].type"));
+        assert!(!message.contains("0x") && !message.contains("secret"), "{message}");
     }
-    let embeds = server.post("/v1/completions", &json!({"prompt": "x", "prompt_embeds": "gASVAAAA"}));
-    assert_eq!((embeds.status, embeds.json()["error"]["param"].as_str()), (400, Some("prompt_embeds")));
-    assert_eq!(num_visits.load(Ordering::SeqCst), 0);
+    for field in ["prompt_embeds", "multi_modal_data"] {
+        let answer = server.post("/v1/completions", &json!({"prompt": "x", field: "AAAA"}));
+        refused(&answer, 400, Some(field));
+    }
+    assert_eq!(server.post("/v1/embeddings", &json!({"input": "x"})).status, 404);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(asked.accept().is_err(), "an address of a request was asked");
 }
 
 #[test]
-fn h17_no_path_that_a_client_names_is_opened() {
-    let server = TestServer::start(Setup::default());
-    for name in
-        ["../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "..%2f..%2fetc%2fpasswd", "tiny/../tiny", "C:\\x"]
-    {
-        let answer = server.post("/v1/completions", &json!({"model": name, "prompt": "x"}));
-        assert_eq!((answer.status, answer.code().as_str()), (404, "model_not_found"), "{name}");
-        let path = name.replace('\\', "%5c");
-        assert_eq!(server.get(&format!("/v1/models/{path}")).status, 404, "{name}");
+fn h17_no_request_names_a_path() {
+    let server = server("{{ messages }}");
+    for model in ["../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "tiny/../tiny", "tiny\u{0}"] {
+        let answer = server.post("/v1/completions", &json!({"prompt": "x", "model": model}));
+        let message = refused(&answer, 404, Some("model"));
+        assert!(!message.contains("root:"), "{message}");
     }
-    for path in [
-        "/slots/0?action=save",
-        "/lora-adapters",
-        "/v1/load_lora_adapter",
-        "/../etc/passwd",
-        "/%2e%2e/etc/passwd",
-        "//etc/passwd",
+    for (field, value) in [
+        ("lora", json!([{"path": "/etc/passwd"}])),
+        ("lora_path", json!("/etc/passwd")),
+        ("id_slot", json!(0)),
+        ("filename", json!("../../x")),
+        ("chat_template", json!("/etc/passwd")),
     ] {
-        let answer = server.get(path);
-        assert!(matches!(answer.status, 400 | 404), "{path}: {answer:?}");
-        assert!(!answer.body.contains("root:"), "{answer:?}");
+        let mut body = json!({"prompt": "x"});
+        body[field] = value;
+        refused(&server.post("/v1/completions", &body), 400, Some(field));
     }
-    for field in ["chat_template", "lora_path", "filename", "adapter"] {
-        let mut body = json!({"messages": [{"role": "user", "content": "x"}]});
-        body[field] = json!("/etc/passwd");
-        let answer = server.post("/v1/chat/completions", &body);
-        assert_eq!((answer.status, answer.json()["error"]["param"].as_str()), (400, Some(field)), "{answer:?}");
+    for path in ["/slots/0?action=save", "/v1/load_lora_adapter", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd"] {
+        let answer = server.raw(format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n"));
+        assert_eq!(answer.status, 404, "{path}: {answer:?}");
     }
+    let answer = server.raw("GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    assert_eq!(answer.status, 404, "{answer:?}");
 }

@@ -80,12 +80,27 @@ fn the_pieces_of_a_stream_have_the_calls() {
     let deltas: Vec<&Value> = events.iter().map(|event| &event["choices"][0]["delta"]).collect();
     let text: String = deltas.iter().filter_map(|delta| delta["content"].as_str()).collect();
     assert_eq!(Some(text.as_str()), whole["message"]["content"].as_str());
-    let found: Vec<&Value> = deltas.iter().filter_map(|delta| delta["tool_calls"].as_array()).flatten().collect();
-    assert_eq!(found.len(), 2);
-    for (index, call) in found.into_iter().enumerate() {
-        let expected = &whole["message"]["tool_calls"][index];
-        assert_eq!((&call["index"], &call["function"]), (&json!(index), &expected["function"]));
+    let mut found: Vec<(Value, String)> = Vec::new();
+    for calls in deltas.iter().filter_map(|delta| delta["tool_calls"].as_array()) {
+        let [call] = &calls[..] else { panic!("{calls:?}: one piece of a call at a time") };
+        let arguments = call["function"]["arguments"].as_str().unwrap();
+        if call["id"].is_null() {
+            assert_eq!((&call["index"], call.get("type")), (&json!(found.len() - 1), None), "{call}");
+            found.last_mut().unwrap().1 += arguments;
+        } else {
+            assert_eq!((&call["index"], &call["type"], arguments), (&json!(found.len()), &json!("function"), ""));
+            found.push((call["function"]["name"].clone(), String::new()));
+        }
     }
+    // The engine of tests writes a byte at a time.
+    let num_pieces = deltas.iter().filter(|delta| !delta["tool_calls"].is_null()).count();
+    assert_eq!(num_pieces, 2 + "{\"b\":1,\"a\":2}".len() + 1);
+    assert_eq!(deltas[0]["role"], "assistant");
+    let expected = whole["message"]["tool_calls"].as_array().unwrap().iter();
+    let expected: Vec<(Value, String)> = expected
+        .map(|call| (call["function"]["name"].clone(), call["function"]["arguments"].as_str().unwrap().to_owned()))
+        .collect();
+    assert_eq!(found, expected);
     let ends: Vec<&Value> =
         events.iter().map(|event| &event["choices"][0]["finish_reason"]).filter(|end| !end.is_null()).collect();
     assert_eq!(ends, [&json!("tool_calls")]);
