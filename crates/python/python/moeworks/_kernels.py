@@ -114,6 +114,28 @@ def experts_forward(
     return y.to(dtype) if is_half else y, x.new_empty(0) if h is None else _tensor_of(h)
 
 
+def direct_forward(
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[int, int, int],
+    call: tuple[int, int],
+    settings: tuple[str, float, float],
+) -> Tensor | None:
+    """Computes stacked experts without biases; ``None`` if the memory of a tensor is not aligned.
+
+    Args:
+        tensors: x, gate_up, down, weights and ids, in order and checked.
+        sizes: E, D and F.
+        call: T and K.
+        settings: the activation with its numbers.
+    """
+    x, gate_up, down, weights, ids = (tensor.data_ptr() for tensor in tensors)
+    if (x | gate_up | down | weights) & 3 or ids & 7:
+        return None
+    plan = (*sizes, _NAMES[tensors[0].dtype], *settings, "stacked")
+    memory = (x, ids, weights, gate_up, down, 0, 0)
+    return _tensor_of(_native.experts_forward(plan, (*call, False, threads()), memory)[0])
+
+
 def _experts_backward(
     dy: Tensor,
     x: Tensor,

@@ -69,6 +69,11 @@ def experts(
         ValueError: if shapes do not fit, or a setting is unknown.
         NotImplementedError: if a tensor is not on the CPU.
     """
+    if gate_up_bias is None and down_bias is None and layout == "stacked" and activation in _kernels.ACTIVATIONS:
+        numbers = _numbers(activation, alpha, limit, softcaps)
+        y = _direct(x, gate_up, down, expert_ids, expert_weights, activation, *numbers)
+        if y is not None:
+            return y
     if layout not in _kernels.LAYOUTS:
         raise ValueError(f"layout {layout!r}: must be one of {', '.join(_kernels.LAYOUTS)}")
     if activation not in _kernels.ACTIVATIONS:
@@ -96,6 +101,52 @@ def _numbers(
     if not (gate_cap > 0.0 and up_cap > 0.0):
         raise ValueError(f"softcaps {gate_cap}, {up_cap}: must be above 0")
     return gate_cap, up_cap
+
+
+def _direct(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> Tensor | None:
+    """Computes the most usual call, with plain tensors in order and without gradients; ``None`` for any other.
+
+    One token takes about as long as checking all that can be wrong. What is unusual here is checked by the caller.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    tensors = (x, gate_up, down, expert_weights, expert_ids)
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+    dtype = x.dtype
+    if (
+        (dtype is not torch.float32 and dtype is not torch.bfloat16)
+        or gate_up.dtype is not dtype
+        or down.dtype is not dtype
+        or expert_weights.dtype is not torch.float32
+        or expert_ids.dtype is not torch.int64
+        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        or torch.is_autocast_enabled("cpu")
+        or not is_plain()
+    ):
+        return None
+    try:
+        (num_tokens, width), (num_experts, columns, depth), (stacked, height, size) = x.shape, gate_up.shape, down.shape
+        num_rows, num_choices = shape = expert_ids.shape
+    except ValueError:
+        return None
+    fits = width == depth == height and columns == _kernels.ACTIVATIONS[activation] * size and stacked == num_experts
+    fits = fits and num_rows == num_tokens and expert_weights.shape == shape
+    if not fits or 0 in (width, size, num_experts, num_choices):
+        return None
+    return _kernels.direct_forward(
+        tensors, (num_experts, width, size), (num_tokens, num_choices), (activation, alpha, limit)
+    )
 
 
 def _experts(
