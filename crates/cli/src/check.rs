@@ -120,7 +120,7 @@ fn json(rows: &[Tried], skipped: &[SkippedLayout], are_equal: bool) -> Value {
             "loss": outcome.as_ref().ok().map(|outcome| outcome.loss),
             "largest_difference": outcome.as_ref().ok().map(|outcome| outcome.largest),
             "difference": difference.map(|difference| json!({
-                "of": difference.of, "index": difference.index, "share": difference.share,
+                "of": difference.of, "rank": difference.rank, "index": difference.index, "share": difference.share,
                 "on_one_rank": difference.expected, "found": difference.found,
             })),
             "error": outcome.as_ref().err().map(ToString::to_string),

@@ -18,6 +18,9 @@ use crate::parallel::{Ranks, SumsUnderWay};
 use crate::pipeline::{Pipeline, PipelinePlan, StageView, StepBatch};
 use crate::task::Microbatch;
 
+/// The tag of messages with copies of gradients for the root.
+const COPY_TAG: u32 = 2;
+
 /// A fault to put in: the last rank that holds some of a tensor doubles its gradient.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
@@ -30,6 +33,16 @@ pub(super) struct StepResult {
     /// The losses of each microbatch.
     pub(super) losses: Vec<(String, Vec<f64>)>,
     pub(super) grads: Vec<(String, Vec<f32>)>,
+    /// Gradients on ranks that should have the bits of their tensor-parallel group's first rank, and have not.
+    pub(super) copies: Vec<GradCopy>,
+}
+
+/// A rank's own copy of a gradient.
+pub(super) struct GradCopy {
+    pub(super) rank: usize,
+    /// The place of the tensor in the table.
+    pub(super) place: usize,
+    pub(super) values: Vec<f32>,
 }
 
 impl StepResult {
@@ -41,7 +54,7 @@ impl StepResult {
             of_each("the balance loss", |stats| stats.balance_loss),
             of_each("the z-loss", |stats| stats.z_loss),
         ];
-        Self { losses, grads }
+        Self { losses, grads, copies: Vec::new() }
     }
 
     /// Returns the mean loss.
@@ -135,6 +148,7 @@ impl RankStep {
         let fault = fault.and_then(|fault| fault.place(&ranks));
         let grads = summed(&ranks, &ctx, PartGrads { part: &part, grads, sums, fault })?;
         ranks.check_copies(&grads)?;
+        let copies = unlike_copies(&ranks, &ctx, &grads)?;
         let held = ranks.held_parts(&grads);
         if !ranks.is_root() {
             ranks.give_tensors(&ctx, held)?;
@@ -146,8 +160,25 @@ impl RankStep {
             let whole = whole.map_err(|error| TrainError::Comm(ranks.world().abort(&error.to_string())))?;
             named.push((name, whole.f32s().to_vec()));
         }
-        Ok(Some(StepResult::new(&stats, named)))
+        Ok(Some(StepResult { copies, ..StepResult::new(&stats, named) }))
     }
+}
+
+/// Brings to the root the gradients that tensor-parallel ranks should hold alike and do not. All ranks call this.
+fn unlike_copies(ranks: &Ranks, ctx: &Context, grads: &DecoderWeights) -> Result<Vec<GradCopy>, TrainError> {
+    let own = ranks.places_unlike_first(grads)?;
+    let own: Vec<[u32; 2]> = own.into_iter().map(|place| [ranks.rank() as u32, place as u32]).collect();
+    let (mut copies, params) = (Vec::new(), grads.params());
+    for [rank, place] in ranks.all_values(&own)?.into_iter().map(|pair| pair.map(|number| number as usize)) {
+        if rank == ranks.rank() {
+            ranks.world().send(params[place].f32s(), 0, COPY_TAG)?;
+        } else if ranks.is_root() {
+            let mut copy = ctx.zeros(&ranks.table().weights().specs()[place].shape, DType::F32);
+            ranks.world().receive(copy.f32s_mut(), rank, COPY_TAG)?;
+            copies.push(GradCopy { rank, place, values: copy.f32s().to_vec() });
+        }
+    }
+    Ok(copies)
 }
 
 /// A rank's model without a pipeline.

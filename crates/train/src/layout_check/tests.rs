@@ -61,6 +61,22 @@ fn a_fault_is_found_in_the_tensor_that_has_it() {
 }
 
 #[test]
+fn a_fault_in_a_copy_of_a_replicated_gradient_is_found_on_its_rank() {
+    for sizes in ["tp 2", "tp 2, pp 2, dualpipe"] {
+        for tensor in ["model.layers.1.input_layernorm.weight", "model.layers.3.post_attention_layernorm.weight"] {
+            let fault = Fault { tensor: tensor.to_owned() };
+            let mut check = check(&config()).with_fault(fault).expect("a tensor of the model");
+            let (layouts, _) = layouts(&config(), 4);
+            let layout = layouts.iter().find(|layout| layout.to_string() == sizes).expect("a layout of four ranks");
+            let difference = check.check(layout).expect("a step").difference.expect("a fault that is found");
+            // The copies of weights of DualPipe share the fault, of which that on the lower rank is the first.
+            assert_eq!((&*difference.of, difference.rank), (tensor, Some(1)), "{sizes}");
+            assert!(difference.share > 0.1 && difference.to_string().contains("in the copy of rank 1"), "{difference}");
+        }
+    }
+}
+
+#[test]
 fn a_fault_in_an_unknown_tensor_is_refused() {
     let refused = check(&config()).with_fault(Fault { tensor: "model.layers.9.weight".to_owned() });
     let said = refused.err().expect("no such tensor").to_string();

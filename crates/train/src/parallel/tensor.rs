@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use moeworks_comm::{CommError, Communicator, Meter, Metered, Totals};
-use moeworks_model::{ModelConfig, TensorRanks, TensorSplit, WeightSpec, WeightTable};
+use moeworks_model::{ModelConfig, ParamSet, TensorRanks, TensorSplit, WeightSpec, WeightTable};
 
-use super::Ranks;
+use super::{Ranks, fingerprint};
 use crate::config::ConfigError;
 use crate::error::TrainError;
 
@@ -112,6 +112,26 @@ impl Ranks {
             (true, None) => Holding::All,
             (true, Some(_)) => Holding::SameKeys,
         }
+    }
+
+    /// Returns the places of the tensors that every rank of a tensor-parallel group holds and computes whole, and
+    /// whose bits on this rank are not those of the group's first rank. All ranks call this.
+    pub(crate) fn places_unlike_first(&self, tensors: &dyn ParamSet) -> Result<Vec<usize>, TrainError> {
+        let Some(ranks) = self.tensor_ranks() else { return Ok(Vec::new()) };
+        let mut places = Vec::new();
+        for (spec, tensor) in self.table().specs().iter().zip(tensors.params()) {
+            let share = ranks.split().share(spec);
+            if !self.holds(spec) || spec.role.is_of_experts() || share.cut.is_some() || share.is_summed {
+                continue;
+            }
+            let own = fingerprint(tensor.bytes());
+            let mut first = own;
+            ranks.group().broadcast(&mut first, 0)?;
+            if first != own {
+                places.push(spec.index);
+            }
+        }
+        Ok(places)
     }
 
     /// Returns whether this is the first rank of its tensor-parallel group that holds this part of `spec`, a
