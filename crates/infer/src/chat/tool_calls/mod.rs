@@ -1,10 +1,10 @@
 //! Calls of tools in answers, as families of models write them.
 //!
 //! An answer comes piece by piece, and is read character by character: the events do not depend on how it is cut.
-//! Text is given out as it comes, except what may turn out to begin a call. A call is given out once its tool is known
-//! and its arguments begin, and they follow as they come, without the blanks between their parts. What looks like a
-//! call but is none, or names no tool, stays text. Nothing is ever carried out, and no expression runs over the text:
-//! signs are looked for as they are (CVE-2025-48887, CVE-2025-9141).
+//! Text is given out as it comes, except what may turn out to begin a call. A call is given out once its tool is
+//! known and its arguments begin, and they follow as they come, without the blanks between their parts. What looks
+//! like a call but is none, or names no tool, stays text. Nothing is ever carried out, and no expression runs over
+//! the text: signs are looked for as they are (CVE-2025-48887, CVE-2025-9141).
 
 mod reader;
 mod scanner;
@@ -277,8 +277,8 @@ impl ToolParser {
         }
     }
 
-    /// Looks for one of `signs` in the text held back and the next character, which is held back, too, unless there is
-    /// none.
+    /// Looks for one of `signs` in the text held back and the next character, which is held back, too, unless there
+    /// is none.
     fn find(&mut self, c: char, signs: Signs) -> Found {
         let begun = &self.held[self.sign_at..];
         if begun.is_empty() && c.is_whitespace() {
