@@ -32,6 +32,10 @@ pub struct ModelParts {
     pub dense_params: f64,
     /// Parameters of the attention of a layer.
     pub attention_params: f64,
+    /// Parameters of the projections of a layer that latent attention widens its narrow vectors with; 0 in others.
+    pub up_projection_params: f64,
+    /// Elements of a token's narrow vectors in latent attention; 0 in others.
+    pub latent_elements: f64,
     /// Parameters of the norms of a layer.
     pub norm_params: f64,
     /// Elements of a token's queries in a layer: heads times their width.
@@ -134,6 +138,8 @@ struct AttentionParts {
     value: f64,
     key_value: f64,
     cache: f64,
+    up_projections: f64,
+    latent: f64,
     max_tp: usize,
 }
 
@@ -150,6 +156,8 @@ impl AttentionParts {
                     value: query,
                     key_value: 2.0 * kv,
                     cache: 2.0 * kv,
+                    up_projections: 0.0,
+                    latent: 0.0,
                     max_tp: kv_heads,
                 }
             }
@@ -158,14 +166,16 @@ impl AttentionParts {
                 let (query, value) = (num * (nope_dim + rotary_dim) as f64, num * value_dim as f64);
                 let queries = query_rank as f64 * (width + query);
                 let narrow = (kv_rank + rotary_dim) as f64;
-                let keys = width * narrow + kv_rank as f64 * (num * nope_dim as f64 + value);
+                let keys = kv_rank as f64 * (num * nope_dim as f64 + value);
                 Self {
-                    params: queries + keys + value * width,
+                    params: queries + width * narrow + keys + value * width,
                     norms: (query_rank + kv_rank) as f64,
                     query,
                     value,
                     key_value: query + value,
                     cache: narrow,
+                    up_projections: query_rank as f64 * query + keys,
+                    latent: query_rank as f64 + narrow,
                     max_tp: heads,
                 }
             }
@@ -184,7 +194,7 @@ struct Sums {
     layers: f64,
     moe: f64,
     max_tp: usize,
-    values: [f64; 10],
+    values: [f64; 12],
 }
 
 impl Sums {
@@ -208,6 +218,8 @@ impl Sums {
             num * twice * attention.value,
             num * twice * attention.key_value,
             num * twice * attention.cache,
+            num * twice * attention.up_projections,
+            num * twice * attention.latent,
             (num - moe) * matrices * group.dense_width as f64,
             moe * matrices * experts.map_or(0.0, |of| of.shared_width as f64),
             moe * width as f64 * experts.map_or(0.0, |of| of.num as f64),
@@ -222,7 +234,8 @@ impl From<&Model> for ModelParts {
     fn from(model: &Model) -> Self {
         let mut sums = Sums::default();
         model.groups.iter().for_each(|group| sums.add(model, group));
-        let [attention, norms, query, value, key_value, cache, dense, shared, router, expert] = sums.values;
+        let [attention, norms, query, value, key_value, cache, widening, latent, dense, shared, router, expert] =
+            sums.values;
         let (layers, moe) = (sums.layers.max(1.0), sums.moe.max(1.0));
         let experts = model.groups.iter().filter_map(|group| group.experts);
         let is_gated = model.groups.iter().all(|group| group.is_gated);
@@ -241,6 +254,8 @@ impl From<&Model> for ModelParts {
             router_params: router / moe,
             dense_params: dense / (layers - sums.moe).max(1.0),
             attention_params: attention / layers,
+            up_projection_params: widening / layers,
+            latent_elements: latent / layers,
             norm_params: norms / layers,
             query_elements: query / layers,
             value_elements: value / layers,

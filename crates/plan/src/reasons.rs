@@ -82,9 +82,13 @@ fn gains(job: &TrainingJob, fabric: &Fabric, pins: &Pins, best: &MeshCost) -> Ve
     let mut other = fabric.clone();
     other.rates.flops *= 2.0;
     other.rates.fp8_flops *= 2.0;
+    other.rates.attention_flops *= 2.0;
+    other.machine.iter_mut().for_each(|machine| machine.speed_up(2.0, 1.0));
     add("compute".to_owned(), again(&other));
     let mut other = fabric.clone();
     other.rates.memory_bytes_per_s *= 2.0;
+    other.rates.pass_bytes_per_s *= 2.0;
+    other.machine.iter_mut().for_each(|machine| machine.speed_up(1.0, 2.0));
     add("memory bandwidth".to_owned(), again(&other));
     for level in 0..fabric.levels.len() {
         let mut other = fabric.clone();

@@ -110,6 +110,13 @@ impl Precision {
         }
     }
 
+    /// Returns the number format of what stays wider beside FP8 products: attention and the output projection
+    /// (2412.19437, section 3.3.1).
+    #[must_use]
+    pub fn beside_fp8(self) -> Self {
+        if self == Self::Fp8 { Self::Bf16 } else { self }
+    }
+
     /// Returns the bytes of a weight in memory: the f32 one, and the copy that products read.
     #[must_use]
     pub fn weight_bytes(self) -> usize {

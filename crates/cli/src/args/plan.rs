@@ -22,7 +22,8 @@ pub(crate) struct EstimateArgs {
 #[command(
     before_help = "Usual use:\n  moeworks plan --ranks 8                   layouts on 8 ranks of this machine\n  \
                          moeworks plan --topology cluster.toml     layouts on a described cluster\n  \
-                         moeworks plan --model deepseek-v3 --cluster h800 --ranks 2048 --tokens 14.8T\n  \
+                         moeworks plan --model deepseek-v3 --cluster h800 --ranks 2048 --precision fp8 --global-batch 15360 --tokens 14.8T\n  \
+                         moeworks plan --config run.toml --cluster machine.toml --ranks 2   on this machine, once measured\n  \
                          moeworks plan --model deepseek-v3 --cluster h800 --ranks 128 --serve\n  \
                          moeworks plan --scaling                  how a described cluster scales from 8 to 2,048 ranks"
 )]
@@ -69,7 +70,8 @@ impl PlanArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Layouts in all dimensions")]
 pub(crate) struct DescribedArgs {
-    /// Cluster by name (a100-ndm-v4, h100, h800, gb200, tpu-v3, two-sites, 1000-datacentres, optical), or a TOML file
+    /// Cluster by name (a100-ndm-v4, h100, h800, gb200, tpu-v3, two-sites, 1000-datacentres, optical), or a TOML file,
+    /// such as the machine.toml of `bench machine`
     #[arg(long, value_name = "NAME|FILE")]
     pub(crate) cluster: Option<String>,
     /// Model by name (switch-c, meta-1.1t, gshard-600b, deepseek-v3, qwen3-235b, mixtral-8x22b, swinv2-moe-3b), or a

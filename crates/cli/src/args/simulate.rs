@@ -10,6 +10,7 @@ use clap::{Args, ValueEnum};
     before_help = "Usual use:\n  moeworks simulate --schedule 1f1b --pp 4 --microbatches 8\n  \
                    moeworks simulate --schedule dualpipe --pp 8 --microbatches 16 --svg timeline.svg\n  \
                    moeworks simulate --schedule zb_h1 --pp 16 --microbatches 64 --model deepseek-v3 --cluster h800 --ep 64\n  \
+                   moeworks simulate --schedule 1f1b --pp 2 --microbatches 8 --model model.toml --cluster machine.toml --ep 2\n  \
                    moeworks simulate --list                  the bundled models and clusters",
     next_help_heading = "Schedule"
 )]
@@ -110,7 +111,8 @@ pub(crate) struct StepArgs {
     /// Model whose step is simulated: a bundled one (see --list), or a TOML file that describes one
     #[arg(long, value_name = "NAME|FILE", requires = "cluster")]
     pub(crate) model: Option<String>,
-    /// Cluster that it runs on: a bundled one (see --list), grown to the ranks that are needed; or a TOML file
+    /// Cluster that it runs on: a bundled one (see --list), grown to the ranks that are needed; or a TOML
+    /// file, such as the machine.toml of `bench machine`
     #[arg(long, value_name = "NAME|FILE", requires = "model")]
     pub(crate) cluster: Option<String>,
     /// Number of copies of each expert (data parallelism)
@@ -122,7 +124,14 @@ pub(crate) struct StepArgs {
     /// Number of ranks that hold each matrix between them (tensor parallelism)
     #[arg(long, value_name = "N", default_value_t = 1, requires = "model")]
     pub(crate) tp: usize,
-    /// Tokens of each rank in a microbatch (default: a sequence)
+    /// Number of ranks of dp x ep that share a sequence and pass keys and values around (context parallelism; planned
+    /// only: `train` has none)
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "model")]
+    pub(crate) cp: usize,
+    /// Number of chunks of a layer's all-to-alls, of which one travels while experts compute another
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "model")]
+    pub(crate) chunks: usize,
+    /// Tokens of each rank in a microbatch (default: its share of a sequence)
     #[arg(long, value_name = "T", requires = "model")]
     pub(crate) tokens: Option<usize>,
     /// Tokens of a sequence, which attention depends on (default: the model's)

@@ -36,6 +36,8 @@ pub(super) struct Work {
 /// The cluster to plan for.
 pub(super) struct Place {
     pub(super) name: String,
+    /// The device of a rank, if the cluster says it.
+    pub(super) device: Option<String>,
     pub(super) fabric: Fabric,
     pub(super) price_per_hour: Option<f64>,
     pub(super) watts: Option<f64>,
@@ -105,6 +107,12 @@ fn parts(config: &RunConfig, table: &WeightTable, max_tp: usize) -> ModelParts {
     let each = |group: &str, num: usize| sum(group) / num.max(1) as f64;
     let cached = (model.num_kv_heads * (model.head_dim + model.value_dim())) as f64;
     let latent = model.variant.latent.map(|latent| (latent.kv_rank + latent.rotary_dim) as f64);
+    // The narrow vectors of latent attention, and the parameters that widen them.
+    let latent_sizes = model.variant.latent.map_or([0.0, 0.0], |latent| {
+        let keys = model.num_heads * (latent.plain_dim + model.value_dim());
+        let wide = latent.query_rank * model.num_heads * model.head_dim + latent.kv_rank * keys;
+        [wide as f64, (latent.query_rank + latent.kv_rank + latent.rotary_dim) as f64]
+    });
     let matrix = (model.vocab_size * model.width) as f64;
     ModelParts {
         name: "the configured model".to_owned(),
@@ -120,6 +128,8 @@ fn parts(config: &RunConfig, table: &WeightTable, max_tp: usize) -> ModelParts {
         router_params: each("routers", moe_layers),
         dense_params: each("dense feed-forward", layers - moe_layers.min(layers)),
         attention_params: each("attention", layers),
+        up_projection_params: latent_sizes[0],
+        latent_elements: latent_sizes[1],
         norm_params: each("norms", layers),
         query_elements: (model.num_heads * model.head_dim) as f64,
         value_elements: (model.num_heads * model.value_dim()) as f64,
@@ -180,6 +190,7 @@ pub(super) fn place(args: &PlanArgs, work: &Work) -> Result<Place, Failure> {
     }
     Ok(Place {
         name,
+        device: Some(cluster.resized(num_ranks).device.name).filter(|name| name != "rank" && name != "device"),
         fabric: Fabric::new(&cluster, num_ranks, work.precision),
         price_per_hour: price.or(cluster.device.price_per_hour),
         watts: watts.or(cluster.device.watts),

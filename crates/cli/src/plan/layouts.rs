@@ -37,6 +37,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
         global_batch: work.sequences(place.fabric.num_ranks),
         precision: work.precision,
         practice: Practice::moeworks(work.precision),
+        stage_layers: None,
         parts: work.parts.clone(),
     };
     let found = search(&job, &place.fabric, &pins);
@@ -123,14 +124,19 @@ const HEADER: [&str; 12] = [
     "zero",
     "recompute",
     "memory",
-    "products",
+    "step",
+    "MFU",
+    "compute",
     "all-to-all",
     "tp and cp",
     "bubble",
     "gradients",
-    "step",
-    "MFU",
 ];
+/// The words of the table.
+const LEGEND: &str = "\
+tp, cp, dp, pp, ep, etp: ranks of tensor, context, data, pipeline, expert and expert-tensor parallelism. mb: sequences of a
+microbatch. memory: of the fullest rank. MFU: of the peak of bf16 products. compute and what follows: parts of the step, of
+communication what nothing hides.";
 
 fn row(cost: &MeshCost) -> Vec<String> {
     let (mesh, at) = (&cost.mesh, &cost.time);
@@ -145,13 +151,13 @@ fn row(cost: &MeshCost) -> Vec<String> {
         mesh.zero.to_string(),
         mesh.recompute.name().to_owned(),
         bytes(cost.memory.total() as u64) + if cost.fits { "" } else { " (too much)" },
+        time(at.total()),
+        format!("{:.1}%", 100.0 * cost.mfu),
         time(at.products + at.attention + at.elementwise),
         time(at.experts),
         time(at.tensor + at.context),
         time(at.bubble + at.messages),
         time(at.gradients + at.optimizer),
-        time(at.total()),
-        format!("{:.1}%", 100.0 * cost.mfu),
     ]
 }
 
@@ -164,8 +170,9 @@ fn print(plan: &Plan) {
     let Plan { place, job, found, .. } = plan;
     let num_fit = found.found.iter().filter(|cost| cost.fits).count();
     println!(
-        "{} ranks: {}. {}: {} parameters, {:.2} GFLOP a token; {} sequences of {} tokens a step in {}.",
+        "{} ranks{}: {}. {}: {} parameters, {:.2} GFLOP a token; {} sequences of {} tokens a step in {}.",
         thousands(place.fabric.num_ranks as u64),
+        place.device.as_ref().map_or_else(String::new, |device| format!(" ({device} each)")),
         place.name,
         job.parts.name,
         params(&job.parts),
@@ -186,6 +193,7 @@ fn print(plan: &Plan) {
     if found.found.len() > plan.top {
         println!("  and {} more", thousands((found.found.len() - plan.top) as u64));
     }
+    println!("{LEGEND}");
     println!();
     sentences(plan).iter().for_each(|line| println!("{line}"));
 }
@@ -194,7 +202,12 @@ fn print(plan: &Plan) {
 pub(super) fn sentences(plan: &Plan) -> Vec<String> {
     let best = &plan.found.found[0];
     let mut lines = vec![match &plan.verdict {
-        Some(_) => format!("Proposed: {}. {} tokens/s.", best.mesh, thousands(best.tokens_per_s as u64)),
+        Some(_) => format!(
+            "Proposed: {}. {} tokens/s, {} a rank.",
+            best.mesh,
+            thousands(best.tokens_per_s as u64),
+            thousands((best.tokens_per_s / best.mesh.num_ranks() as f64) as u64),
+        ),
         None => does_not_fit(plan),
     }];
     if let Some(verdict) = &plan.verdict {
@@ -202,7 +215,7 @@ pub(super) fn sentences(plan: &Plan) -> Vec<String> {
         lines.push(hottest(best));
         lines.push(training(plan, best));
     }
-    lines.extend(plan.bill.as_ref().map(bill_line));
+    lines.extend(plan.bill.as_ref().map(|bill| bill_line(bill, plan.place.price_per_hour)));
     lines
 }
 
@@ -251,15 +264,15 @@ fn training(plan: &Plan, best: &MeshCost) -> String {
     }
 }
 
-fn bill_line(bill: &Bill) -> String {
+fn bill_line(bill: &Bill, price_per_hour: Option<f64>) -> String {
     let mut line = format!(
         "{} tokens take {:.2} days: {} rank hours",
         count(bill.tokens),
         bill.days,
         thousands(bill.rank_hours.round() as u64),
     );
-    if let Some(price) = bill.price {
-        line += &format!(", {} in the currency of the price", thousands(price.round() as u64));
+    if let (Some(price), Some(each)) = (bill.price, price_per_hour) {
+        line += &format!(", which cost {} at {each} each", thousands(price.round() as u64));
     }
     if let Some(energy) = bill.kilowatt_hours {
         line += &format!(", {} kWh", thousands(energy.round() as u64));

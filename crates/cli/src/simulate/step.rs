@@ -31,9 +31,10 @@ pub(super) fn run(args: &SimulateArgs, model: &str, cluster: &str) -> Result<Exi
     let pp = given.as_ref().map_or_else(|| args.pp.unwrap_or(0), Schedule::num_ranks);
     let layout = Layout::new(args.step.dp, args.step.ep, args.step.tp).with_pipeline(pp);
     let ranks = [layout.ep, layout.tp, layout.pp].into_iter().try_fold(layout.dp, usize::checked_mul);
-    // A bundled cluster is a kind of cluster, of as many ranks as are needed.
-    let resized =
-        ranks.filter(|&ranks| cluster.is_named && ranks <= MAX_RANKS).map(|ranks| cluster.value.resized(ranks));
+    // A bundled cluster is a kind of cluster, of as many ranks as are needed; ranks share the cores of a measured
+    // machine.
+    let can_resize = cluster.is_named || cluster.value.machine.is_some();
+    let resized = ranks.filter(|&ranks| can_resize && ranks <= MAX_RANKS).map(|ranks| cluster.value.resized(ranks));
     let cluster = resized.unwrap_or(cluster.value);
     let loads = expert_loads(args.step.skew, &model)?;
     let request = request(&args.step, Sources { model: &model, cluster: &cluster, loads: &loads }, layout);
@@ -143,14 +144,20 @@ fn request<'a>(args: &StepArgs, of: Sources<'a>, layout: Layout) -> StepRequest<
         None => Wire::Bf16,
     };
     StepRequest {
-        exchange: Exchange { algorithm, ..Exchange::plain(wire) },
+        exchange: Exchange { algorithm, chunks: args.chunks, ..Exchange::plain(wire) },
         precision,
         zero: args.zero,
         checkpoint_layers: args.checkpoint_layers,
         expert_loads: (args.skew > 1.0).then_some(of.loads),
         domain: args.domain,
+        context: args.cp,
         expert_compression: args.expert_compression,
-        ..StepRequest::new(of.model, of.cluster, layout, args.tokens.unwrap_or(of.model.sequence))
+        ..StepRequest::new(
+            of.model,
+            of.cluster,
+            layout,
+            args.tokens.unwrap_or(of.model.sequence.div_ceil(args.cp.max(1))),
+        )
     }
 }
 
@@ -183,11 +190,12 @@ impl Shown<'_> {
         let Self { request, schedule, report, .. } = *self;
         let device = &request.cluster.device;
         println!(
-            "{} on {}: {} ranks, {}; {}: {} stages, {} microbatches of {} tokens a rank",
+            "{} on {}: {} ranks, {}{}; {}: {} stages, {} microbatches of {} tokens a rank",
             request.model.name,
             request.cluster.name,
             thousands(report.num_ranks as u64),
             request.layout,
+            if request.context > 1 { format!(" (cp {}: planned only)", request.context) } else { String::new() },
             schedule.name,
             schedule.num_stages(),
             schedule.num_microbatches(),
@@ -267,7 +275,7 @@ impl Shown<'_> {
             "model": request.model.name,
             "cluster": request.cluster.name,
             "schedule": schedule.name,
-            "layout": { "dp": dp, "ep": ep, "tp": tp, "pp": pp },
+            "layout": { "dp": dp, "ep": ep, "tp": tp, "pp": pp, "cp": request.context, "chunks": request.exchange.chunks },
             "num_ranks": report.num_ranks,
             "num_stages": schedule.num_stages(),
             "num_microbatches": schedule.num_microbatches(),

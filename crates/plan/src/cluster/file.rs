@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Cluster, ClusterError, Device, Level, MAX_RANKS, Routing};
+use crate::machine::{Machine, MachineError};
 use crate::{Topology, TopologyError};
 
 /// The most levels of a cluster.
@@ -30,8 +31,14 @@ struct RawDevice {
     flops: RawFlops,
     #[serde(default = "one")]
     efficiency: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fp8_efficiency: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attention_efficiency: Option<f64>,
     memory_bytes: f64,
     memory_bytes_per_s: f64,
+    #[serde(default = "one")]
+    memory_efficiency: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     price_per_hour: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -98,11 +105,16 @@ fn one_rail() -> usize {
 }
 
 impl Cluster {
-    /// Reads the TOML form; also that of a [`Topology`], whose fields have other names. The error is one line.
+    /// Reads the TOML form; also that of a [`Topology`] or of a [`Machine`], whose fields have other names. The error is
+    /// one line.
     pub fn parse(text: &str) -> Result<Self, ClusterError> {
-        let is_topology = toml::from_str::<toml::Table>(text).is_ok_and(|table| table.contains_key("node_link"));
-        if is_topology {
+        let table = toml::from_str::<toml::Table>(text).unwrap_or_default();
+        if table.contains_key("node_link") {
             return Ok(Self::from(&Topology::parse(text).map_err(from_topology)?));
+        }
+        if table.contains_key("products") {
+            let machine = Machine::parse(text).map_err(from_machine)?;
+            return Ok(Self::of_machine(&machine, machine.cores.min(MAX_RANKS)));
         }
         let raw: RawCluster = toml::from_str(text).map_err(|error| {
             let line = error.span().map(|span| 1 + text[..span.start.min(text.len())].matches('\n').count());
@@ -122,8 +134,11 @@ impl Cluster {
             name: name.clone(),
             flops: RawFlops { f32: *f32_flops, bf16: *bf16_flops, fp8: Some(*fp8_flops) },
             efficiency: self.device.efficiency,
+            fp8_efficiency: self.device.fp8_efficiency,
+            attention_efficiency: self.device.attention_efficiency,
             memory_bytes: self.device.memory_bytes,
             memory_bytes_per_s: self.device.memory_bytes_per_s,
+            memory_efficiency: self.device.memory_efficiency,
             price_per_hour: self.device.price_per_hour,
             watts: self.device.watts,
         };
@@ -165,7 +180,14 @@ impl Cluster {
         ] {
             check_positive(field, value)?;
         }
-        check_share("device.efficiency", device.efficiency)?;
+        for (field, share) in [
+            ("device.efficiency", Some(device.efficiency)),
+            ("device.fp8_efficiency", device.fp8_efficiency),
+            ("device.attention_efficiency", device.attention_efficiency),
+            ("device.memory_efficiency", Some(device.memory_efficiency)),
+        ] {
+            check_share(field, share.unwrap_or(1.0))?;
+        }
         for (field, value) in [("device.price_per_hour", device.price_per_hour), ("device.watts", device.watts)] {
             check_not_negative(field, value.unwrap_or(0.0))?;
         }
@@ -240,25 +262,27 @@ impl Level {
 
 impl RawCluster {
     fn into_cluster(self) -> Result<Cluster, ClusterError> {
-        let RawDevice { name, flops, efficiency, memory_bytes, memory_bytes_per_s, price_per_hour, watts } =
-            self.device;
+        let RawDevice { name, flops, .. } = self.device;
         let device = Device {
             name,
             f32_flops: flops.f32,
             bf16_flops: flops.bf16,
             fp8_flops: flops.fp8.unwrap_or(flops.bf16),
-            efficiency,
-            memory_bytes,
-            memory_bytes_per_s,
-            price_per_hour,
-            watts,
+            efficiency: self.device.efficiency,
+            fp8_efficiency: self.device.fp8_efficiency,
+            attention_efficiency: self.device.attention_efficiency,
+            memory_bytes: self.device.memory_bytes,
+            memory_bytes_per_s: self.device.memory_bytes_per_s,
+            memory_efficiency: self.device.memory_efficiency,
+            price_per_hour: self.device.price_per_hour,
+            watts: self.device.watts,
         };
         let mut node_sizes = Vec::new();
         let mut levels = Vec::with_capacity(self.level.len());
         for (index, raw) in self.level.into_iter().enumerate() {
             levels.push(raw.into_level(index, &mut node_sizes)?);
         }
-        Ok(Cluster { name: self.name, device, levels, node_sizes })
+        Ok(Cluster { name: self.name, device, levels, node_sizes, machine: None })
     }
 }
 
@@ -326,6 +350,15 @@ fn from_topology(error: TopologyError) -> ClusterError {
     match error {
         TopologyError::Form(problem) => ClusterError::Form(problem),
         TopologyError::Value { field, value, expected } => {
+            ClusterError::Value { field: field.to_owned(), value, expected: expected.to_owned() }
+        }
+    }
+}
+
+fn from_machine(error: MachineError) -> ClusterError {
+    match error {
+        MachineError::Form(problem) => ClusterError::Form(problem),
+        MachineError::Value { field, value, expected } => {
             ClusterError::Value { field: field.to_owned(), value, expected: expected.to_owned() }
         }
     }

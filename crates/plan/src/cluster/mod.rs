@@ -11,6 +11,9 @@
 //! name = "A100 80GB"                    # optional
 //! flops = { f32 = 19.5e12, bf16 = 312e12 }  # peak a second; fp8 is that of bf16 where it is left out
 //! efficiency = 0.45                     # the share of the peak that products reach (1 if left out)
+//! fp8_efficiency = 0.4                  # that of FP8 products (efficiency if left out)
+//! attention_efficiency = 0.4            # that of attention, of the peak of bf16 or f32 (efficiency if left out)
+//! memory_efficiency = 0.8               # the share of memory_bytes_per_s that passes over memory reach (1)
 //! memory_bytes = 80e9
 //! memory_bytes_per_s = 2.039e12
 //! price_per_hour = 2.0                  # optional: US dollars
@@ -37,6 +40,9 @@
 //! carries_outer = true                  # messages to farther levels pass these links too (false at the innermost)
 //! ```
 //!
+//! A file that `moeworks bench machine` wrote is a cluster as well: one level, of a rank on each core unless another
+//! number of ranks shares them.
+//!
 //! A message between two devices uses the links of the innermost level that they have in common, at its sender and at
 //! its receiver, and those of the levels below that carry messages of outer ones.
 
@@ -48,6 +54,7 @@ mod topology;
 pub use error::ClusterError;
 
 use crate::Precision;
+use crate::machine::Machine;
 
 /// The most ranks of a cluster.
 const MAX_RANKS: usize = 1 << 20;
@@ -63,6 +70,8 @@ pub struct Cluster {
     pub levels: Vec<Level>,
     /// The number of devices of each unit of the innermost level, if they differ; otherwise empty.
     pub node_sizes: Vec<usize>,
+    /// The measured machine whose cores are the devices, if it is one: products then take their measured time.
+    pub machine: Option<Machine>,
 }
 
 /// The speed, memory and price of a device.
@@ -78,10 +87,17 @@ pub struct Device {
     pub fp8_flops: f64,
     /// The share of the peak that the products of a model reach, above 0 and at most 1.
     pub efficiency: f64,
+    /// The share of the peak that FP8 products reach; that of others if none is given.
+    pub fp8_efficiency: Option<f64>,
+    /// The share of the peak of products in bf16 or f32 that attention reaches, its backward counted as twice the
+    /// operations of the forward; that of products if none is given.
+    pub attention_efficiency: Option<f64>,
     /// Bytes of memory.
     pub memory_bytes: f64,
     /// Memory bandwidth for reading or writing.
     pub memory_bytes_per_s: f64,
+    /// The share of the memory bandwidth that the passes of a training step reach, above 0 and at most 1.
+    pub memory_efficiency: f64,
     /// The price of an hour in US dollars, if known.
     pub price_per_hour: Option<f64>,
     /// The power in watts, if known.
@@ -92,7 +108,21 @@ impl Device {
     /// Returns the floating-point operations a second that products in `precision` reach.
     #[must_use]
     pub fn flops(&self, precision: Precision) -> f64 {
-        self.peak_flops(precision) * self.efficiency
+        let fp8 = self.fp8_efficiency.filter(|_| precision == Precision::Fp8);
+        self.peak_flops(precision) * fp8.unwrap_or(self.efficiency)
+    }
+
+    /// Returns the floating-point operations a second that attention reaches beside products in `precision`; with FP8
+    /// products attention stays in bf16.
+    #[must_use]
+    pub fn attention_flops(&self, precision: Precision) -> f64 {
+        self.peak_flops(precision.beside_fp8()) * self.attention_efficiency.unwrap_or(self.efficiency)
+    }
+
+    /// Returns the bytes a second that passes over memory reach.
+    #[must_use]
+    pub fn memory_rate(&self) -> f64 {
+        self.memory_bytes_per_s * self.memory_efficiency
     }
 
     /// Returns the peak of products in `precision`.
@@ -230,9 +260,12 @@ impl Cluster {
     }
 
     /// Returns the cluster with as many units of the outermost level as `num_ranks` ranks need. It can have more
-    /// ranks, of a last unit that is not used whole.
+    /// ranks, of a last unit that is not used whole. Ranks of a measured machine share its cores.
     #[must_use]
     pub fn resized(&self, num_ranks: usize) -> Self {
+        if let Some(machine) = &self.machine {
+            return Self::of_machine(machine, num_ranks);
+        }
         let mut resized = self.clone();
         let last = self.levels.len() - 1;
         if self.node_sizes.is_empty() {

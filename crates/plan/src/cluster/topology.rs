@@ -14,8 +14,11 @@ impl From<&Topology> for Cluster {
             bf16_flops: flops,
             fp8_flops: flops,
             efficiency: 1.0,
+            fp8_efficiency: None,
+            attention_efficiency: None,
             memory_bytes,
             memory_bytes_per_s,
+            memory_efficiency: 1.0,
             price_per_hour: None,
             watts: None,
         };
@@ -30,7 +33,7 @@ impl From<&Topology> for Cluster {
             level("cluster", topology.node_sizes.len().max(1), topology.cluster_link),
         ];
         let node_sizes = if is_even { Vec::new() } else { topology.node_sizes.clone() };
-        Self { name: "topology".to_owned(), device, levels, node_sizes }
+        Self { name: "topology".to_owned(), device, levels, node_sizes, machine: None }
     }
 }
 
@@ -53,7 +56,7 @@ impl Cluster {
             rank: RankSpec {
                 flops: self.device.flops(precision),
                 memory_bytes: self.device.memory_bytes,
-                memory_bytes_per_s: self.device.memory_bytes_per_s,
+                memory_bytes_per_s: self.device.memory_rate(),
             },
             node_link: link(inner),
             cluster_link: link(outer.unwrap_or(inner)),

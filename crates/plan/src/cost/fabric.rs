@@ -6,6 +6,7 @@
 use std::ops::{Add, AddAssign};
 
 use super::collectives::parts_hit;
+use crate::machine::MachineShare;
 use crate::{Algorithm, Cluster, Precision, Topology};
 
 /// The most levels whose costs are kept apart; those above are added to the last one.
@@ -18,12 +19,16 @@ pub struct Rates {
     pub flops: f64,
     /// Operations per second that large FP8 products reach; those of `flops` without such units.
     pub fp8_flops: f64,
+    /// Operations per second that attention reaches.
+    pub attention_flops: f64,
     /// The peak of bf16 products, against which the model FLOPs utilisation is counted.
     pub peak_flops: f64,
     /// Bytes of memory.
     pub memory_bytes: f64,
-    /// Bytes per second of reading or writing memory.
+    /// Bytes per second of reading or writing memory in one large pass, as a product of few rows reads its weights.
     pub memory_bytes_per_s: f64,
+    /// Bytes per second that the passes of a training step reach on average.
+    pub pass_bytes_per_s: f64,
 }
 
 /// A level of a cluster.
@@ -62,6 +67,8 @@ pub struct Fabric {
     pub rates: Rates,
     /// The levels, innermost first; the last one holds all ranks.
     pub levels: Vec<FabricLevel>,
+    /// A rank's share of the measured machine that the ranks are threads of, if they are.
+    pub machine: Option<MachineShare>,
 }
 
 /// A group of ranks at equal distances.
@@ -150,14 +157,18 @@ impl Fabric {
     /// racks of 72.
     #[must_use]
     pub fn new(cluster: &Cluster, num_ranks: usize, precision: Precision) -> Self {
+        let shared = cluster.machine.as_ref().map(|machine| Cluster::of_machine(machine, num_ranks));
+        let cluster = shared.as_ref().unwrap_or(cluster);
         let device = &cluster.device;
         let wide = if precision == Precision::F32 { Precision::F32 } else { Precision::Bf16 };
         let rates = Rates {
             flops: device.flops(wide),
             fp8_flops: device.flops(if wide == Precision::F32 { wide } else { Precision::Fp8 }),
+            attention_flops: device.attention_flops(wide),
             peak_flops: device.peak_flops(wide),
             memory_bytes: device.memory_bytes,
             memory_bytes_per_s: device.memory_bytes_per_s,
+            pass_bytes_per_s: device.memory_rate(),
         };
         // A last node with fewer ranks does not move the borders of the others.
         let sizes = &cluster.node_sizes;
@@ -181,7 +192,8 @@ impl Fabric {
                 bytes_per_s: level.share_bytes_per_s(),
             });
         }
-        Self { num_ranks, rates, levels }
+        let machine = cluster.machine.as_ref().map(|machine| MachineShare::new(machine, num_ranks));
+        Self { num_ranks, rates, levels, machine }
     }
 
     /// Returns the number of ranks of the innermost unit.
@@ -249,7 +261,7 @@ impl Fabric {
             others.for_each(|(_, seconds)| *seconds = 0.0);
         }
         if hops > 1 && path == Algorithm::Hierarchical {
-            cost.copies = 2.0 * all / self.rates.memory_bytes_per_s;
+            cost.copies = 2.0 * all / self.rates.pass_bytes_per_s;
         }
         cost
     }

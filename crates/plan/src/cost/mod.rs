@@ -4,6 +4,7 @@ pub mod collectives;
 pub mod estimate;
 pub mod fabric;
 pub mod memory;
+pub(crate) mod passes;
 pub mod pipeline;
 pub mod training;
 pub mod tutel;

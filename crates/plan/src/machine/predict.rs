@@ -1,6 +1,6 @@
 //! The time of a training step on a measured machine.
 
-use super::Machine;
+use super::{Machine, MachineShare};
 use crate::cost::collectives::{Rows, all_reduce, all_to_all};
 use crate::{Algorithm, Group, Layout, ModelShape, Precision, Topology};
 
@@ -93,9 +93,8 @@ impl Part<'_> {
 
     /// Returns the operations a second of this rank's products with `rows` rows.
     fn rate(&self, rows: f64) -> f64 {
-        let threads = (self.cores as usize).max(1);
-        let size = [rows, self.shape.width as f64];
-        self.machine.product_rate(self.sizes.precision, threads, size) / threads as f64 * self.cores
+        let share = MachineShare::new(self.machine, self.layout.num_ranks());
+        share.product_rate(self.sizes.precision, [rows, self.shape.width as f64])
     }
 
     fn products(&self) -> f64 {

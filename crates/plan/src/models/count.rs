@@ -4,6 +4,7 @@
 //! a product and token, and `2 H (d_qk + d_v)` for each token that one attends to, of which a causal model has half.
 
 use super::{Attention, LayerGroup, Model};
+use crate::cost::passes::{LAYER_PASSES, ROTARY_PASSES, ROW_PASSES};
 use crate::{ModelShape, Precision};
 
 /// The parameters and costs of one layer.
@@ -27,6 +28,12 @@ pub struct LayerCost {
     pub expert_flops: f64,
     /// Bytes that a token of the sequence keeps for backward.
     pub activation_bytes: f64,
+    /// Numbers of a token of the sequence that a forward passes over between products, but for rows sorted by expert.
+    pub passed: f64,
+    /// Numbers of a token of the sequence in inputs and outputs of products.
+    pub operands: f64,
+    /// Numbers of a token's keys and values, as attention reads them.
+    pub key_values: f64,
     /// The width of the residual stream.
     pub width: usize,
     /// The tokens of the layer for each token of the sequence.
@@ -56,6 +63,10 @@ struct AttentionSizes {
     score_width: usize,
     /// Numbers that a token keeps for backward.
     kept: usize,
+    /// Numbers of a token's queries, keys and values.
+    query_key_value: usize,
+    /// Numbers of a token's keys and values.
+    key_value: usize,
     kv_heads: usize,
 }
 
@@ -70,6 +81,8 @@ impl Attention {
                     norms: 0,
                     score_width: 2 * query,
                     kept: 2 * query + 2 * kv,
+                    query_key_value: query + 2 * kv,
+                    key_value: 2 * kv,
                     kv_heads,
                 }
             }
@@ -83,6 +96,8 @@ impl Attention {
                     norms: query_rank + kv_rank,
                     score_width: heads * (head + value_dim),
                     kept: 2 * heads * (head + value_dim) + 2 * (query_rank + kv_rank),
+                    query_key_value: heads * (2 * head + value_dim),
+                    key_value: heads * (head + value_dim),
                     kv_heads: heads,
                 }
             }
@@ -109,13 +124,15 @@ impl LayerGroup {
         let attention = self.attention.map(|attention| attention.sizes(width));
         let num_attentions = if self.has_cross_attention { 2 } else { 1 };
         let (mut in_products, mut others, mut whole) = (0, 2 * width, 2 * width);
-        let (mut score_width, mut kept) = (0, 0);
+        let (mut score_width, mut kept, mut rotated, mut key_value) = (0, 0, 0, 0);
         if let Some(sizes) = &attention {
             in_products += num_attentions * sizes.products;
             others += num_attentions * (if self.has_biases { sizes.biases } else { 0 } + sizes.norms);
             whole += num_attentions * sizes.norms;
             score_width = num_attentions * sizes.score_width;
             kept = num_attentions * sizes.kept;
+            rotated = num_attentions * sizes.query_key_value;
+            key_value = num_attentions * sizes.key_value;
         }
         let experts = if self.has_experts(index) { self.experts } else { None };
         let hidden = experts.map_or(self.dense_width, |of| of.shared_width);
@@ -125,6 +142,10 @@ impl LayerGroup {
         let expert_params = experts.map_or(0, |of| self.feed_forward(width, of.width));
         let top_k = experts.map_or(0, |of| of.top_k);
         let rows = experts.map_or(self.dense_width, |of| of.top_k * of.width + of.shared_width);
+        let routed = experts.map_or(0, |of| of.top_k * (ROW_PASSES as usize) * width);
+        let hidden_passes = if self.is_gated { 3 } else { 2 } * rows;
+        let passed = LAYER_PASSES as usize * width + ROTARY_PASSES as usize * rotated + hidden_passes + routed;
+        let operands = (4 + 2 * top_k) * width + rotated + score_width / 2 + hidden_passes;
         let inputs = 2 * width + rows * if self.is_gated { 2 } else { 1 } + kept;
         LayerCost {
             dense_params: (in_products + others + router) as u64 + beside,
@@ -136,6 +157,9 @@ impl LayerGroup {
             attention_flops: self.token_share * 2.0 * score_width as f64 * context,
             expert_flops: self.token_share * 2.0 * expert_params as f64 * top_k as f64,
             activation_bytes: self.token_share * (2 * 4 * width + precision.bytes() * inputs) as f64,
+            passed: self.token_share * passed as f64,
+            operands: self.token_share * operands as f64,
+            key_values: self.token_share * key_value as f64,
             width,
             token_share: self.token_share,
         }

@@ -101,7 +101,7 @@ impl Places<'_> {
             group.add_direct(&mut direct, 1, rows.bytes * hit.min(1.0), shares);
         }
         // Two copies make the rows contiguous.
-        near.fixed_s += 2.0 * rows.bytes / self.cluster.device.memory_bytes_per_s;
+        near.fixed_s += 2.0 * rows.bytes / self.cluster.device.memory_rate();
         vec![near, direct]
     }
 

@@ -5,7 +5,7 @@ use super::StepCosts;
 use crate::Schedule;
 
 /// Bytes of a gradient.
-const GRADIENT: f64 = 4.0;
+pub(super) const GRADIENT: f64 = 4.0;
 /// Bytes of the two moments of AdamW.
 const MOMENTS: f64 = 8.0;
 /// Bytes that the update of a weight reads and writes.
@@ -71,6 +71,6 @@ impl StepCosts<'_> {
 
     /// Returns the seconds of the update of a rank's weights.
     pub(super) fn update_s(&self, schedule: &Schedule, rank: usize) -> f64 {
-        UPDATE * self.updated(self.params(schedule, rank)) / self.request.cluster.device.memory_bytes_per_s
+        UPDATE * self.updated(self.params(schedule, rank)) / self.request.cluster.device.memory_rate()
     }
 }

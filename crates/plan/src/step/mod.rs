@@ -20,7 +20,7 @@ mod stages;
 mod transfers;
 
 use crate::network::{ExpertShares, Places};
-use crate::schedule::{CheckError, Checked, PairTime, Simulation, TimesError};
+use crate::schedule::{CheckError, Checked, Entry, PairTime, Simulation, TimesError};
 use crate::{Cluster, Exchange, Layout, Model, Nodes, Placement, Precision, Schedule, Times, Wire};
 
 use self::stages::Stage;
@@ -29,6 +29,8 @@ use self::stages::Stage;
 const MAX_ACTIONS: usize = 1 << 26;
 /// Actions of a MoE layer and microbatch.
 const ACTIONS_OF_LAYER: usize = 10;
+/// The most chunks of a layer's all-to-alls.
+const MAX_CHUNKS: usize = 64;
 
 /// A step to simulate.
 #[derive(Clone, Debug)]
@@ -39,8 +41,9 @@ pub struct StepRequest<'a> {
     pub cluster: &'a Cluster,
     /// The layout; its stage groups are the ranks of the schedule.
     pub layout: Layout,
-    /// The exchange of tokens with experts, in one chunk. What its wire format compresses are rows to experts;
-    /// results and their gradients come back in no less than two bytes a number.
+    /// The exchange of tokens with experts. Its wire format compresses rows to experts; results and their gradients
+    /// come back in no less than two bytes a number. Of several chunks what experts hide has passed before: the rest
+    /// is simulated.
     pub exchange: Exchange,
     /// T, the tokens of each rank in a microbatch.
     pub tokens: usize,
@@ -58,6 +61,9 @@ pub struct StepRequest<'a> {
     /// The number of units of the outermost level that fetch each other's experts, so that tokens stay among them
     /// (HybridEP); 1 for none.
     pub domain: usize,
+    /// The ranks that share a sequence and pass keys and values around (context parallelism): neighbours among the
+    /// `dp` x `ep` ranks with tokens of their own. The trainer has none.
+    pub context: usize,
     /// The factor by which experts that are fetched are compressed (HybridEP's shared expert and residuals: up to
     /// 50).
     pub expert_compression: f64,
@@ -104,6 +110,7 @@ impl<'a> StepRequest<'a> {
             placement: None,
             expert_loads: None,
             domain: 1,
+            context: 1,
             expert_compression: 1.0,
         }
     }
@@ -157,8 +164,15 @@ impl<'a> StepRequest<'a> {
         if self.zero > 3 {
             return Err(wrong("zero", self.zero, "must be from 0 to 3"));
         }
-        if self.exchange.chunks != 1 {
-            return Err(wrong("chunks", self.exchange.chunks, "must be 1: chunks of a layer are not simulated"));
+        if !(1..=MAX_CHUNKS).contains(&self.exchange.chunks) {
+            return Err(wrong("chunks", self.exchange.chunks, format!("must be from 1 to {MAX_CHUNKS}")));
+        }
+        if self.exchange.chunks > 1 && self.domain > 1 {
+            return Err(wrong("chunks", self.exchange.chunks, "must be 1 where experts are fetched"));
+        }
+        let sharing = self.layout.dp * self.layout.ep;
+        if self.context == 0 || !sharing.is_multiple_of(self.context) {
+            return Err(wrong("cp", self.context, format!("must divide the {sharing} ranks of dp x ep")));
         }
         if let Some(loads) = self.expert_loads {
             let is_load = |load: &f64| *load >= 0.0 && load.is_finite();
@@ -266,6 +280,11 @@ impl StepCosts<'_> {
         self.times.check(schedule.num_stages())?;
         let checked = schedule.check()?;
         let has_experts_elsewhere = self.request.layout.num_expert_ranks() > 1;
+        let has_pairs = schedule.ranks.iter().flatten().any(|entry| matches!(entry, Entry::Pair(..)));
+        if has_pairs && self.request.exchange.chunks > 1 {
+            let right = "must be 1: the pairs of this schedule hide all-to-alls already";
+            return Err(wrong("chunks", self.request.exchange.chunks, right));
+        }
         let moe_layers: Vec<u16> = self.stages.iter().map(|stage| stage.moe_layers).collect();
         if !schedule.moe_layers.is_empty() && schedule.moe_layers != moe_layers {
             return Err(wrong(
@@ -295,6 +314,7 @@ impl StepCosts<'_> {
     pub fn simulate<'a>(&'a self, checked: &Checked<'a>) -> Result<StepReport<'a>, StepError> {
         let schedule = checked.schedule();
         let transfers = self.transfers(schedule);
+        let covered_s = self.covered_seconds(schedule, &transfers);
         let simulation = checked.simulate(&self.times, &transfers)?;
         let num_ranks = self.request.layout.num_ranks();
         let stage_group = self.request.layout.stage_group_size() as u64;
@@ -309,7 +329,7 @@ impl StepCosts<'_> {
         let tokens_per_s = if step_s > 0.0 { tokens as f64 / step_s } else { 0.0 };
         let peak = self.request.cluster.device.peak_flops(self.request.precision) * num_ranks as f64;
         Ok(StepReport {
-            hidden: self.hidden(schedule, &simulation),
+            hidden: self.hidden(schedule, &simulation, covered_s),
             peak_memory,
             state_bytes,
             step_s,
@@ -321,14 +341,15 @@ impl StepCosts<'_> {
         })
     }
 
-    /// Returns the share of communication that is hidden. Computations have the sums of tensor parallelism in them.
-    fn hidden(&self, schedule: &Schedule, simulation: &Simulation<'_>) -> Option<f64> {
+    /// Returns the share of communication that is hidden. Computations have the sums of tensor parallelism in them, and
+    /// what attention does not hide of keys and values. What experts hide of chunks is in neither.
+    fn hidden(&self, schedule: &Schedule, simulation: &Simulation<'_>, covered_s: f64) -> Option<f64> {
         let microbatches = |copy: usize| f64::from(schedule.copies[copy].num_microbatches);
         let held = (0..schedule.num_ranks()).flat_map(|rank| schedule.stages_of(rank));
-        let sums: f64 =
-            held.map(|(copy, stage)| 2.0 * microbatches(copy) * self.stages[stage as usize].tensor_parallel_s).sum();
+        let of_stage = |stage: &Stage| 2.0 * stage.tensor_parallel_s + 3.0 * stage.context_s;
+        let sums: f64 = held.map(|(copy, stage)| microbatches(copy) * of_stage(&self.stages[stage as usize])).sum();
         let timeline = &simulation.timeline;
-        let all = timeline.communication + sums;
+        let all = timeline.communication + sums + covered_s;
         (all > 0.0).then(|| 1.0 - (timeline.exposed + sums) / all)
     }
 }

@@ -1,6 +1,8 @@
 //! Clusters of several levels, their TOML form, and topologies.
 
-use moeworks_plan::{Cluster, Level, Precision, Routing, Topology};
+use moeworks_plan::{
+    Cluster, Fabric, Level, Mesh, Model, ModelParts, Precision, Routing, Topology, TrainingJob, mesh_cost,
+};
 use proptest::prelude::*;
 
 const THREE_LEVELS: &str = "\
@@ -163,4 +165,41 @@ proptest! {
         let _ = Cluster::parse(&THREE_LEVELS[..cut]);
         let _ = Cluster::parse(&THREE_LEVELS.replace("= 4", &format!("= {number}")));
     }
+}
+
+const MACHINE: &str = "name = \"four cores\"\ncores = 4\nmemory_bytes = 8e9\nmemory_bytes_per_s = 2e10\n\
+    [link]\nlatency_s = 1e-6\nbytes_per_s = 4e9\n[overhead]\nlayer_s = 1e-4\npasses = 3.0\n\
+    [[products]]\nprecision = \"f32\"\nthreads = 1\nrows = 16\nwidth = 64\nflops = 1e9\n\
+    [[products]]\nprecision = \"f32\"\nthreads = 1\nrows = 1024\nwidth = 64\nflops = 1e10\n\
+    [[products]]\nprecision = \"f32\"\nthreads = 2\nrows = 16\nwidth = 64\nflops = 1e9\n\
+    [[products]]\nprecision = \"f32\"\nthreads = 2\nrows = 1024\nwidth = 64\nflops = 2e10\n";
+
+#[test]
+fn a_measured_machine_is_a_cluster_whose_ranks_share_its_cores() {
+    let cluster = Cluster::parse(MACHINE).unwrap();
+    assert_eq!((cluster.num_ranks(), cluster.levels.len(), cluster.device.memory_bytes), (4, 1, 2e9));
+    let near = |cluster: &Cluster, flops: f64| (cluster.device.flops(Precision::F32) / flops - 1.0).abs() < 1e-9;
+    assert!(near(&cluster, 1e10), "the best rate of a core");
+    let two = cluster.resized(2);
+    assert!(near(&two, 2e10));
+    assert_eq!((two.num_ranks(), two.device.memory_bytes_per_s), (2, 1e10));
+    assert_eq!(two.levels[0].bytes_per_s, 4e9);
+    let error = Cluster::parse(&MACHINE.replace("cores = 4", "cores = 0")).unwrap_err().to_string();
+    assert_eq!(error, "cores = 0: must be a finite number above 0");
+}
+
+#[test]
+fn products_of_few_rows_take_their_measured_time_in_a_plan() {
+    let model = "width = 64\nvocabulary = 64\nsequence = 64\n[[layers]]\nnum = 2\n\
+                 attention = { heads = 4, head_dim = 16 }\nexperts = { num = 64, top_k = 1, width = 64 }\n";
+    let parts = ModelParts::from(&Model::parse(model).unwrap());
+    let job = TrainingJob::new(parts, 64, 4, Precision::F32);
+    let products = |text: &str| {
+        let fabric = Fabric::new(&Cluster::parse(text).unwrap(), 2, Precision::F32);
+        mesh_cost(&job, &fabric, &Mesh::new(1, 2, 2)).time
+    };
+    // The experts of a rank get a row or two each: a higher rate of large products leaves most of their time.
+    let (slow, fast) = (products(MACHINE), products(&MACHINE.replace("flops = 2e10", "flops = 2e11")));
+    assert!(fast.products < slow.products && fast.products > 0.2 * slow.products, "{slow:?} {fast:?}");
+    assert!(slow.elementwise > 0.0 && slow.experts > 0.0);
 }

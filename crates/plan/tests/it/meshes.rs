@@ -152,9 +152,10 @@ fn folded_layouts_are_faster_than_unfolded_ones_and_both_than_those_without_a_pi
 }
 
 #[test]
-fn expert_parallelism_stays_inside_the_node_where_the_model_allows_it() {
+fn expert_parallelism_stays_inside_the_node_where_no_pairs_hide_it() {
     let (job, fabric) = (job("mixtral-8x22b"), fabric("h100", 128));
-    let best = search(&job, &fabric, &Pins::default()).found[0];
+    let pins = Pins { schedule: Some(ScheduleKind::OneFOneB), ..Pins::default() };
+    let best = search(&job, &fabric, &pins).found[0];
     assert!(best.fits && best.mesh.ep * best.mesh.etp <= 8, "{}", best.mesh);
 }
 

@@ -17,6 +17,9 @@ fn cluster(sizes: &[usize]) -> Cluster {
     };
     let mut cluster = Cluster::named("h100").unwrap();
     cluster.levels = sizes.iter().enumerate().map(level).collect();
+    // Computation is operations alone: passes over memory take no time.
+    cluster.device.memory_bytes_per_s = 1e30;
+    cluster.device.attention_efficiency = None;
     cluster
 }
 
@@ -332,7 +335,7 @@ fn a_step_that_does_not_fit_is_refused_in_one_line() {
         (of(whole.with_pipeline(4), keep, 13), "stages = 13: model has 12 layers"),
         (of(whole, &|request| request.tokens = 0, 1), "tokens = 0"),
         (of(whole, &|request| request.zero = 4, 1), "zero = 4: must be from 0 to 3"),
-        (of(whole, &|request| request.exchange.chunks = 2, 1), "chunks = 2: must be 1"),
+        (of(whole, &|request| request.exchange.chunks = 65, 1), "chunks = 65: must be from 1 to 64"),
         (of(whole, &|request| request.expert_loads = Some(&[1.0]), 1), "expert loads = 1: must be 16"),
         (of(Layout::new(1, 8, 1), &|request| request.domain = 3, 1), "domain = 3: must divide the 2 units"),
     ] {
@@ -341,4 +344,48 @@ fn a_step_that_does_not_fit_is_refused_in_one_line() {
     let cluster = cluster.resized(64);
     let request = StepRequest::new(&model, &cluster, Layout::new(1, 32, 1), 64);
     assert!(request.costs(1).unwrap_err().to_string().contains("must be at most the 16 experts of model"));
+}
+
+#[test]
+fn chunks_hide_all_to_alls_under_experts_and_send_the_same_bytes() {
+    let model = tiny();
+    let cluster = cluster(&[4, 2]);
+    let whole = StepRequest::new(&model, &cluster, Layout::new(1, 8, 1), 4096);
+    let chunked = StepRequest { exchange: Exchange { chunks: 4, ..whole.exchange }, ..whole.clone() };
+    let [one, four] = [&whole, &chunked].map(|request| {
+        with_step(request, ScheduleKind::OneFOneB, 2, |report, _| {
+            (report.step_s, report.simulation.levels[1].sent, report.hidden.unwrap())
+        })
+    });
+    assert!(four.0 < one.0 && one.1 == four.1, "{one:?} {four:?}");
+    assert!(four.2 > one.2, "{one:?} {four:?}");
+}
+
+#[test]
+fn chunks_are_refused_where_pairs_hide_all_to_alls() {
+    let model = tiny();
+    let cluster = cluster(&[4, 4]);
+    let layout = Layout::new(1, 8, 1).with_pipeline(2);
+    let request = StepRequest::new(&model, &cluster, layout, 128);
+    let request = StepRequest { exchange: Exchange { chunks: 2, ..request.exchange }, ..request };
+    let costs = request.costs(2).unwrap();
+    let schedule = ScheduleKind::OneFOneBOverlap.generate(&ScheduleRequest::new(2, 4, costs.times())).unwrap();
+    let error = costs.written_out(&schedule).unwrap_err().to_string();
+    assert_eq!(error, "chunks = 2: must be 1: the pairs of this schedule hide all-to-alls already");
+}
+
+#[test]
+fn ranks_that_share_a_sequence_wait_for_keys_and_values_that_attention_does_not_hide() {
+    let model = tiny();
+    let slow = cluster(&[2, 2]);
+    let mut fast = slow.clone();
+    fast.levels.iter_mut().for_each(|level| (level.bytes_per_s, level.latency_s) = (1e18, 0.0));
+    let step = |cluster: &Cluster, context: usize| {
+        let request = StepRequest { context, ..StepRequest::new(&model, cluster, Layout::new(4, 1, 1), 128) };
+        with_step(&request, ScheduleKind::OneFOneB, 2, |report, _| report.step_s)
+    };
+    assert!(step(&slow, 4) > step(&slow, 2) && step(&slow, 2) > step(&slow, 1));
+    assert_eq!(step(&fast, 4), step(&fast, 1));
+    let request = StepRequest { context: 3, ..StepRequest::new(&model, &slow, Layout::new(4, 1, 1), 128) };
+    assert_eq!(request.costs(1).unwrap_err().to_string(), "cp = 3: must divide the 4 ranks of dp x ep");
 }

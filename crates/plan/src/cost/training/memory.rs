@@ -33,15 +33,6 @@ struct TokenBytes {
 }
 
 impl Step<'_> {
-    /// Returns the most layers of a pipeline rank, and how many of them have experts.
-    pub(super) fn layers_of_rank(&self) -> (f64, f64) {
-        let (parts, mesh) = (&self.job.parts, self.mesh);
-        let layers = parts.num_layers.div_ceil(mesh.pp * mesh.virtual_stages) * mesh.virtual_stages;
-        let layers = layers.min(parts.num_layers);
-        let moe = (parts.num_moe_layers * layers).div_ceil(parts.num_layers.max(1)).min(parts.num_moe_layers);
-        (layers as f64, moe as f64)
-    }
-
     /// Returns the parameters of the rank with the most: with the embedding, and with a tied or lone output
     /// projection.
     pub(super) fn params(&self) -> HeldParams {
@@ -132,6 +123,14 @@ impl Step<'_> {
         (microbatches * kept(&bytes), microbatches * received(moe))
     }
 
+    /// Returns the bytes that a microbatch leaves for backward in a number of layers, whatever is computed again.
+    pub(super) fn kept_bytes(&self, layers: f64, moe: f64) -> f64 {
+        let bytes = self.token_bytes(layers, moe);
+        let tp = self.mesh.tp as f64;
+        let residual_tp = if self.job.practice.divides_residual { tp } else { 1.0 };
+        self.tokens() * (bytes.residual / residual_tp + (bytes.inner + bytes.experts * self.hot.time) / tp)
+    }
+
     /// Returns the bytes that a token leaves for backward in a number of layers.
     fn token_bytes(&self, layers: f64, moe: f64) -> TokenBytes {
         let (parts, practice) = (&self.job.parts, &self.job.practice);
@@ -142,7 +141,10 @@ impl Step<'_> {
         let matrices = parts.activation_inputs as f64 + 1.0;
         let hidden = |params: f64| params / (width * matrices);
         let norms = if is_selective { 0.0 } else { 2.0 * width };
-        let attention = parts.query_elements + parts.key_value_elements + parts.value_elements;
+        // Latent attention retains its narrow vectors alone where their products are done again.
+        let wide = parts.query_elements + parts.key_value_elements;
+        let inputs = if is_selective && parts.latent_elements > 0.0 { parts.latent_elements } else { wide };
+        let attention = inputs + parts.value_elements;
         let dense = (layers - moe) * hidden(parts.dense_params) + moe * hidden(parts.shared_params);
         TokenBytes {
             residual: layers * (2.0 * practice.residual_bytes * width + bytes * norms),

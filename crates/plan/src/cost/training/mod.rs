@@ -8,6 +8,7 @@
 mod bubble;
 mod memory;
 mod pass;
+mod stages;
 
 pub use bubble::{PassTimes, bubble_seconds, message_seconds, peak_microbatches};
 
@@ -18,6 +19,10 @@ use crate::{Algorithm, Mesh, ModelParts, Precision, ScheduleKind, Skew};
 
 /// Bytes that the update of a weight reads (weight, gradient, two moments) and writes (weight, two moments).
 const UPDATE_BYTES: f64 = 28.0;
+
+/// The share of an H100's multiprocessors that an all-to-all holds in DeepSeek-V3 (2412.19437, section 3.2.2), and by
+/// default in DeepEP: 20 of 132.
+pub(crate) const DEEP_EP_UNITS: f64 = 20.0 / 132.0;
 
 /// The habits of a training program: what it overlaps, and what it retains.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,6 +47,9 @@ pub struct Practice {
     pub paths: &'static [Algorithm],
     /// The most chunks of an all-to-all that overlap with experts; 1 for none.
     pub max_chunks: usize,
+    /// The share of a device's computing units that an all-to-all holds while it passes beside products: its kernels
+    /// run on them. 0 where a link needs none.
+    pub exchange_units: f64,
 }
 
 impl Practice {
@@ -59,6 +67,7 @@ impl Practice {
             keeps_outputs: false,
             paths: &Algorithm::ALL,
             max_chunks: 8,
+            exchange_units: DEEP_EP_UNITS,
         }
     }
 
@@ -75,6 +84,7 @@ impl Practice {
         keeps_outputs: true,
         paths: &[Algorithm::Linear],
         max_chunks: 1,
+        exchange_units: 0.0,
     };
 }
 
@@ -95,6 +105,8 @@ pub struct TrainingJob {
     pub skew: Skew,
     /// The habits of the training program.
     pub practice: Practice,
+    /// The layers of each pipeline stage, if they are fixed; otherwise shared out as evenly as they allow.
+    pub stage_layers: Option<Vec<usize>>,
 }
 
 impl TrainingJob {
@@ -102,7 +114,16 @@ impl TrainingJob {
     #[must_use]
     pub fn new(parts: ModelParts, seq_len: usize, global_batch: usize, precision: Precision) -> Self {
         let practice = Practice::moeworks(precision);
-        Self { parts, seq_len, global_batch, precision, expert_gradient_bytes: 4, skew: Skew::Even, practice }
+        Self {
+            parts,
+            seq_len,
+            global_batch,
+            precision,
+            expert_gradient_bytes: 4,
+            skew: Skew::Even,
+            practice,
+            stage_layers: None,
+        }
     }
 
     /// Returns the tokens of a step.
@@ -253,7 +274,7 @@ impl Step<'_> {
             messages,
             bubble,
             gradients: exposed,
-            optimizer: self.updated_params() * UPDATE_BYTES / self.fabric.rates.memory_bytes_per_s,
+            optimizer: self.updated_params() * UPDATE_BYTES / self.fabric.rates.pass_bytes_per_s,
         };
         let tokens_per_s = job.tokens_per_step() / time.total();
         let flops_per_rank = tokens_per_s * job.parts.training_flops(job.seq_len) / mesh.num_ranks() as f64;
@@ -273,14 +294,15 @@ impl Step<'_> {
         }
     }
 
-    /// Returns the seconds of a microbatch's all-to-alls that nothing hides. Schedules of pairs compute one
-    /// microbatch while the tokens of another travel.
+    /// Returns the seconds that a microbatch's all-to-alls cost. Schedules of pairs compute one microbatch while the
+    /// tokens of another travel, on the computing units that the all-to-all leaves.
     fn exposed_experts(&self, passes: &pass::Passes, times: &PassTimes) -> f64 {
         if !is_paired(self.mesh) {
             return passes.exposed_experts;
         }
         let computed = times.forward + times.input_grad + times.weight_grad - passes.exposed_experts;
-        (passes.raw_experts - computed).max(0.0)
+        let hidden = passes.raw_experts.min(computed);
+        passes.raw_experts - hidden + self.job.practice.exchange_units * hidden
     }
 
     fn message_bytes(&self) -> f64 {

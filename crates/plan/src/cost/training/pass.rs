@@ -2,15 +2,26 @@
 
 use super::{PassTimes, Step};
 use crate::cost::fabric::{ExpertRows, LinkCost, Members};
+use crate::cost::passes::{LAYER_PASSES, OperandBytes, ROTARY_PASSES, ROW_PASSES, SORT_PASSES};
 use crate::cost::pipeline::overlapped_seconds;
 use crate::{Algorithm, Precision, Recompute};
 
-/// Numbers of a token that the parts of a layer outside products read and write in a forward, in widths: two norms
-/// and two sums with the residual stream, rotary embeddings, and the inputs and outputs of products.
-const LAYER_PASSES: f64 = 12.0;
-/// Numbers of a routed row that are read and written besides those of the activation: to permute it, and to weigh
-/// and sum it back.
-const ROW_PASSES: f64 = 4.0;
+/// Products with the weights of one part of a layer, on a rank.
+#[derive(Clone, Copy, Debug)]
+struct Products {
+    /// Rows.
+    tokens: f64,
+    /// Parameters that each row is multiplied with.
+    params: f64,
+    /// Parameters that the rank holds.
+    held: f64,
+    /// Numbers of a row in inputs and outputs.
+    elements: f64,
+    /// Bytes of the gradient of a weight.
+    gradient_bytes: f64,
+    /// True for products that stay in bf16 among FP8 ones: the output projection (2412.19437, section 3.3.1).
+    is_wide: bool,
+}
 
 /// The seconds of F, B and W of one part, over all layers of a rank.
 #[derive(Clone, Copy, Debug, Default)]
@@ -80,24 +91,30 @@ struct ExpertExchange {
 }
 
 impl Step<'_> {
-    /// Returns the share of the model's time that the slowest pipeline rank takes.
-    fn share(&self, layers_s: f64, head_s: f64) -> f64 {
-        let (layers, _) = self.layers_of_rank();
-        let even = 1.0 / self.mesh.pp as f64;
-        let of_layers =
-            layers / self.job.parts.num_layers as f64 * layers_s / (layers_s + head_s).max(f64::MIN_POSITIVE);
-        if self.mesh.pp == 1 { 1.0 } else { even.max(of_layers) }
-    }
-
-    /// Returns the seconds of products with `params` parameters for each of `tokens` tokens, if the rank holds `held`
-    /// parameters and a token has `elements` numbers in their inputs and outputs. A product takes its operations at
-    /// the rate of large ones, and the time to read and write its operands: so narrow ones reach less.
-    fn products(&self, tokens: f64, params: f64, held: f64, elements: f64) -> Part {
+    /// Returns the seconds of products. A product takes its operations at the rate of large ones, and the time to
+    /// read and write its operands: so narrow ones reach less. Gradients of weights are added to those of the
+    /// microbatches before. On a measured machine a product takes the time of one with as many rows.
+    fn products(&self, of: &Products) -> Part {
+        if let Some(machine) = &self.fabric.machine {
+            // Rows of each matrix, of which the experts of a rank are many.
+            let rows = of.tokens * of.params / of.held.max(1.0);
+            let rate = machine.product_rate(self.job.precision, [rows, self.job.parts.width as f64]);
+            let seconds = 2.0 * of.tokens * of.params / rate;
+            return Part { forward: seconds, input_grad: seconds, weight_grad: seconds };
+        }
         let rates = &self.fabric.rates;
-        let rate = if self.job.precision == Precision::Fp8 { rates.fp8_flops } else { rates.flops };
-        let bytes = (held + tokens * elements) * self.job.precision.bytes() as f64 / rates.memory_bytes_per_s;
-        let seconds = 2.0 * tokens * params / rate + bytes;
-        Part { forward: seconds, input_grad: seconds, weight_grad: seconds }
+        let is_fp8 = self.job.precision == Precision::Fp8 && !of.is_wide;
+        let wide = self.job.precision.beside_fp8();
+        let bytes = OperandBytes::new(if of.is_wide { wide } else { self.job.precision });
+        let rate = if is_fp8 { rates.fp8_flops } else { rates.flops };
+        let operations = 2.0 * of.tokens * of.params / rate;
+        let pass =
+            operations + (of.held * bytes.weight + of.tokens * of.elements * bytes.forward) / rates.pass_bytes_per_s;
+        // The first microbatch writes, the others read and write.
+        let m = self.microbatches as f64;
+        let gradients = of.held * of.gradient_bytes * (2.0 * m - 1.0) / m;
+        let grad = operations + (gradients + of.tokens * of.elements * bytes.weight_grad) / rates.pass_bytes_per_s;
+        Part { forward: pass, input_grad: pass, weight_grad: grad }
     }
 
     fn all_products(&self) -> (Part, Part, f64) {
@@ -106,8 +123,17 @@ impl Step<'_> {
         let own = tokens / tp;
         let (layers, moe) = ((parts.num_layers + parts.num_mtp_layers) as f64, self.moe_layers());
         let width = parts.width as f64;
-        let cut = |params: f64, elements: f64| self.products(tokens, params / tp, params / tp, elements);
-        let whole = |params: f64| self.products(own, params, params, 2.0 * width + params / width);
+        let gradient_bytes = 4.0;
+        let of = |tokens: f64, params: f64, elements: f64| Products {
+            tokens,
+            params,
+            held: params,
+            elements,
+            gradient_bytes,
+            is_wide: false,
+        };
+        let cut = |params: f64, elements: f64| self.products(&of(tokens, params / tp, elements));
+        let whole = |params: f64| self.products(&of(own, params, 2.0 * width + params / width));
         // Inputs of the two kinds of products, and their outputs.
         let around = |hidden: f64| 2.0 * width + (parts.activation_inputs as f64 + 1.0) * hidden;
         let matrices = parts.activation_inputs as f64 + 1.0;
@@ -117,9 +143,13 @@ impl Step<'_> {
         // The tokens of all ranks that share an expert's slices pass through each of them.
         let rows = own * self.hot.time * parts.top_k as f64 * mesh.etp as f64;
         let expert_width = parts.expert_width as f64 / mesh.etp as f64;
-        let experts = self.products(rows, parts.expert_params / mesh.etp as f64, held, around(expert_width));
-        let head = cut(parts.head_params(), width + parts.vocabulary as f64 / tp);
-        let head = head.times(1.0 + parts.num_mtp_layers as f64);
+        let experts = self.products(&Products {
+            held,
+            gradient_bytes: self.job.expert_gradient_bytes as f64,
+            ..of(rows, parts.expert_params / mesh.etp as f64, around(expert_width))
+        });
+        let head = of(tokens, parts.head_params() / tp, width + parts.vocabulary as f64 / tp);
+        let head = self.products(&Products { is_wide: true, ..head }).times(1.0 + parts.num_mtp_layers as f64);
         let dense = layers - moe;
         let each = [
             (layers, cut(parts.attention_params, attention)),
@@ -141,12 +171,28 @@ impl Step<'_> {
         (parts.num_moe_layers + if parts.num_moe_layers > 0 { parts.num_mtp_layers } else { 0 }) as f64
     }
 
+    /// Returns the seconds of the products that widen the narrow vectors of latent attention, in a forward of all
+    /// layers. Selective recomputation does them again (2412.19437, section 3.2.3).
+    fn widened(&self) -> f64 {
+        let (parts, tp) = (&self.job.parts, self.mesh.tp as f64);
+        let layers = (parts.num_layers + parts.num_mtp_layers) as f64;
+        let params = parts.up_projection_params / tp;
+        let elements = parts.latent_elements + (parts.query_elements + parts.key_value_elements) / tp;
+        let tokens = self.tokens();
+        let part = Products { tokens, params, held: params, elements, gradient_bytes: 0.0, is_wide: false };
+        if params > 0.0 { layers * self.products(&part).forward } else { 0.0 }
+    }
+
     /// Returns the seconds of causal attention in a forward of all layers.
     fn attention(&self) -> f64 {
         let parts = &self.job.parts;
         let layers = (parts.num_layers + parts.num_mtp_layers) as f64;
         let flops = self.tokens() * parts.score_flops(self.job.seq_len as f64) / self.mesh.tp as f64;
-        layers * flops / self.fabric.rates.flops
+        let rate = match &self.fabric.machine {
+            Some(machine) => machine.product_rate(self.job.precision, [self.tokens(), parts.width as f64]),
+            None => self.fabric.rates.attention_flops,
+        };
+        layers * flops / rate
     }
 
     /// Returns the seconds of what is no product in a forward of all layers.
@@ -154,14 +200,20 @@ impl Step<'_> {
         let (parts, own) = (&self.job.parts, self.tokens() / self.mesh.tp as f64);
         let (layers, moe) = ((parts.num_layers + parts.num_mtp_layers) as f64, self.moe_layers());
         let width = parts.width as f64;
+        if let Some(machine) = &self.fabric.machine {
+            return layers * machine.layer_seconds(self.kept_bytes(layers, moe) / layers.max(1.0));
+        }
         // The activation reads its inputs, and writes an output.
         let activation = (parts.activation_inputs + 1) as f64;
         let dense = (layers - moe) * parts.dense_params / width;
         let shared = moe * parts.shared_params / width;
         let rows = moe * parts.top_k as f64 * self.hot.time;
-        let routed = rows * (ROW_PASSES * width + activation * parts.expert_width as f64);
-        let numbers = layers * LAYER_PASSES * width + dense + shared + routed;
-        own * numbers * self.job.precision.bytes() as f64 / self.fabric.rates.memory_bytes_per_s
+        let is_sorted = parts.num_experts.div_ceil(self.mesh.ep) > 1;
+        let sorted = if is_sorted { self.mesh.etp as f64 * SORT_PASSES * width } else { 0.0 };
+        let routed = rows * (ROW_PASSES * width + sorted + activation * parts.expert_width as f64);
+        let rotated = ROTARY_PASSES * (parts.query_elements + parts.key_value_elements);
+        let numbers = layers * (LAYER_PASSES * width + rotated) + dense + shared + routed;
+        own * numbers * self.job.precision.bytes() as f64 / self.fabric.rates.pass_bytes_per_s
     }
 
     /// Returns the collectives of tensor parallelism in a forward of all layers: an all-gather and a reduce-scatter
@@ -233,14 +285,16 @@ impl Step<'_> {
             Recompute::Selective => [0.0, 1.0],
             Recompute::Full => [1.0, 1.0],
         };
+        let widened = (again[1] - again[0]) * self.widened();
         let share = self.share(layers.sum() + 3.0 * (attention + elementwise), head.sum());
         // A forward, and its parts that are done again in the backward: all but elementwise parts, and those.
         let [all, cheap] = again;
         let exposed = [moe * exchange.exposed[0] + sliced, moe * exchange.exposed[1] + sliced];
         let forward =
             layers.forward + head.forward + attention + elementwise + tensor.total() + context[0] + exposed[0];
-        let repeated =
-            all * (layers.forward + attention + tensor.total() + context[0] + exposed[0]) + cheap * elementwise;
+        let repeated = all * (layers.forward + attention + tensor.total() + context[0] + exposed[0])
+            + cheap * elementwise
+            + widened;
         let input_grad = layers.input_grad
             + head.input_grad
             + 2.0 * (attention + elementwise)
@@ -254,7 +308,7 @@ impl Step<'_> {
             + tensor.times(passes_of_links)
             + ring.times(3.0 + all);
         Passes {
-            products: share * (layers.sum() + head.sum() + all * layers.forward),
+            products: share * (layers.sum() + head.sum() + all * layers.forward + widened),
             attention: share * attention * (3.0 + all),
             elementwise: share * elementwise * (3.0 + cheap),
             tensor: share * tensor.total() * passes_of_links,

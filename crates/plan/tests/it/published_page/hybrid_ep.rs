@@ -30,9 +30,17 @@ fn fabric(sites: usize) -> Fabric {
         message_s: 0.0,
         bytes_per_s,
     };
-    let rates = Rates { flops: 1e14, fp8_flops: 1e14, peak_flops: 1e14, memory_bytes: 80e9, memory_bytes_per_s: 2e12 };
+    let rates = Rates {
+        flops: 1e14,
+        fp8_flops: 1e14,
+        attention_flops: 1e14,
+        peak_flops: 1e14,
+        memory_bytes: 80e9,
+        memory_bytes_per_s: 2e12,
+        pass_bytes_per_s: 2e12,
+    };
     let levels = vec![level("site", 8, 16e9), level("sites", 8 * sites, 1.25e9 / 8.0)];
-    Fabric { num_ranks: 8 * sites, rates, levels }
+    Fabric { num_ranks: 8 * sites, rates, levels, machine: None }
 }
 
 /// Returns the seconds of an all-to-all of `megabytes` of each GPU among all.
