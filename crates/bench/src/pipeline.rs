@@ -18,9 +18,11 @@ use crate::error::BenchError;
 use crate::ranks::TIMEOUT;
 
 /// The schedules that are measured.
-pub const SCHEDULES: [ScheduleKind; 6] = [
+pub const SCHEDULES: [ScheduleKind; 8] = [
     ScheduleKind::OneFOneB,
     ScheduleKind::ZbH1,
+    ScheduleKind::ZbH2,
+    ScheduleKind::ZbV,
     ScheduleKind::DualPipe,
     ScheduleKind::DualPipeV,
     ScheduleKind::OneFOneBOverlap,

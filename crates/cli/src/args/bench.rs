@@ -147,7 +147,8 @@ pub(crate) struct CommArgs {
                          moeworks bench pipeline 1f1b 1f1b_overlap     these two"
 )]
 pub(crate) struct PipelineBenchArgs {
-    /// Schedules to measure: 1f1b, zb_h1, dualpipe, dualpipe_v, 1f1b_overlap, interleaved_overlap (default: all)
+    /// Schedules to measure: 1f1b, zb_h1, zb_h2, zb_v, dualpipe, dualpipe_v, 1f1b_overlap, interleaved_overlap
+    /// (default: all)
     #[arg(value_name = "SCHEDULE")]
     pub(crate) schedules: Vec<String>,
     /// Microbatches of a step, rounded up to what the schedules take
@@ -156,6 +157,9 @@ pub(crate) struct PipelineBenchArgs {
     /// Steps of which the median counts
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=1000))]
     pub(crate) steps: u16,
+    /// Measure only ranks whose computations are waits
+    #[arg(long)]
+    pub(crate) waits: bool,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

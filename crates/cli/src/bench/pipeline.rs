@@ -19,8 +19,10 @@ pub(super) fn run(args: &PipelineBenchArgs) -> Result<ExitCode, Failure> {
             let num_microbatches = usize::from(args.microbatches).next_multiple_of(2 * pp);
             measured.push(pipeline::with_waits(kind, pp, num_microbatches, num_steps)?);
         }
-        let num_microbatches = usize::from(args.microbatches).next_multiple_of(4);
-        measured.push(pipeline::with_computations(kind, num_microbatches, num_steps)?);
+        if !args.waits {
+            let num_microbatches = usize::from(args.microbatches).next_multiple_of(4);
+            measured.push(pipeline::with_computations(kind, num_microbatches, num_steps)?);
+        }
     }
     measured.sort_by_key(|measured| (!measured.are_waits, measured.num_ranks));
     if args.json {

@@ -78,8 +78,8 @@ impl RowPlan {
         self.finish_dispatch(hierarchy, started, pool)
     }
 
-    /// Starts [`dispatch`](Self::dispatch). On the two-hop path only the hops between nodes are in flight. Those inside
-    /// the node follow when the dispatch is finished, each as soon as its part has come.
+    /// Starts [`dispatch`](Self::dispatch). On the two-hop path only the hops between nodes are in flight. Those
+    /// inside the node follow when the dispatch is finished, each as soon as its part has come.
     ///
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.
@@ -142,8 +142,8 @@ impl RowPlan {
         self.finish_combine(hierarchy, started, pool)
     }
 
-    /// Starts [`combine`](Self::combine). On the two-hop path the hops inside the node are complete on return; the hop
-    /// of a part between nodes begins while those of the next parts inside the node are in flight.
+    /// Starts [`combine`](Self::combine). On the two-hop path the hops inside the node are complete on return; the
+    /// hop of a part between nodes begins while those of the next parts inside the node are in flight.
     ///
     /// # Errors
     /// Returns a [`CommError`] if a rank died, hangs or disagrees.

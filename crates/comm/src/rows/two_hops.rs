@@ -3,8 +3,6 @@
 //! The relays learn which ranks of their node want each row, and the ranks how many rows come from each source. One
 //! message of each kind has what concerns all parts.
 
-use std::ops::Range;
-
 use super::{Hop, Lists, Part, lists, ranges, times};
 use crate::hierarchy::starts;
 use crate::{CommError, Hierarchy};
@@ -25,11 +23,12 @@ pub(super) fn parts(hierarchy: &Hierarchy, targets: &[&[usize]], ends: &[usize])
     let passed = passed_on(hierarchy, &leaving, targets)?;
     let counts = counts_by_source(hierarchy, &leaving, &passed)?;
     let inside = Hop::agree(&*hierarchy.node_comm, passed)?;
-    let part = |(((leaving, inside), counts), rows): (((Hop, Hop), &Vec<u64>), Range<usize>)| {
+    let mut parts = Vec::with_capacity(ends.len());
+    for (((leaving, inside), counts), rows) in leaving.into_iter().zip(inside).zip(&counts).zip(ranges(ends)) {
         let BySource { recv_counts, starts } = BySource::new(hierarchy, counts);
-        Part { rows, recv_counts, leaving, inside: Some(inside), starts }
-    };
-    Ok(leaving.into_iter().zip(inside).zip(&counts).zip(ranges(ends)).map(part).collect())
+        parts.push(Part { rows, recv_counts, leaving, inside: Some(inside), starts });
+    }
+    Ok(parts)
 }
 
 /// Returns for each part and each rank of the node the rows arriving here that go to it.
