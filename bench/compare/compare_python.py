@@ -47,6 +47,7 @@ def arguments():
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 512, 4096])
     parser.add_argument("--dtypes", nargs="+", default=["f32", "bf16"])
     parser.add_argument("--passes", nargs="+", default=["forward", "both"])
+    parser.add_argument("--ways", nargs="+", default=list(OTHERS), choices=OTHERS, help="of transformers")
     parser.add_argument("--models", nargs="+", default=["olmoe", "mixtral", "qwen3", "gpt-oss"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="0: one on each core")
@@ -147,7 +148,7 @@ def experts_part():
                 x = torch.randn(tokens, d, dtype=DTYPES[dtype]).requires_grad_()
                 weights, ids = torch.randn(tokens, e).softmax(-1).topk(k, dim=-1)
                 weights = weights.to(DTYPES[dtype]).requires_grad_()
-                others = [way for way in OTHERS if tokens <= 16 or way != "batched_mm"]
+                others = [way for way in args.ways if tokens <= 16 or way != "batched_mm"]
                 for name in args.passes:
                     dy = torch.randn_like(x) if name == "both" else None
                     ways = {way: experts_way(module, (x, ids, weights), dy, way) for way in ["moeworks", *others]}
@@ -209,13 +210,18 @@ def by_way(net, call, ways):
     return {way: of(way) for way in ways}
 
 
+def without_copies():
+    """Returns the other ways for many tokens."""
+    return [way for way in args.ways if way != "batched_mm"]
+
+
 def models_part():
     for name in args.models:
         net = model(name, "moeworks")
-        compare(f"model {name} training step", by_way(net, training(net), ["moeworks", "grouped_mm", "eager"]))
+        compare(f"model {name} training step", by_way(net, training(net), ["moeworks", *without_copies()]))
         net.zero_grad(set_to_none=True)
         with torch.no_grad():
-            compare(f"model {name} decoding", by_way(net, decoding(net), ["moeworks", *OTHERS]))
+            compare(f"model {name} decoding", by_way(net, decoding(net), ["moeworks", *args.ways]))
         del net
 
 
@@ -226,7 +232,7 @@ def lora_part():
     net = model("olmoe", "moeworks")
     config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=[], target_parameters=names)
     net = peft.get_peft_model(net, config)
-    ways = by_way(net.base_model.model, training(net), ["moeworks", "grouped_mm", "eager"])
+    ways = by_way(net.base_model.model, training(net), ["moeworks", *without_copies()])
     compare("LoRA on the experts of olmoe, training step", ways)
 
 

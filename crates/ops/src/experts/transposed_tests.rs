@@ -88,7 +88,9 @@ fn transposed_stacks_give_the_results_and_gradients_of_copies_in_the_usual_order
     let clamped = Activation::ClampedSwiGlu { alpha: 1.702, limit: 7.0 };
     for ctx in contexts() {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F16, 1e-5), (DType::BF16, 2e-2)] {
-            for num_tokens in [1, 2, 9, 40, 200] {
+            // An emulated GPU takes seconds for what the host does in none.
+            let counts: &[usize] = if ctx.gpu().is_some() { &[2, 9] } else { &[1, 2, 9, 40, 200] };
+            for &num_tokens in counts {
                 for (is_interleaved, activation) in [(true, clamped), (false, Activation::SwiGlu)] {
                     assert_alike(Case { num_tokens, dtype, is_interleaved, activation }, &ctx, tolerance);
                 }
