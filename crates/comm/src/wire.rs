@@ -1,4 +1,4 @@
-//! Encoding of rows for the wire: f32, bf16, f16 or scaled bytes.
+//! Encoding of rows for the wire: f32, bf16, f16, scaled bytes, or the largest numbers alone.
 
 use half::{bf16, f16};
 use moeworks_plan::Wire;
@@ -14,6 +14,7 @@ pub(crate) fn encode(wire: Wire, row: &[f32], out: &mut [u8]) {
             out.copy_from_slice(&f16::from_f32(x).to_ne_bytes());
         }),
         Wire::Byte { block } => encode_bytes(row, block.max(1), out),
+        Wire::TopK { per_mille } => encode_largest(row, Wire::num_kept(per_mille, row.len()), out),
     }
 }
 
@@ -28,6 +29,7 @@ pub(crate) fn decode(wire: Wire, bytes: &[u8], row: &mut [f32]) {
             *x = f16::from_ne_bytes([pair[0], pair[1]]).to_f32();
         }),
         Wire::Byte { block } => decode_bytes(bytes, block.max(1), row),
+        Wire::TopK { per_mille } => decode_largest(bytes, Wire::num_kept(per_mille, row.len()), row),
     }
 }
 
@@ -56,5 +58,99 @@ fn decode_bytes(bytes: &[u8], block: usize, row: &mut [f32]) {
         for (x, &number) in row.iter_mut().zip(numbers) {
             *x = scale * f32::from(number as i8);
         }
+    }
+}
+
+/// Writes the `kept` numbers of the largest magnitude in f16, in the order of the row, then their places. Of equal
+/// magnitudes the first are kept. NaN is larger than all numbers, so that a fault stays visible.
+fn encode_largest(row: &[f32], kept: usize, out: &mut [u8]) {
+    let magnitude = |x: f32| x.to_bits() & 0x7fff_ffff;
+    let mut magnitudes: Vec<u32> = row.iter().map(|&x| magnitude(x)).collect();
+    if kept == 0 {
+        return;
+    }
+    let (above, &mut least, _) = magnitudes.select_nth_unstable_by(kept - 1, |a, b| b.cmp(a));
+    let mut num_least = kept - above.iter().filter(|&&other| other > least).count();
+    let (numbers, places) = out.split_at_mut(2 * kept);
+    let is_listed = Wire::lists_places(kept, row.len());
+    places.fill(0);
+    let mut next = 0;
+    for (place, &x) in row.iter().enumerate() {
+        let is_least = magnitude(x) == least;
+        if magnitude(x) < least || is_least && num_least == 0 {
+            continue;
+        }
+        num_least -= usize::from(is_least);
+        numbers[2 * next..2 * next + 2].copy_from_slice(&f16::from_f32(x).to_ne_bytes());
+        if is_listed {
+            places[2 * next..2 * next + 2].copy_from_slice(&(place as u16).to_ne_bytes());
+        } else {
+            places[place / 8] |= 1 << (place % 8);
+        }
+        next += 1;
+    }
+}
+
+fn decode_largest(bytes: &[u8], kept: usize, row: &mut [f32]) {
+    let (numbers, places) = bytes.split_at(2 * kept);
+    let numbers = numbers.chunks_exact(2).map(|pair| f16::from_ne_bytes([pair[0], pair[1]]).to_f32());
+    row.fill(0.0);
+    if Wire::lists_places(kept, row.len()) {
+        for (x, place) in numbers.zip(places.chunks_exact(2)) {
+            let place = usize::from(u16::from_ne_bytes([place[0], place[1]]));
+            // A place beyond the row cannot come from `encode_largest`.
+            if let Some(slot) = row.get_mut(place) {
+                *slot = x;
+            }
+        }
+        return;
+    }
+    let set = (0..row.len()).filter(|place| places[place / 8] >> (place % 8) & 1 == 1);
+    for (place, x) in set.zip(numbers) {
+        row[place] = x;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sends a row of which `per_mille` thousandths travel.
+    fn sent(row: &[f32], per_mille: u16) -> Vec<f32> {
+        let wire = Wire::TopK { per_mille };
+        let mut bytes = vec![0xff; wire.row_bytes(row.len())];
+        encode(wire, row, &mut bytes);
+        let mut back = vec![7.0; row.len()];
+        decode(wire, &bytes, &mut back);
+        back
+    }
+
+    #[test]
+    fn the_largest_numbers_arrive_in_half_precision_and_the_others_are_zeros() {
+        let row = [0.5, -3.0, 1.0, 0.25, 2.0, -1.0, 0.0, 1.0];
+        assert_eq!(sent(&row, 500), [0.0, -3.0, 1.0, 0.0, 2.0, -1.0, 0.0, 0.0], "of equal ones the first");
+        assert_eq!(sent(&row, 1), [0.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], "at least one");
+        assert_eq!(sent(&row, 1000), row);
+        assert_eq!(sent(&[], 250), [0.0; 0]);
+    }
+
+    #[test]
+    fn places_are_a_list_where_that_is_shorter_than_a_bit_for_each() {
+        let row: Vec<f32> = (0..300).map(|i| ((i * 37) % 301) as f32 - 150.0).collect();
+        for (per_mille, bytes) in [(30, 4 * 9), (250, 2 * 75 + 38)] {
+            assert_eq!(Wire::TopK { per_mille }.row_bytes(row.len()), bytes);
+            let kept = Wire::num_kept(per_mille, row.len());
+            let mut order: Vec<usize> = (0..row.len()).collect();
+            order.sort_by(|&a, &b| row[b].abs().total_cmp(&row[a].abs()));
+            let mut expected = vec![0.0; row.len()];
+            order[..kept].iter().for_each(|&place| expected[place] = row[place]);
+            assert_eq!(sent(&row, per_mille), expected);
+        }
+    }
+
+    #[test]
+    fn a_number_that_is_none_travels_first() {
+        let back = sent(&[1e30, 4.0, f32::NAN, 1.0], 500);
+        assert!(back[0] == f32::INFINITY && back[1] == 0.0 && back[2].is_nan() && back[3] == 0.0, "{back:?}");
     }
 }

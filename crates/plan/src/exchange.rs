@@ -35,6 +35,11 @@ pub enum Wire {
         /// The numbers that share a scale.
         block: usize,
     },
+    /// The largest numbers of a row alone, in IEEE half precision, with their places; the others become zeros.
+    TopK {
+        /// The thousandths of a row's numbers that travel, at least one number.
+        per_mille: u16,
+    },
 }
 
 impl Wire {
@@ -45,7 +50,24 @@ impl Wire {
             Self::F32 => 4 * width,
             Self::Bf16 | Self::F16 => 2 * width,
             Self::Byte { block } => width + 4 * width.div_ceil(block.max(1)),
+            Self::TopK { per_mille } => {
+                let kept = Self::num_kept(per_mille, width);
+                2 * kept + if Self::lists_places(kept, width) { 2 * kept } else { width.div_ceil(8) }
+            }
         }
+    }
+
+    /// Returns how many of a row's `width` numbers travel where these thousandths of the largest do.
+    #[must_use]
+    pub fn num_kept(per_mille: u16, width: usize) -> usize {
+        (width * usize::from(per_mille)).div_ceil(1000).clamp(width.min(1), width)
+    }
+
+    /// Returns whether the places of `kept` numbers are sent as a list of 16-bit numbers, not as a bit for each of
+    /// `width`: whichever is shorter.
+    #[must_use]
+    pub fn lists_places(kept: usize, width: usize) -> bool {
+        2 * kept < width.div_ceil(8) && width <= 1 << 16
     }
 
     /// Returns the format for sums and gradients, which are compressed to no less than two bytes a number.

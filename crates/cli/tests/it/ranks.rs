@@ -176,10 +176,11 @@ fn ranks_tell_what_they_did() {
 fn tokens_train_in_every_form_on_the_wire() {
     let work = Workplace::new();
     assert_success(&work.train("f32", 8, &CONSTANT));
-    for wire in ["bf16", "f16", "int8"] {
+    for wire in ["bf16", "f16", "int8", "topk:0.5"] {
         let setting = format!("parallel.wire={wire}");
-        assert_success(&work.train(wire, 8, &[&CONSTANT[..], &["--ep", "2", "--set", &setting]].concat()));
-        for ((step, loss), (_, expected)) in numbers(&work, wire).into_iter().zip(numbers(&work, "f32")) {
+        let wire = wire.replace(':', "-");
+        assert_success(&work.train(&wire, 8, &[&CONSTANT[..], &["--ep", "2", "--set", &setting]].concat()));
+        for ((step, loss), (_, expected)) in numbers(&work, &wire).into_iter().zip(numbers(&work, "f32")) {
             assert!((loss - expected).abs() < 0.02 * expected, "{wire}, step {step}: {loss}, not {expected}");
         }
     }
@@ -212,6 +213,7 @@ fn layouts_that_cannot_be_are_named() {
     train(&["--tp", "100"], &["model.num_heads", "at least parallel.tp, 100"]);
     train(&["--ep", "2", "--set", "parallel.chunks=65"], &["parallel.chunks = 65", "from 0 to 64"]);
     train(&["--ep", "2", "--set", "parallel.wire=int4"], &["parallel.wire", "int4"]);
+    train(&["--ep", "2", "--set", "parallel.wire=topk:2"], &["parallel.wire", "topk:2", "topk:0.25"]);
     let measured = work.file("topology.toml", "num_nodes = 1\nranks_per_node = 0\n");
     train(&["--ep", "2", "--set", &format!("parallel.topology={measured}")], &["topology.toml"]);
     fs::remove_file(measured).expect("it is there");

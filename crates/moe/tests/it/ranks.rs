@@ -330,7 +330,8 @@ fn compressed_tokens_make_nearly_the_same_step() {
     let plain = Case::plain(config(64, 32, 6, 2), vec![20, 33, 7], 5);
     let expected = step_on_ranks(&plain).expect("the ranks talk");
     let largest = |values: &[f32]| values.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
-    for (wire, near) in [(Wire::Bf16, 0.02), (Wire::F16, 0.002), (Wire::Byte { block: 32 }, 0.03)] {
+    let wires = [(Wire::Bf16, 0.02), (Wire::F16, 0.002), (Wire::Byte { block: 32 }, 0.03)];
+    for (wire, near) in wires.into_iter().chain([(Wire::TopK { per_mille: 900 }, 0.2)]) {
         let case = Case { exchange: Exchange { wire, chunks: 2, ..plain.exchange }, ..plain.clone() };
         let step = step_on_ranks(&case).expect("the ranks talk");
         for (name, values, expected) in [("y", &step.y, &expected.y), ("dx", &step.dx, &expected.dx)] {

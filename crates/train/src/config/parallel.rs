@@ -37,7 +37,8 @@ settings! {
         /// Algorithm of the all-to-all: linear, hierarchical (in the node first), two_hop (once to each node), or
         /// auto, by cost.
         all_to_all: PathChoice = PathChoice::Auto;
-        /// Format of tokens on the wire: f32, bf16, f16 or int8 (dispatch only; the rest as bf16).
+        /// Format of tokens on the wire: f32, bf16, f16, int8 (dispatch only; the rest as bf16), or topk:SHARE, the
+        /// largest numbers of each row alone, such as topk:0.25.
         wire: WireChoice = WireChoice::F32;
         /// Movement between ranks: tokens (to their experts), weights (of all experts to the tokens), or auto: in
         /// each layer and step the weights of those experts that cost less to move than their tokens.
@@ -93,9 +94,9 @@ pub enum MovingChoice {
     Auto,
 }
 
-/// The format of tokens on the wire.
+/// The format of tokens on the wire; written as `"f32"`, `"bf16"`, `"f16"`, `"int8"` or `"topk:SHARE"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(try_from = "String", into = "String")]
 pub enum WireChoice {
     /// f32, unchanged.
     F32,
@@ -105,6 +106,39 @@ pub enum WireChoice {
     F16,
     /// One byte per number and a scale for each 128 in dispatch; bf16 in combine and in backward.
     Int8,
+    /// The largest numbers of each row in f16, as thousandths of the row, there and back; the others become zeros.
+    TopK(u16),
+}
+
+impl TryFrom<String> for WireChoice {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        match (&*text, text.strip_prefix("topk:")) {
+            ("f32", _) => Ok(Self::F32),
+            ("bf16", _) => Ok(Self::Bf16),
+            ("f16", _) => Ok(Self::F16),
+            ("int8", _) => Ok(Self::Int8),
+            (_, share) => {
+                let share = share.and_then(|share| share.parse::<f64>().ok());
+                let per_mille = share.map(|share| (share * 1000.0).round()).filter(|x| (1.0..=1000.0).contains(x));
+                let right = "f32, bf16, f16, int8 or topk:SHARE with a share from 0.001 to 1, such as topk:0.25";
+                per_mille.map(|x| Self::TopK(x as u16)).ok_or_else(|| format!("\"{text}\": must be {right}"))
+            }
+        }
+    }
+}
+
+impl From<WireChoice> for String {
+    fn from(choice: WireChoice) -> Self {
+        match choice {
+            WireChoice::F32 => "f32".into(),
+            WireChoice::Bf16 => "bf16".into(),
+            WireChoice::F16 => "f16".into(),
+            WireChoice::Int8 => "int8".into(),
+            WireChoice::TopK(per_mille) => format!("topk:{}", f64::from(per_mille) / 1000.0),
+        }
+    }
 }
 
 impl WireChoice {
@@ -116,6 +150,7 @@ impl WireChoice {
             Self::Bf16 => Wire::Bf16,
             Self::F16 => Wire::F16,
             Self::Int8 => Wire::Byte { block: 128 },
+            Self::TopK(per_mille) => Wire::TopK { per_mille },
         }
     }
 }
