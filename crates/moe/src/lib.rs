@@ -95,7 +95,8 @@ pub use config::{MoeConfig, ScoreOrder};
 pub use config_error::ConfigError;
 pub use dispatch::{Dispatch, DispatchRule, capacity};
 pub use ep::{
-    EpOptions, ExchangeTimes, ExpertRanks, HeldLayer, LayerRanks, Pace, RemoteExperts, RemoteLayer, serve_experts,
+    EpOptions, ExchangeTimes, ExpertRanks, ExpertRows, HeldLayer, LayerRanks, Pace,
+    PendingExperts, RemoteExperts, RemoteLayer, serve_experts,
 };
 pub use layer::{BackwardInput, ForwardInput, MoeGradTask, MoeLayer, MoeSaved, WgradTarget};
 pub use losses::{

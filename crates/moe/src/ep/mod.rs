@@ -38,6 +38,7 @@ pub(crate) use cross_rank::{ChoiceIds, CrossRank};
 use ep_dispatch::EpDispatch;
 pub(crate) use experts::{ExpertsInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
+pub use mover::{ExpertRows, PendingExperts};
 pub use remote::{HeldLayer, RemoteExperts, RemoteLayer, serve_experts};
 use tuning::Tuning;
 use turns::Turns;

@@ -7,7 +7,7 @@ use moeworks_moe::{RouterKind, Section as _, TableSource};
 use moeworks_infer::data::is_piped;
 
 use super::parallel::MAX_RANKS;
-use super::{ConfigError, GradientType, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
+use super::{ConfigError, GradientType, RunConfig, TokenizerChoice, TrainConfig};
 
 /// The limit of tokens that are in memory together, because their number is a 32-bit integer.
 const MAX_TOKENS: usize = 1 << 31;
@@ -126,10 +126,6 @@ impl RunConfig {
                 parallel.ep, parallel.tp, parallel.pp
             );
             return Err(wrong("parallel.dp", parallel.dp, expected));
-        }
-        if parallel.zero > 0 && parallel.placement == PlacementChoice::Everywhere {
-            let expected = "must be 0 where parallel.placement is \"everywhere\": no expert may be on several ranks";
-            return Err(wrong("parallel.zero", parallel.zero, expected));
         }
         self.check_tensor_parallel()?;
         self.check_pipeline()?;
