@@ -20,6 +20,7 @@ use crate::listening::{Address, bind, check_metrics_prefix, seconds};
 use crate::log;
 use crate::model_ranks::{LastWords, ModelOptions, ModelRank, on_model_ranks};
 use crate::record;
+use crate::serve_rebalance;
 
 /// The smallest number of blocks of keys and values.
 const MIN_BLOCKS: usize = 4;
@@ -51,6 +52,7 @@ fn one_rank(
     let model = Arc::new(rank.open(&source)?);
     let limits = limits(&args.load, &model)?;
     let mut engine = Engine::new(&model, limits)?;
+    engine.rebalance(serve_rebalance::options(&args.rebalance, &model)?)?;
     if let Some(recorder) = record::begin(&args.record, RecordSource::Serve, &model, &args.model)? {
         engine.record_routing(recorder);
     }

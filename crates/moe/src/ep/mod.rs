@@ -17,6 +17,7 @@ mod merge_chunks;
 mod mover;
 mod remote;
 mod remote_message;
+mod remote_move;
 mod shadow;
 mod stats;
 mod tuning;
@@ -39,7 +40,8 @@ use ep_dispatch::EpDispatch;
 pub(crate) use experts::{ExpertsInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
 pub use mover::{ExpertRows, PendingExperts};
-pub use remote::{HeldLayer, RemoteExperts, RemoteLayer, serve_experts};
+pub use remote::{HeldLayer, RemoteExperts, RemoteLayer, serve_experts, serve_owned_experts};
+pub use remote_move::{OwnedLayer, bytes_of_expert, can_move};
 use tuning::Tuning;
 use turns::Turns;
 
