@@ -101,6 +101,7 @@ pub fn with_waits(
         experts_backward_s: PART_S,
         attention_weights_s: PART_S,
         experts_weights_s: PART_S,
+        ..Pace::default()
     };
     let options = EpOptions { pace: Some(pace), ..Exchange::plain(Wire::F32).into() };
     let timed = TimedPipeline { config: &config, plan: &plan, options, overlaps_pairs: true, num_steps };

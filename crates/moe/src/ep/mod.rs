@@ -11,6 +11,7 @@
 //! all ranks ([`CrossRank`]), and losses are computed from merged statistics ([`ExpertRanks::merge_stats`]).
 
 mod cross_rank;
+mod domains;
 mod ep_dispatch;
 mod experts;
 mod merge_chunks;
@@ -36,6 +37,9 @@ use moeworks_tensor::Tensor;
 
 use crate::LayerStats;
 pub(crate) use cross_rank::{ChoiceIds, CrossRank};
+use domains::Domain;
+pub use domains::DomainOptions;
+pub(crate) use domains::DomainPass;
 use ep_dispatch::EpDispatch;
 pub(crate) use experts::{ExpertsInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
@@ -116,6 +120,10 @@ pub struct Pace {
     pub attention_weights_s: f64,
     /// The gradients of the weights of the experts.
     pub experts_weights_s: f64,
+    /// Forward of a row of an expert.
+    pub row_forward_s: f64,
+    /// Backward of a row of an expert.
+    pub row_backward_s: f64,
 }
 
 /// The options of expert parallelism.
@@ -129,12 +137,14 @@ pub struct EpOptions {
     pub meter: Option<Arc<Meter>>,
     /// Waits that stand for computations; none but in measurements.
     pub pace: Option<Pace>,
+    /// The domains in which ranks gather each other's experts; none without. Equal on all ranks of the group.
+    pub domain: Option<DomainOptions>,
 }
 
 impl From<Exchange> for EpOptions {
     /// Moves tokens by `exchange`, without a meter.
     fn from(exchange: Exchange) -> Self {
-        Self { exchange, moving: Moving::Tokens, meter: None, pace: None }
+        Self { exchange, moving: Moving::Tokens, meter: None, pace: None, domain: None }
     }
 }
 
@@ -142,6 +152,8 @@ struct Inner {
     world: Box<dyn Communicator>,
     /// The group of ranks that hold the experts between them.
     hierarchy: Hierarchy,
+    /// This rank's domain, if there are any.
+    domain: Option<Domain>,
     placed: Mutex<Placed>,
     options: EpOptions,
     tuning: Mutex<Tuning>,
@@ -154,7 +166,7 @@ struct Inner {
 impl ExpertRanks {
     /// Creates the handle. `world` has all ranks that have tokens, `group` the ranks that hold the experts between
     /// them. `placements` has one placement for all layers or one for each. All ranks of the group make this call.
-    /// Panics if the placements are for another number of ranks.
+    /// Panics if the placements are for another number of ranks, or if domains do not divide the group.
     ///
     /// # Errors
     /// [`CommError`] if a rank died, hangs, or made another call.
@@ -166,7 +178,10 @@ impl ExpertRanks {
     ) -> Result<Self, CommError> {
         let (placements, options) = (placements.into(), options.into());
         assert_eq!(placements.num_ranks(), group.size(), "ranks of a placement");
+        let domain = options.domain.filter(|domain| domain.size > 1);
+        let domain = domain.map(|options| Domain::new(&*group, options)).transpose()?;
         let inner = Inner {
+            domain,
             world,
             hierarchy: Hierarchy::from_comm(group)?,
             placed: Mutex::new(Placed::new(placements)),
@@ -229,6 +244,14 @@ impl ExpertRanks {
         if let Some(pace) = &self.inner.options.pace {
             let seconds = (seconds(pace) / num_parts.max(1) as f64).max(0.0);
             std::thread::sleep(Duration::try_from_secs_f64(seconds).unwrap_or_default());
+        }
+    }
+
+    /// Waits as long as `num_rows` rows of experts take, where waits stand for computations.
+    pub(crate) fn wait_as_for_rows(&self, num_rows: impl FnOnce() -> usize, seconds: impl FnOnce(&Pace) -> f64) {
+        if self.inner.options.pace.is_some() {
+            let num_rows = num_rows() as f64;
+            self.wait_as_for(1, |pace| seconds(pace) * num_rows);
         }
     }
 

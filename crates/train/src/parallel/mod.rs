@@ -142,7 +142,8 @@ impl Ranks {
         }
         let cores = share_cores(comm, parallel.pin)?;
         let exchange = exchange::of_config(comm, config)?;
-        let options = EpOptions { moving: exchange::moving(comm, config)?, ..exchange.into() };
+        let (moving, domain) = (exchange::moving(comm, config)?, exchange::domain(comm, config)?);
+        let options = EpOptions { moving, domain, ..exchange.into() };
         let ranks = Self::metered(comm, parallel.layout(), placements(config)?, options, is_traced)?;
         let ranks = Self { cores, ..ranks.with_timeout(Duration::from_secs(parallel.timeout_s)) };
         Ok(ranks.with_zero(parallel.zero))

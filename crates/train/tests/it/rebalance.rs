@@ -532,3 +532,53 @@ fn measure_rebalancing() {
         println!("{name}: {:.0} tokens/s (median)", rates[1]);
     }
 }
+
+/// Measures imbalance and a step's time before and after experts move, on 4 and 8 ranks whose experts are a wait for
+/// each row over links of 10 Gbit/s, beside what the decision foretold.
+#[test]
+#[ignore = "a measurement: cargo test -p moeworks-train --test it measure_ranks_that_wait -- --ignored --nocapture"]
+fn measure_ranks_that_wait() {
+    let link = Link { latency_s: 2e-5, bytes_per_s: 1.25e9 };
+    for (num_ranks, policy, spare) in [
+        (4, RebalancePolicy::Moves, 0),
+        (4, RebalancePolicy::Anew, 1),
+        (8, RebalancePolicy::Moves, 0),
+        (8, RebalancePolicy::Anew, 1),
+    ] {
+        let pace = Pace { row_forward_s: 2e-4, row_backward_s: 4e-4, ..Pace::default() };
+        let slow = Slow { num_ranks, links: Links { node: link, cluster: link }, pace };
+        let num_experts = 4 * num_ranks;
+        let sizes = Sizes { width: 16, expert_width: 16, num_experts, num_points: 64 * num_ranks, period: 1 << 40 };
+        let settings = RebalanceSettings {
+            source: RebalanceSource::Online,
+            every: 10,
+            spare,
+            policies: vec![policy],
+            ..RebalanceSettings::default()
+        };
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let records = train_skewed_on(&folder.path().join("run"), sizes, 40, &settings, Some(slow));
+        let log = fs::read_to_string(folder.path().join("run").join(REBALANCE_JSONL)).expect("decisions");
+        let first: serde_json::Value = serde_json::from_str(log.lines().next().expect("a decision")).expect("JSON");
+        let layer = &first["layers"][0];
+        let median = |range: std::ops::Range<usize>| {
+            let mut times: Vec<f64> = records[range].iter().map(|record| record.step_ms).collect();
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        let imbalance = figures(&records, "imbalance");
+        let (before, after) = (median(2..10), median(25..40));
+        let foretold = before - layer["saved_ms_a_step"].as_f64().unwrap_or(0.0);
+        println!(
+            "{num_ranks} ranks, {}: imbalance {:.2} -> {:.2} (foretold {:.2}), step {before:.1} ms -> {after:.1} ms \
+             (foretold {foretold:.1}, off by {:+.0}%), {} copies, pauses of at most {:.1}% of a step",
+            policy.name(),
+            imbalance[5],
+            imbalance[39],
+            layer["imbalance_after"].as_f64().unwrap_or(f64::NAN),
+            (after / foretold - 1.0) * 100.0,
+            figures(&records, "copies").iter().sum::<f64>(),
+            figures(&records, "pause_share").into_iter().fold(0.0, f64::max) * 100.0,
+        );
+    }
+}
