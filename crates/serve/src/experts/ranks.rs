@@ -78,7 +78,7 @@ mod tests {
         assert_eq!(ranks.balancedness(std::slice::from_ref(&load)), [8.0 / 12.0; 2]);
         let now = "placement experts=4 ranks=2\n0: 0\n1: 1\n2: 0\n3: 0 1\n".parse().unwrap();
         ranks.moved(3, &now, [1, 2, 3].into_iter());
-        assert_eq!(ranks.balancedness(&[load.clone()]), [8.0 / 12.0, 8.0 / 9.0]);
+        assert_eq!(ranks.balancedness(std::slice::from_ref(&load)), [8.0 / 12.0, 8.0 / 9.0]);
         assert_eq!((ranks.num_copies, ranks.moved.len(), ranks.num_replicas()), (3, 3, 1));
         ranks.window = vec![vec![1, 0, 0, 0]];
         assert_eq!(ranks.balancedness(&[load]), [0.5; 2]);
