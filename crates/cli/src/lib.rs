@@ -53,6 +53,7 @@ mod record;
 mod routing;
 mod sampling;
 mod serve;
+mod serve_rebalance;
 mod sharding;
 mod simulate;
 mod study;

@@ -188,7 +188,7 @@ impl ModelRank<'_> {
 
     fn spread<'c>(&self, comm: &'c dyn Communicator, source: &Source) -> Result<ExpertSpread<'c>, Failure> {
         let placement = &self.options.ranks.placement;
-        let given = placement.as_deref().map(read_placement).transpose()?;
+        let given = placement.as_deref().map(|file| read_placements("--placement", file)).transpose()?;
         ExpertSpread::new(comm, source, given).map_err(|error| match (error, placement) {
             (InferError::Placement { problem }, Some(file)) => {
                 Failure::input(format!("--placement {}: {problem}", file.display()))
@@ -218,8 +218,9 @@ impl ModelRank<'_> {
     }
 }
 
-fn read_placement(file: &Path) -> Result<Placements, Failure> {
-    let wrong = |problem: String| Failure::input(format!("--placement {}: {problem}", file.display()));
+/// Reads the placements in a file that `option` names.
+pub(crate) fn read_placements(option: &str, file: &Path) -> Result<Placements, Failure> {
+    let wrong = |problem: String| Failure::input(format!("{option} {}: {problem}", file.display()));
     let text = std::fs::read_to_string(file).map_err(|error| wrong(error.to_string()))?;
     text.parse().map_err(|error| wrong(format!("{error}")))
 }

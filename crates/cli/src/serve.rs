@@ -21,6 +21,7 @@ use crate::listening::{Address, bind, check_metrics_prefix, seconds};
 use crate::log;
 use crate::model_ranks::{LastWords, ModelOptions, ModelRank, on_model_ranks};
 use crate::record;
+use crate::serve_rebalance;
 
 /// Bytes of a file of keys at most.
 const MAX_KEY_BYTES: u64 = 1 << 20;
@@ -54,6 +55,7 @@ fn one_rank(
     let model = Arc::new(rank.open(&source)?);
     let limits = limits(&args.load, &model)?;
     let mut engine = Engine::new(&model, limits)?;
+    engine.rebalance(serve_rebalance::options(&args.rebalance, &model)?)?;
     if let Some(recorder) = record::begin(&args.record, RecordSource::Serve, &model, &args.model)? {
         engine.record_routing(recorder);
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use moeworks_comm::{CommError, Communicator};
 use moeworks_model::{Decoder, ModelConfig, ModelPart};
-use moeworks_moe::{RemoteExperts, serve_experts};
+use moeworks_moe::{OwnedLayer, RemoteExperts, serve_owned_experts};
 use moeworks_ops::Context;
 use moeworks_plan::{Placement, Placements};
 
@@ -41,7 +41,7 @@ impl<'a> ExpertSpread<'a> {
         }
         let even = || Placements::from(Placement::sharded(config.num_experts, comm.size()));
         let placements = given.unwrap_or_else(even);
-        check(&placements, &config, comm.size())?;
+        check_placements(&placements, &config, comm.size())?;
         Ok(Self { comm, placements })
     }
 
@@ -71,8 +71,11 @@ impl<'a> ExpertSpread<'a> {
         let part = ModelPart::Experts { placements: self.placements.clone(), rank: self.comm.rank() };
         let LoadedWeights { config, weights, .. } = self.load(ctx, source, options, &part)?;
         let weights = options.format.of(ctx, weights);
+        let layers = weights.held_layers(&config).into_iter().map(OwnedLayer::from).collect();
+        // Experts that move away are then freed.
+        drop(weights);
         let comm = self.ready()?;
-        Ok(serve_experts(ctx, &*comm, &weights.held_layers(&config))?)
+        Ok(serve_owned_experts(ctx, &*comm, layers)?)
     }
 
     /// Loads and checks a part of the model.
@@ -118,7 +121,10 @@ fn is_to_check(which: WeightsToCheck, num_bytes: usize) -> bool {
 }
 
 /// Checks that a placement is for the layers and experts of a model, and for so many ranks.
-fn check(placements: &Placements, config: &ModelConfig, num_ranks: usize) -> Result<(), InferError> {
+///
+/// # Errors
+/// [`InferError::Placement`] if it is not.
+pub fn check_placements(placements: &Placements, config: &ModelConfig, num_ranks: usize) -> Result<(), InferError> {
     let wrong = |problem: String| Err(InferError::Placement { problem });
     if placements.num_ranks() != num_ranks {
         return wrong(format!("is for {} ranks, but there are {num_ranks}", placements.num_ranks()));

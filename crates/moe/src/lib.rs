@@ -95,7 +95,8 @@ pub use config::{MoeConfig, ScoreOrder};
 pub use config_error::ConfigError;
 pub use dispatch::{Dispatch, DispatchRule, capacity};
 pub use ep::{
-    EpOptions, ExchangeTimes, ExpertRanks, HeldLayer, LayerRanks, Pace, RemoteExperts, RemoteLayer, serve_experts,
+    DomainOptions, EpOptions, ExchangeTimes, ExpertRanks, ExpertRows, HeldLayer, LayerRanks, OwnedLayer, Pace,
+    PendingExperts, RemoteExperts, RemoteLayer, bytes_of_expert, can_move, serve_experts, serve_owned_experts,
 };
 pub use layer::{BackwardInput, ForwardInput, MoeGradTask, MoeLayer, MoeSaved, WgradTarget};
 pub use losses::{

@@ -132,6 +132,20 @@ impl Placement {
     pub fn has_replicas(&self) -> bool {
         self.ranks.iter().any(|ranks| ranks.len() > 1)
     }
+
+    /// Returns the rank that keeps what is kept once of `expert`, such as the state of its optimizer: one of those
+    /// that hold it, by the expert's number, so that ranks keep about equally much.
+    #[must_use]
+    pub fn owner(&self, expert: usize) -> usize {
+        let held = &self.ranks[expert];
+        held[expert % held.len()]
+    }
+
+    /// Returns the placement of each expert on its [owner](Self::owner) alone.
+    #[must_use]
+    pub fn owners(&self) -> Self {
+        Self::from_ranks(self.num_ranks, (0..self.num_experts()).map(|expert| vec![self.owner(expert)]).collect())
+    }
 }
 
 impl Placement {

@@ -19,6 +19,7 @@ use moeworks_tensor::{DType, Tensor};
 pub use self::outputs::{Output, PromptOutput, WantedLogprobs};
 use self::prompt_logprobs::PromptLogprobs;
 use crate::experts::{ExpertLoad, Experts, RoutedExperts, Slots};
+use crate::rebalance::{RebalanceOptions, Rebalancer};
 use crate::scheduler::{Counts, Limits, LimitsError, NewSequence, Refused, Scheduler, SequenceId, Turn, TurnPart};
 
 /// A request for an answer.
@@ -58,6 +59,12 @@ pub enum EngineError {
     /// The model fails.
     #[error(transparent)]
     Model(#[from] InferError),
+    /// Experts that are stored in another form than in rows cannot move.
+    #[error(
+        "the model's experts cannot move between ranks: its file stores them transposed, or with scales apart; leave \
+         out --rebalance"
+    )]
+    CannotMove,
     /// A single answer cannot go on.
     #[error("{why}")]
     Answer {
@@ -90,6 +97,8 @@ pub struct Engine<'a> {
     answers: HashMap<SequenceId, Answering<'a>>,
     /// The choices of routers; none for a model without MoE layers.
     experts: Option<Experts>,
+    /// The part that moves experts between ranks; none where they stay.
+    rebalancer: Option<Rebalancer<'a>>,
 }
 
 impl<'a> Engine<'a> {
@@ -102,7 +111,20 @@ impl<'a> Engine<'a> {
         let scheduler = Scheduler::new(limits)?;
         let cache = PagedKvCache::new(model.decoder.config(), limits.num_blocks, limits.block_len);
         let experts = Experts::new(model.decoder.config(), limits.num_blocks, limits.block_len);
-        Ok(Self { model, scheduler, cache, answers: HashMap::new(), experts })
+        let mut engine = Self { model, scheduler, cache, answers: HashMap::new(), experts, rebalancer: None };
+        engine.rebalance(RebalanceOptions::default())?;
+        Ok(engine)
+    }
+
+    /// Lets experts move between ranks from now on. Nothing moves where all are on one rank.
+    ///
+    /// # Errors
+    /// [`EngineError::CannotMove`] if the model's experts cannot move.
+    pub fn rebalance(&mut self, options: RebalanceOptions) -> Result<(), EngineError> {
+        if let Some(experts) = &self.experts {
+            self.rebalancer = Rebalancer::new(self.model, options, experts.load())?;
+        }
+        Ok(())
     }
 
     /// Returns the tokens that each expert computes, which are counted as the engine goes on; none for a model
@@ -187,6 +209,9 @@ impl<'a> Engine<'a> {
     /// # Errors
     /// If the model fails. Its requests are still there, and the turn is lost.
     pub fn turn(&mut self) -> Result<Vec<Output>, EngineError> {
+        if let (Some(rebalancer), Some(experts)) = (&mut self.rebalancer, &self.experts) {
+            rebalancer.before_turn(experts.load())?;
+        }
         let turn = self.scheduler.next_turn();
         if turn.is_empty() {
             return Ok(Vec::new());

@@ -11,13 +11,15 @@ mod engine;
 mod experts;
 pub mod gateway;
 mod hash;
+mod rebalance;
 mod scheduler;
 pub mod server;
 
 pub use blocks::{BlockId, BlockPool};
 pub use engine::{Engine, EngineError, Output, PromptOutput, Request, WantedLogprobs};
-pub use experts::{ExpertLoad, LayerLoad, RoutedExperts};
+pub use experts::{ExpertLoad, LayerLoad, RankLoad, RoutedExperts};
 pub use hash::BlockHash;
+pub use rebalance::{RebalanceOptions, RebalanceSource};
 pub use scheduler::{
     BlockCopy, Counts, Limits, LimitsError, NewSequence, Refused, Scheduler, SequenceId, Turn, TurnPart,
 };

@@ -42,6 +42,16 @@ pub struct UpdateScale {
     pub grad_scale: f32,
 }
 
+/// The tensors of an update.
+pub(crate) struct Weights<'a> {
+    /// f32 weights, or this rank's slices of them.
+    pub(crate) params: &'a mut dyn ParamSet,
+    /// Their gradients.
+    pub(crate) grads: &'a dyn ParamSet,
+    /// The copy that GEMMs read, if the update writes it.
+    pub(crate) compute: Option<&'a mut dyn ParamSet>,
+}
+
 /// A weight with the tensors that its update reads and writes.
 struct Updated<'a> {
     param: &'a mut Tensor,
@@ -92,12 +102,25 @@ impl Optimizer {
         compute: Option<&mut dyn ParamSet>,
     ) {
         self.updates += 1;
+        let compute = compute.map(|compute| compute as &mut dyn ParamSet);
+        self.update_some(ctx, scale, Weights { params, grads, compute }, &|_| true);
+    }
+
+    /// Updates the weights whose index is chosen, as part of the update that `updates` counts last.
+    pub(crate) fn update_some(
+        &mut self,
+        ctx: &Context,
+        scale: UpdateScale,
+        weights: Weights<'_>,
+        is_chosen: &dyn Fn(usize) -> bool,
+    ) {
+        let Weights { params, grads, compute } = weights;
         let mut copies = compute.map(|copy| copy.params_mut().into_iter());
         let moments = self.first.iter_mut().zip(&mut self.second);
         let tensors = params.params_mut().into_iter().zip(grads.params()).zip(moments);
         for (spec, ((param, grad), (m, v))) in self.table.specs().iter().zip(tensors) {
             let copy = copies.as_mut().and_then(Iterator::next);
-            if !spec.is_trainable {
+            if !spec.is_trainable || !is_chosen(spec.index) {
                 continue;
             }
             let step = AdamWStep {

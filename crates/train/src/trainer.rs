@@ -136,8 +136,16 @@ impl<T: Task> Trainer<T> {
         Ok(Outcome::Finished)
     }
 
-    /// Moves experts after the step of `record`, if that is due.
+    /// Lets experts that have moved take their new places after the step of `record`, and decides which move next.
     fn rebalance(&mut self, record: &mut Record, is_last: bool) -> Result<(), TrainError> {
+        self.with_rebalancer(|rebalancer, ranks, state| rebalancer.after_step(ranks, state, record, is_last))
+    }
+
+    /// Calls `work` with the part that moves experts, where they move.
+    fn with_rebalancer(
+        &mut self,
+        work: impl FnOnce(&mut Rebalancer, &Ranks, &mut ExpertState<'_>) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
         let at = self.settings.optimizer_context(&self.ctx);
         let (Some(rebalancer), Some(ranks)) = (&mut self.rebalancer, &self.ranks) else { return Ok(()) };
         let Optimizer { first, second, .. } = &mut self.optimizer;
@@ -149,7 +157,7 @@ impl<T: Task> Trainer<T> {
             grads: &mut self.grads,
             moments: [first, second],
         };
-        rebalancer.after_step(ranks, &mut state, record, is_last)
+        work(rebalancer, ranks, &mut state)
     }
 
     /// Returns whether this rank or any other was asked to stop, and to write a checkpoint.
@@ -169,6 +177,7 @@ impl<T: Task> Trainer<T> {
         timing.passed();
         let (norm, slices) = self.sum_gradients(sums)?;
         timing.summed();
+        self.with_rebalancer(Rebalancer::finish_moments)?;
         let loss = figures.mean_loss();
         let lr = self.settings.lr.at(step);
         let is_skipped = !(loss.is_finite() && norm.is_finite());

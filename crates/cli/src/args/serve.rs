@@ -40,6 +40,27 @@ pub(crate) struct ServeArgs {
     pub(crate) compute: ComputeArgs,
     #[command(flatten)]
     pub(crate) ranks: RankArgs,
+    #[command(flatten)]
+    pub(crate) rebalance: RebalanceArgs,
+}
+
+/// Options for experts that move between ranks.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Moving experts between ranks")]
+pub(crate) struct RebalanceArgs {
+    /// Move experts while serving: off, online (by the load of the last tokens), or a file of placements as
+    /// `moeworks balance` writes it
+    #[arg(long, value_name = "WHEN", default_value = "off")]
+    pub(crate) rebalance: String,
+    /// Slots for experts on each rank beyond an even share, for copies of hot experts
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) spare_slots: usize,
+    /// Tokens between the decisions of `--rebalance online`
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048)]
+    pub(crate) rebalance_every: u64,
+    /// Megabytes that a rank sends or receives before a turn at most, though at least one expert
+    #[arg(long, value_name = "MB", default_value_t = 32)]
+    pub(crate) rebalance_megabytes: usize,
 }
 
 /// The form of the lines on standard error.

@@ -70,6 +70,43 @@ fn fifty_greedy_answers_are_the_same_in_every_way_to_deploy() {
 }
 
 #[test]
+fn answers_stay_while_experts_move_and_the_load_of_ranks_is_shown_before_and_after() {
+    let work = with_model();
+    let fixed = "--batch-invariant";
+    let expected = answers(&Server::start(&work, &[fixed]));
+    // Every expert of the test's model, which has four, goes to the other rank.
+    std::fs::write(work.path("moved.txt"), "placement experts=4 ranks=2\n0: 1\n1: 1\n2: 0\n3: 0\n").expect("written");
+    // The first rank begins with all experts but one, or with all.
+    std::fs::write(work.path("2.txt"), "placement experts=4 ranks=2\n0: 0\n1: 0\n2: 0\n3: 1\n").expect("written");
+    std::fs::write(work.path("4.txt"), "placement experts=4 ranks=4\n0: 0\n1: 0\n2: 0\n3: 0\n").expect("written");
+    let online =
+        ["--rebalance", "online", "--rebalance-every", "24", "--spare-slots", "1", "--rebalance-megabytes", "0"];
+    let [of_two, of_four] = ["2.txt", "4.txt"].map(|first| [&online[..], &["--placement", first]].concat());
+    let file = ["--rebalance", "moved.txt", "--rebalance-megabytes", "0"];
+    for (ep, args) in [("2", &file[..]), ("2", &of_two), ("4", &of_four)] {
+        let server = Server::start(&work, &[&[fixed, "--ep", ep], args].concat());
+        assert_eq!(answers(&server), expected, "--ep {ep} {args:?}");
+        let load: Value = serde_json::from_str(&server.get("/moe/load")).expect("JSON");
+        let ranks = &load["ranks"];
+        assert_eq!(ranks["num_ranks"].to_string(), ep);
+        let moved = ranks["experts_moved"].as_u64().expect("a number");
+        if args == file {
+            assert_eq!(moved, 2 * 4, "every expert of both layers has moved");
+            assert_eq!(load["layers"][0]["ranks"], json!([[1], [1], [0], [0]]));
+            assert_eq!(load["layers"][1]["ranks_before"], json!([[0], [0], [1], [1]]));
+        } else {
+            let balance = |name: &str| ranks[name].as_f64().expect("a number");
+            assert!(moved > 0 && balance("balancedness") > balance("balancedness_before"), "{ranks}");
+        }
+        let metrics = server.get("/metrics");
+        for name in ["rank_balancedness{model_name=\"run\",placement=\"first\"}", "experts_moved{", "expert_replicas{"]
+        {
+            assert!(metrics.contains(name), "{name} in {metrics}");
+        }
+    }
+}
+
+#[test]
 fn load_and_figures_on_ranks_are_those_of_one() {
     let work = with_model();
     let [one, ranks] =

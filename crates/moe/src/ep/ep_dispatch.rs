@@ -71,6 +71,11 @@ impl Chunk {
         &self.arrived
     }
 
+    /// Counts the rows that the experts held here compute.
+    pub(crate) fn num_rows(&self) -> usize {
+        self.arrived.rows().offsets.last().map_or(0, |&end| end as usize)
+    }
+
     /// Returns A, the number of arrived tokens.
     pub(crate) fn num_arrived(&self) -> usize {
         self.plan.num_received()

@@ -7,13 +7,14 @@ use moeworks_ops::experts::{
     ExpertsSaved, ForwardOptions, add_bias_row_weight_grads, choice_weight_grads, experts_backward,
     experts_forward_with,
 };
+use moeworks_ops::linear::Write;
 use moeworks_ops::{Activation, Context};
 use moeworks_tensor::{DType, Tensor};
 
 use super::ep_dispatch::SentRows;
 use super::merge_chunks::{ChunkTensors, MergedChunks};
 use super::shadow::{self, ShadowTask, Shadows, ShadowsSaved};
-use super::{EpDispatch, LayerRanks};
+use super::{DomainPass, EpDispatch, LayerRanks};
 use crate::{Dispatch, MoeWeights, WgradTarget};
 
 /// The inputs of the experts' part of a pass.
@@ -33,6 +34,8 @@ pub(crate) struct ExpertsInput<'a> {
 /// The state that backward needs from forward: the arrived tokens, and the saved state of the experts held here.
 pub(crate) struct RanksSaved {
     ranks: LayerRanks,
+    /// The gathered experts of the rank's domain, if there are domains.
+    domain: Option<DomainPass>,
     ep_dispatch: EpDispatch,
     /// The saved state of each chunk; empty after a forward-only pass.
     parts: Vec<SavedPart>,
@@ -98,8 +101,11 @@ impl RanksSaved {
         input: ExpertsInput<'_>,
         meanwhile: impl FnOnce(),
     ) -> (Tensor, Self) {
-        let ExpertsInput { weights, activation, x, dispatch, num_choices, is_training, is_forward_only } = input;
         let start = Instant::now();
+        let domain = ranks.domain_pass(ctx, input.weights);
+        let ranks = domain.as_ref().map_or(ranks, DomainPass::ranks);
+        let input = ExpertsInput { weights: domain.as_ref().map_or(input.weights, DomainPass::weights), ..input };
+        let ExpertsInput { weights, activation, x, dispatch, num_choices, is_training, is_forward_only } = input;
         ranks.wait_as_for(1, |pace| pace.attention_forward_s);
         let wire = ranks.exchange().wire;
         let fetched = shadow::choose(ranks, &input);
@@ -125,6 +131,7 @@ impl RanksSaved {
                 let rows = chunk.arrived().rows();
                 let forward = || {
                     ranks.wait_as_for(num_chunks, |pace| pace.experts_forward_s);
+                    ranks.wait_as_for_rows(|| chunk.num_rows(), |pace| pace.row_forward_s);
                     experts_forward_with(ctx, &x, experts, rows, ForwardOptions { biases, base: None, is_forward_only })
                 };
                 let (y, saved) =
@@ -139,7 +146,8 @@ impl RanksSaved {
             shadows
         });
         ranks.count_forward(start.elapsed(), is_training);
-        (y, Self { ranks: ranks.clone(), ep_dispatch, parts, shadows, width: x.cols(), num_own: num_choices })
+        let (ranks, width) = (ranks.clone(), x.cols());
+        (y, Self { ranks, domain, ep_dispatch, parts, shadows, width, num_own: num_choices })
     }
 
     /// Returns the handle to the layer's ranks.
@@ -158,6 +166,7 @@ impl RanksSaved {
     ) -> RanksBackward {
         let RanksBackwardInput { activation, dy, wgrad } = input;
         let start = Instant::now();
+        let weights = self.domain.as_ref().map_or(weights, DomainPass::weights);
         let num_choices = self.ep_dispatch.num_choices();
         let wire = self.ranks.exchange().wire.of_sums();
         let mut dx = ctx.zeros(&[dy.rows(), dy.cols()], DType::F32);
@@ -176,6 +185,7 @@ impl RanksSaved {
                 let saved = &self.parts[index].experts;
                 let backward = || {
                     self.ranks.wait_as_for(num_chunks, |pace| pace.experts_backward_s);
+                    self.ranks.wait_as_for_rows(|| chunk.num_rows(), |pace| pace.row_backward_s);
                     experts_backward(ctx, &dy, weights.experts(activation), rows, saved)
                 };
                 let mut backward = self.ranks.time_experts("experts, backward", backward);
@@ -218,11 +228,32 @@ impl RanksSaved {
         wgrad: WgradTarget<'_>,
     ) {
         let (inputs, rows) = merged.inputs();
-        let grads = || {
-            self.ranks.wait_as_for(1, |pace| pace.experts_weights_s);
-            wgrad.of_experts(ctx, inputs, activation, rows);
+        let grads = |wgrad: WgradTarget<'_>| {
+            let grads = || {
+                self.ranks.wait_as_for(1, |pace| pace.experts_weights_s);
+                wgrad.of_experts(ctx, inputs, activation, rows);
+            };
+            self.ranks.time_experts("experts, weights", grads);
         };
-        self.ranks.time_experts("experts, weights", grads);
+        match &self.domain {
+            Some(domain) => domain.weight_grads(ctx, wgrad, grads),
+            None => grads(wgrad),
+        }
+    }
+
+    /// Computes the gradients of the experts' biases by `work`, which writes those before the activation and those
+    /// after the down projection.
+    pub(crate) fn bias_grads(
+        &self,
+        ctx: &Context,
+        write: Write,
+        to: [&mut Tensor; 2],
+        work: impl FnOnce(Write, &mut Tensor, &mut Tensor),
+    ) {
+        match (&self.domain, to) {
+            (Some(domain), to) => domain.bias_grads(ctx, write, to, work),
+            (None, [gate_up, down]) => work(write, gate_up, down),
+        }
     }
 
     /// Waits as long as the gradients of an attention block's weights take, where waits stand for computations.

@@ -11,12 +11,14 @@
 //! all ranks ([`CrossRank`]), and losses are computed from merged statistics ([`ExpertRanks::merge_stats`]).
 
 mod cross_rank;
+mod domains;
 mod ep_dispatch;
 mod experts;
 mod merge_chunks;
 mod mover;
 mod remote;
 mod remote_message;
+mod remote_move;
 mod shadow;
 mod stats;
 mod tuning;
@@ -35,10 +37,15 @@ use moeworks_tensor::Tensor;
 
 use crate::LayerStats;
 pub(crate) use cross_rank::{ChoiceIds, CrossRank};
+use domains::Domain;
+pub use domains::DomainOptions;
+pub(crate) use domains::DomainPass;
 use ep_dispatch::EpDispatch;
 pub(crate) use experts::{ExpertsInput, RanksBackwardInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
-pub use remote::{HeldLayer, RemoteExperts, RemoteLayer, serve_experts};
+pub use mover::{ExpertRows, PendingExperts};
+pub use remote::{HeldLayer, RemoteExperts, RemoteLayer, serve_experts, serve_owned_experts};
+pub use remote_move::{OwnedLayer, bytes_of_expert, can_move};
 use tuning::Tuning;
 use turns::Turns;
 
@@ -122,6 +129,10 @@ pub struct Pace {
     pub shared_forward_s: f64,
     /// The gradient of the input of the shared experts.
     pub shared_backward_s: f64,
+    /// Forward of a row of an expert.
+    pub row_forward_s: f64,
+    /// Backward of a row of an expert.
+    pub row_backward_s: f64,
 }
 
 /// The options of expert parallelism.
@@ -141,13 +152,15 @@ pub struct EpOptions {
     /// True to compute shared experts while tokens travel, false to compute them afterwards. On a GPU they are
     /// computed afterwards, together with the sum of the outputs.
     pub shared_under_dispatch: bool,
+    /// The domains in which ranks gather each other's experts; none without. Equal on all ranks of the group.
+    pub domain: Option<DomainOptions>,
 }
 
 impl From<Exchange> for EpOptions {
     /// Moves tokens by `exchange`, without a meter.
     fn from(exchange: Exchange) -> Self {
-        let (moving, meter, pace) = (Moving::Tokens, None, None);
-        Self { exchange, moving, meter, pace, hop_parts: 0, shared_under_dispatch: true }
+        let (moving, meter, pace, domain) = (Moving::Tokens, None, None, None);
+        Self { exchange, moving, meter, pace, hop_parts: 0, shared_under_dispatch: true, domain }
     }
 }
 
@@ -155,6 +168,8 @@ struct Inner {
     world: Box<dyn Communicator>,
     /// The group of ranks that hold the experts between them.
     hierarchy: Hierarchy,
+    /// This rank's domain, if there are any.
+    domain: Option<Domain>,
     placed: Mutex<Placed>,
     options: EpOptions,
     tuning: Mutex<Tuning>,
@@ -167,7 +182,7 @@ struct Inner {
 impl ExpertRanks {
     /// Creates the handle. `world` has all ranks that have tokens, `group` the ranks that hold the experts between
     /// them. `placements` has one placement for all layers or one for each. All ranks of the group make this call.
-    /// Panics if the placements are for another number of ranks.
+    /// Panics if the placements are for another number of ranks, or if domains do not divide the group.
     ///
     /// # Errors
     /// [`CommError`] if a rank died, hangs, or made another call.
@@ -179,7 +194,10 @@ impl ExpertRanks {
     ) -> Result<Self, CommError> {
         let (placements, options) = (placements.into(), options.into());
         assert_eq!(placements.num_ranks(), group.size(), "ranks of a placement");
+        let domain = options.domain.filter(|domain| domain.size > 1);
+        let domain = domain.map(|options| Domain::new(&*group, options)).transpose()?;
         let inner = Inner {
+            domain,
             world,
             hierarchy: Hierarchy::from_comm(group)?,
             placed: Mutex::new(Placed::new(placements)),
@@ -255,6 +273,14 @@ impl ExpertRanks {
         if let Some(pace) = &self.inner.options.pace {
             let seconds = (seconds(pace) / num_parts.max(1) as f64).max(0.0);
             std::thread::sleep(Duration::try_from_secs_f64(seconds).unwrap_or_default());
+        }
+    }
+
+    /// Waits as long as `num_rows` rows of experts take, where waits stand for computations.
+    pub(crate) fn wait_as_for_rows(&self, num_rows: impl FnOnce() -> usize, seconds: impl FnOnce(&Pace) -> f64) {
+        if self.inner.options.pace.is_some() {
+            let num_rows = num_rows() as f64;
+            self.wait_as_for(1, |pace| seconds(pace) * num_rows);
         }
     }
 

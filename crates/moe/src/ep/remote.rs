@@ -7,6 +7,7 @@
 //! kernels of the experts' products are the same: always on a batch-invariant context, and otherwise for matrices of
 //! at least 1 MiB or stacks below that, because the kernel may depend on the size of all experts of a product.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,11 +17,12 @@ use moeworks_comm::{CommError, Communicator, Pending};
 use moeworks_ops::Activation;
 use moeworks_ops::Context;
 use moeworks_ops::experts::{ExpertRows, ForwardOptions, combine, experts_forward_with};
-use moeworks_plan::{Placement, Placements};
+use moeworks_plan::{Nodes, Placement, Placements};
 use moeworks_tensor::{DType, Tensor};
 
 use super::ExpertsInput;
 use super::remote_message::{Header, Message, RowsOut, TAG_HEADER, TAG_OUTPUTS, TAG_ROWS};
+use super::remote_move::{OwnedLayer, take_part};
 use crate::{Dispatch, MoeWeights};
 
 /// The rank that has the tokens.
@@ -42,7 +44,17 @@ pub struct RemoteExperts {
 struct Inner {
     comm: Box<dyn Communicator>,
     placements: Placements,
+    /// The layers whose experts have moved.
+    moved: Mutex<HashMap<u32, LayerNow>>,
     failure: Mutex<Option<CommError>>,
+}
+
+/// The placement of a layer that is in force, and the root's weights by it.
+#[derive(Clone)]
+pub(super) struct LayerNow {
+    pub(super) placement: Arc<Placement>,
+    /// None if they are those of the root's model.
+    pub(super) weights: Option<Arc<MoeWeights>>,
 }
 
 /// The root's handle to the experts of one layer. Clones share it.
@@ -50,9 +62,8 @@ struct Inner {
 pub struct RemoteLayer {
     experts: RemoteExperts,
     number: u32,
+    /// The placement when the handle was made.
     placement: Arc<Placement>,
-    /// The experts on the root, ascending.
-    held: Arc<[usize]>,
 }
 
 /// The experts of one layer that a rank holds.
@@ -93,16 +104,45 @@ impl RemoteExperts {
     pub fn new(comm: Box<dyn Communicator>, placements: Placements) -> Self {
         assert_eq!((comm.rank(), comm.size()), (ROOT, placements.num_ranks()), "root and ranks of a placement");
         comm.set_timeout(PATIENCE);
-        Self { inner: Arc::new(Inner { comm, placements, failure: Mutex::default() }) }
+        Self { inner: Arc::new(Inner { comm, placements, moved: Mutex::default(), failure: Mutex::default() }) }
     }
 
     /// Returns the handle to the layer with this number. Panics if the layer has no placement.
     #[must_use]
     pub fn layer(&self, number: usize) -> RemoteLayer {
-        let placement = self.inner.placements.layer(number);
-        let placement = placement.unwrap_or_else(|| panic!("a placement of layer {number}")).clone();
-        let held = placement.experts_of(ROOT).into();
-        RemoteLayer { experts: self.clone(), number: number as u32, placement: Arc::new(placement), held }
+        RemoteLayer { experts: self.clone(), number: number as u32, placement: self.now(number as u32).placement }
+    }
+
+    /// Returns the placement of a layer that is in force. Panics if the layer has none.
+    #[must_use]
+    pub fn placement(&self, number: usize) -> Arc<Placement> {
+        self.now(number as u32).placement
+    }
+
+    /// Returns the nodes of the ranks.
+    #[must_use]
+    pub fn nodes(&self) -> Nodes {
+        Nodes::new(self.inner.comm.nodes())
+    }
+
+    pub(super) fn comm(&self) -> &dyn Communicator {
+        &*self.inner.comm
+    }
+
+    /// Returns the state of a layer for a pass that begins.
+    pub(super) fn now(&self, number: u32) -> LayerNow {
+        let moved = self.inner.moved.lock().unwrap_or_else(PoisonError::into_inner);
+        moved.get(&number).cloned().unwrap_or_else(|| {
+            let placement = self.inner.placements.layer(number as usize);
+            let placement = placement.unwrap_or_else(|| panic!("a placement of layer {number}")).clone();
+            LayerNow { placement: Arc::new(placement), weights: None }
+        })
+    }
+
+    /// Puts the placement of a layer in force, with the root's weights by it.
+    pub(super) fn put_in_force(&self, number: u32, placement: &Placement, weights: Arc<MoeWeights>) {
+        let now = LayerNow { placement: Arc::new(placement.clone()), weights: Some(weights) };
+        self.inner.moved.lock().unwrap_or_else(PoisonError::into_inner).insert(number, now);
     }
 
     /// Returns the number of ranks.
@@ -136,19 +176,19 @@ impl RemoteExperts {
         call().inspect_err(|error| self.fail(error)).ok()
     }
 
-    fn fail(&self, error: &CommError) {
+    pub(super) fn fail(&self, error: &CommError) {
         *self.inner.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
     }
 }
 
 impl RemoteLayer {
-    /// Returns the layer's experts on the root, ascending.
+    /// Counts the experts of the root's model, which it held when the handle was made.
     #[must_use]
-    pub fn held(&self) -> &[usize] {
-        &self.held
+    pub fn num_held(&self) -> usize {
+        self.placement.experts_of(ROOT).len()
     }
 
-    /// Returns the layer's placement.
+    /// Returns the layer's placement when the handle was made.
     #[must_use]
     pub fn placement(&self) -> &Placement {
         &self.placement
@@ -166,11 +206,15 @@ impl RemoteLayer {
 
     /// Returns `[R, D]` f32: the output of each row's expert.
     fn outputs(&self, ctx: &Context, input: ExpertsInput<'_>) -> Result<Tensor, CommError> {
+        let now = self.experts.now(self.number);
+        let input = ExpertsInput { weights: now.weights.as_deref().unwrap_or(input.weights), ..input };
         let ExpertsInput { weights, activation, x, dispatch, .. } = input;
-        let comm = &*self.experts.inner.comm;
-        let shares = self.shares(dispatch);
+        let (comm, placement) = (&*self.experts.inner.comm, &*now.placement);
+        let shares = shares(placement, dispatch);
         let others = || shares.iter().enumerate().filter(|(rank, share)| *rank != ROOT && share.num_rows() > 0);
-        let sent: Vec<_> = others().map(|(rank, share)| self.send(rank, share, &input)).collect::<Result<_, _>>()?;
+        let sent: Vec<_> = others()
+            .map(|(rank, share)| self.send(rank, HeldShare { held: &placement.experts_of(rank), share }, &input))
+            .collect::<Result<_, _>>()?;
         sent.into_iter().flatten().try_for_each(|sent| sent.finish().map(drop))?;
         let receive = |(rank, share): (usize, &Share)| {
             comm.start_receive(vec![0.0_f32; share.num_rows() * x.cols()], rank, TAG_OUTPUTS)
@@ -178,7 +222,7 @@ impl RemoteLayer {
         let coming: Vec<Pending<Vec<f32>>> = others().map(receive).collect::<Result<_, _>>()?;
         let mut outputs = ctx.empty(&[dispatch.num_rows(), x.cols()], DType::F32);
         if shares[ROOT].num_rows() > 0 {
-            let message = Message::new(&self.rows_out(ROOT, &shares[ROOT], dispatch), x);
+            let message = Message::new(&rows_out(&placement.experts_of(ROOT), &shares[ROOT], dispatch), x);
             let own = computed(ctx, weights, activation, &message);
             place(&mut outputs, &shares[ROOT], own.f32s());
         }
@@ -188,45 +232,55 @@ impl RemoteLayer {
         Ok(outputs)
     }
 
-    /// Starts to send a rank the rows that it computes.
-    fn send(&self, rank: usize, share: &Share, input: &ExpertsInput<'_>) -> Result<[Pending<Vec<u8>>; 2], CommError> {
-        let message = Message::new(&self.rows_out(rank, share, input.dispatch), input.x);
+    /// Starts to send a rank, which holds these experts, the rows that it computes.
+    fn send(
+        &self,
+        rank: usize,
+        share: HeldShare<'_>,
+        input: &ExpertsInput<'_>,
+    ) -> Result<[Pending<Vec<u8>>; 2], CommError> {
+        let message = Message::new(&rows_out(share.held, share.share, input.dispatch), input.x);
         let comm = &*self.experts.inner.comm;
         let header = bytemuck::cast_slice(&message.header(self.number).to_words()).to_vec();
         Ok([comm.start_send(header, rank, TAG_HEADER)?, comm.start_send(message.into_bytes(), rank, TAG_ROWS)?])
     }
+}
 
-    /// Describes the rows of a rank by the places of its experts among those that it holds.
-    fn rows_out<'a>(&self, rank: usize, share: &Share, dispatch: &'a Dispatch) -> RowsOut<'a> {
-        let held = self.placement.experts_of(rank);
-        let mut counts = vec![0; held.len()];
-        for run in &share.runs {
-            if let Ok(place) = held.binary_search(&run.expert) {
-                counts[place] = run.rows.len() as u32;
-            }
-        }
-        let ranges = share.runs.iter().map(|run| run.rows.clone()).collect();
-        RowsOut { counts, ranges, tokens: dispatch.row_tokens() }
-    }
+/// The rows that a rank computes, and the experts that it holds, ascending.
+struct HeldShare<'a> {
+    held: &'a [usize],
+    share: &'a Share,
+}
 
-    /// Divides the experts with rows among the ranks that hold them. An expert on several ranks goes to the one with
-    /// the fewest rows; experts with the most rows come first.
-    fn shares(&self, dispatch: &Dispatch) -> Vec<Share> {
-        let offsets = dispatch.offsets().windows(2).enumerate();
-        let run = |(expert, pair): (usize, &[u32])| ExpertRun { expert, rows: pair[0] as usize..pair[1] as usize };
-        let mut runs: Vec<ExpertRun> = offsets.map(run).filter(|run| !run.rows.is_empty()).collect();
-        if self.placement.has_replicas() {
-            runs.sort_by_key(|run| (std::cmp::Reverse(run.rows.len()), run.expert));
+/// Describes the rows of a rank by the places of its experts among those that it holds.
+fn rows_out<'a>(held: &[usize], share: &Share, dispatch: &'a Dispatch) -> RowsOut<'a> {
+    let mut counts = vec![0; held.len()];
+    for run in &share.runs {
+        if let Ok(place) = held.binary_search(&run.expert) {
+            counts[place] = run.rows.len() as u32;
         }
-        let mut shares = vec![Share::default(); self.placement.num_ranks()];
-        for run in runs {
-            let holders = self.placement.ranks_of(run.expert).iter().copied();
-            let rank = holders.min_by_key(|&rank| shares[rank].num_rows()).unwrap_or(ROOT);
-            shares[rank].runs.push(run);
-        }
-        shares.iter_mut().for_each(|share| share.runs.sort_by_key(|run| run.expert));
-        shares
     }
+    let ranges = share.runs.iter().map(|run| run.rows.clone()).collect();
+    RowsOut { counts, ranges, tokens: dispatch.row_tokens() }
+}
+
+/// Divides the experts with rows among the ranks that hold them. An expert on several ranks goes to the one with the
+/// fewest rows; experts with the most rows come first.
+fn shares(placement: &Placement, dispatch: &Dispatch) -> Vec<Share> {
+    let offsets = dispatch.offsets().windows(2).enumerate();
+    let run = |(expert, pair): (usize, &[u32])| ExpertRun { expert, rows: pair[0] as usize..pair[1] as usize };
+    let mut runs: Vec<ExpertRun> = offsets.map(run).filter(|run| !run.rows.is_empty()).collect();
+    if placement.has_replicas() {
+        runs.sort_by_key(|run| (std::cmp::Reverse(run.rows.len()), run.expert));
+    }
+    let mut shares = vec![Share::default(); placement.num_ranks()];
+    for run in runs {
+        let holders = placement.ranks_of(run.expert).iter().copied();
+        let rank = holders.min_by_key(|&rank| shares[rank].num_rows()).unwrap_or(ROOT);
+        shares[rank].runs.push(run);
+    }
+    shares.iter_mut().for_each(|share| share.runs.sort_by_key(|run| run.expert));
+    shares
 }
 
 /// Writes the outputs of a rank's rows to their places among all rows.
@@ -257,6 +311,19 @@ fn computed(ctx: &Context, weights: &MoeWeights, activation: Activation, message
 /// # Errors
 /// [`CommError`] if a rank died, hangs, or the root asks for a layer that is not here.
 pub fn serve_experts(ctx: &Context, comm: &dyn Communicator, layers: &[HeldLayer<'_>]) -> Result<(), CommError> {
+    serve_owned_experts(ctx, comm, layers.iter().map(|&layer| layer.into()).collect())
+}
+
+/// Computes the experts of this rank as [`serve_experts`] does. Memory of experts that move away is freed, unless
+/// others share it.
+///
+/// # Errors
+/// The errors of [`serve_experts`].
+pub fn serve_owned_experts(
+    ctx: &Context,
+    comm: &dyn Communicator,
+    mut layers: Vec<OwnedLayer>,
+) -> Result<(), CommError> {
     comm.set_timeout(PATIENCE);
     loop {
         let words = comm.start_receive(vec![0_u32; Header::LEN], ROOT, TAG_HEADER)?.finish_idle()?;
@@ -264,15 +331,19 @@ pub fn serve_experts(ctx: &Context, comm: &dyn Communicator, layers: &[HeldLayer
         if header == Header::END {
             return Ok(());
         }
+        if header.is_move() {
+            take_part(ctx, comm, &header, &mut layers)?;
+            continue;
+        }
         let layer = layers.iter().find(|layer| layer.number == header.layer as usize);
-        let layer = layer.filter(|layer| header.fits(layer.weights));
+        let layer = layer.filter(|layer| header.fits(&layer.weights));
         let Some(layer) = layer else { return Err(comm.abort("the root asks for experts that are not on this rank")) };
-        let bytes = vec![0_u8; header.num_bytes(layer.weights)];
+        let bytes = vec![0_u8; header.num_bytes(&layer.weights)];
         let bytes = comm.start_receive(bytes, ROOT, TAG_ROWS)?.finish()?;
-        let Some(message) = Message::from_bytes(&header, layer.weights, bytes) else {
+        let Some(message) = Message::from_bytes(&header, &layer.weights, bytes) else {
             return Err(comm.abort("the root sends rows of other sizes than it says"));
         };
-        let outputs = computed(ctx, layer.weights, layer.activation, &message);
+        let outputs = computed(ctx, &layer.weights, layer.activation, &message);
         comm.send(outputs.f32s(), ROOT, TAG_OUTPUTS)?;
     }
 }

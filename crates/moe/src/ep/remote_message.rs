@@ -35,6 +35,21 @@ impl Header {
     /// The header that says that there is no more work.
     pub(super) const END: Self = Self { layer: u32::MAX, num_tokens: 0, num_rows: 0, num_experts: 0 };
 
+    /// Creates the header of a move of experts, with the bytes of the texts of both placements.
+    pub(super) fn of_move(layer: u32, [from, to]: [u32; 2]) -> Self {
+        Self { layer, num_tokens: from, num_rows: to, num_experts: u32::MAX }
+    }
+
+    /// Returns whether experts are to move.
+    pub(super) fn is_move(&self) -> bool {
+        self.num_experts == u32::MAX
+    }
+
+    /// Returns the bytes of the texts of both placements of a move.
+    pub(super) fn lens_of_move(&self) -> [usize; 2] {
+        [self.num_tokens, self.num_rows].map(|len| len as usize)
+    }
+
     pub(super) fn to_words(self) -> [u32; Self::LEN] {
         [self.layer, self.num_tokens, self.num_rows, self.num_experts]
     }

@@ -257,7 +257,13 @@ impl MoeGradTask {
         let Saved { x, router, .. } = &*self.saved;
         if let Some((gate_up, down)) = grads.biases.as_mut().filter(|(gate_up, _)| !is_left_out(gate_up)) {
             let (WeightGradInputs { dy, dh, .. }, rows) = self.inputs(merged);
-            experts_bias_grad(ctx, dy, dh, rows, write, gate_up, down);
+            let grads = |write: Write, gate_up: &mut Tensor, down: &mut Tensor| {
+                experts_bias_grad(ctx, dy, dh, rows, write, gate_up, down);
+            };
+            match &self.saved.experts {
+                ExpertsPart::Ranks(saved) => saved.bias_grads(ctx, write, [gate_up, down], grads),
+                ExpertsPart::Here(_) => grads(write, gate_up, down),
+            }
         }
         if let (ExpertsPart::Ranks(saved), ExpertsTask::Ranks(task)) = (&self.saved.experts, &self.experts) {
             saved.shadow_weight_grads(ctx, x, &self.dy, task, grads);

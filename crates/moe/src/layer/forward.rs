@@ -105,7 +105,7 @@ impl MoeLayer {
     /// Returns the number of experts on this rank, among `ranks` or with remote ones.
     fn num_held(&self, ranks: Option<&LayerRanks>) -> usize {
         let of_ranks = ranks.map(|ranks| ranks.held().len());
-        let of_remote = self.remote.as_ref().map(|remote| remote.held().len());
+        let of_remote = self.remote.as_ref().map(|remote| remote.num_held());
         of_ranks.or(of_remote).unwrap_or(self.config.num_experts)
     }
 

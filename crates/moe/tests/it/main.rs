@@ -3,6 +3,7 @@
 mod capacity;
 mod decisions;
 mod deepseek;
+mod domains;
 mod edges;
 mod fixtures;
 mod gpu;

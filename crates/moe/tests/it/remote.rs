@@ -123,6 +123,49 @@ fn ranks_give_the_bits_of_one_wherever_experts_are() {
 }
 
 #[test]
+fn experts_that_move_between_passes_give_the_same_bits() {
+    let lens = [1, 5, 17, 40, 9];
+    let placements: Vec<Placement> = [
+        "placement experts=6 ranks=3\n0: 2\n1: 2\n2: 0\n3: 0\n4: 1\n5: 1\n",
+        "placement experts=6 ranks=3\n0: *\n1: 2\n2: 0 1\n3: 0\n4: 1\n5: 1\n",
+        "placement experts=6 ranks=3\n0: 1\n1: 1\n2: 1\n3: 1\n4: 1\n5: 1\n",
+        "placement experts=6 ranks=3\n0: 0\n1: 0\n2: 0\n3: 0\n4: 0\n5: 2\n",
+    ]
+    .map(|text| text.parse().unwrap())
+    .to_vec();
+    for (dtype, has_biases) in [(DType::F32, true), (DType::BF16, false)] {
+        let config = config(16, 24, 6, 2);
+        let case = Case { config: &config, dtype, has_biases };
+        let rank = |comm: &dyn Communicator| {
+            let ctx = Context::cpu(1);
+            let first = Placement::sharded(6, 3);
+            let held = part(&ctx, &weights(&ctx, &config, dtype, has_biases), &first.experts_of(comm.rank()));
+            let own = comm.split(Some(0), comm.rank())?.expect("a group");
+            if comm.rank() > 0 {
+                let layer = HeldLayer { number: NUMBER, weights: &held, activation: config.activation };
+                serve_experts(&ctx, &*own, &[layer])?;
+                return Ok::<_, CommError>(Vec::new());
+            }
+            let remote = RemoteExperts::new(own, Placements::from(first));
+            let layer = MoeLayer::new(config.clone()).unwrap().with_remote_experts(remote.layer(NUMBER));
+            let mut outputs = Vec::new();
+            for (pass, &len) in lens.iter().enumerate() {
+                if let Some(to) = pass.checked_sub(1).map(|move_| &placements[move_]) {
+                    remote.move_experts(&ctx, NUMBER, to, &held)?;
+                    assert_eq!(*remote.placement(NUMBER), *to);
+                }
+                let x = inputs(&ctx, len, config.width, dtype);
+                outputs.push(layer.forward(&ctx, &held, &x, &in_use()).0.f32s().to_vec());
+            }
+            remote.end()?;
+            Ok(outputs)
+        };
+        let found = try_run_ranks::<_, CommError>(&RankOptions::new(3), rank).unwrap().swap_remove(0);
+        assert_eq!(found, on_one(case, &lens), "{dtype:?}");
+    }
+}
+
+#[test]
 fn a_rank_that_is_lost_is_told_after_the_pass_and_nothing_waits() {
     let config = config(16, 24, 6, 2);
     let results = run_ranks::<_, CommError>(&RankOptions::new(2), |comm: &dyn Communicator| {

@@ -1,14 +1,20 @@
 //! Tokens by layer and expert.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use moeworks_moe::{cv, max_over_mean};
+use moeworks_plan::Placement;
+
+use super::RankLoad;
 
 /// Tokens that each expert of each MoE layer computed since the engine began. The engine counts; others read at any
 /// time.
 #[derive(Debug)]
 pub struct ExpertLoad {
     layers: Vec<LayerCounts>,
+    /// The ranks of experts; none on one rank.
+    ranks: Mutex<Option<RankLoad>>,
 }
 
 #[derive(Debug)]
@@ -34,7 +40,7 @@ impl ExpertLoad {
     pub(crate) fn new(layers: &[usize], num_experts: usize) -> Self {
         let zeros = || (0..num_experts).map(|_| AtomicU64::new(0)).collect();
         let layer = |&layer| LayerCounts { layer, num_tokens: AtomicU64::new(0), experts: zeros() };
-        Self { layers: layers.iter().map(layer).collect() }
+        Self { layers: layers.iter().map(layer).collect(), ranks: Mutex::default() }
     }
 
     /// MoE layers.
@@ -57,6 +63,35 @@ impl ExpertLoad {
         for expert in expert_ids.iter().filter_map(|&id| experts.get(id as usize)) {
             add(expert, 1);
         }
+    }
+
+    /// Begins to show the ranks of experts.
+    pub(crate) fn set_ranks(&self, ranks: RankLoad) {
+        *self.locked() = Some(ranks);
+    }
+
+    /// Notes that experts of a layer have moved to the ranks of `placement`.
+    pub(crate) fn moved(&self, layer: usize, placement: &Placement, experts: impl Iterator<Item = usize>) {
+        if let Some(ranks) = &mut *self.locked() {
+            ranks.moved(layer, placement, experts);
+        }
+    }
+
+    /// Notes the load by which the last decision was made.
+    pub(crate) fn decided(&self, window: Vec<Vec<u64>>) {
+        if let Some(ranks) = &mut *self.locked() {
+            ranks.window = window;
+        }
+    }
+
+    /// Returns the ranks of experts; none where all are on one rank.
+    #[must_use]
+    pub fn ranks(&self) -> Option<RankLoad> {
+        self.locked().clone()
+    }
+
+    fn locked(&self) -> MutexGuard<'_, Option<RankLoad>> {
+        self.ranks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reads all counts.

@@ -5,6 +5,7 @@
 //! prompt that was found in the prefix cache has its experts too.
 
 mod load;
+mod ranks;
 mod record;
 
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use moeworks_model::ModelConfig;
 use moeworks_moe::MoeSaved;
 
 pub use load::{ExpertLoad, LayerLoad};
+pub use ranks::RankLoad;
 pub use record::RoutedExperts;
 pub(crate) use record::{ExpertRecord, Slots};
 

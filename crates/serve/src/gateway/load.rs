@@ -158,7 +158,7 @@ impl Sum {
             "prompt_tokens": prompt_tokens,
             "generation_tokens": generation_tokens,
         });
-        let mut json = load_json(&LoadOfModel { model, top_k: *top_k, layers, serving });
+        let mut json = load_json(&LoadOfModel { model, top_k: *top_k, layers, ranks: None, serving });
         json["replicas"] = (*num_replicas).into();
         json
     }

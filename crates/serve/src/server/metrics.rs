@@ -7,7 +7,7 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use super::moe::{balancedness, layers};
-use crate::experts::ExpertLoad;
+use crate::experts::{ExpertLoad, LayerLoad, RankLoad};
 use crate::scheduler::Counts;
 
 /// The reason why a request ended.
@@ -224,6 +224,23 @@ impl Page<'_> {
         }
         let help = "Mean load over highest load of experts, the mean of all layers; 1 where even.";
         self.one("gauge", "expert_balancedness", help, balancedness(&layers));
+        if let Some(ranks) = self.metrics.experts().and_then(ExpertLoad::ranks) {
+            self.ranks(&ranks, &layers);
+        }
+    }
+
+    /// Writes how even the load of ranks is and what has moved.
+    fn ranks(&mut self, ranks: &RankLoad, layers: &[LayerLoad]) {
+        let [before, now] = ranks.balancedness(layers);
+        let name = "rank_balancedness";
+        self.head("gauge", name, "Mean load over highest load of ranks, by the first placement and by that in force.");
+        self.sample(name, ",placement=\"first\"", before);
+        self.sample(name, ",placement=\"now\"", now);
+        let help = "Copies of experts that have travelled between ranks.";
+        self.one("counter", "expert_copies_moved_total", help, ranks.num_copies as f64);
+        self.one("gauge", "experts_moved", "Experts of all layers that have moved.", ranks.moved.len() as f64);
+        let help = "Copies of experts beyond the first of each, over all layers.";
+        self.one("gauge", "expert_replicas", help, ranks.num_replicas() as f64);
     }
 
     fn histogram(&mut self, name: &str, help: &str, histogram: &Histogram) {

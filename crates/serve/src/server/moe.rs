@@ -1,9 +1,10 @@
 //! `GET /moe/load`: the load of each expert in each layer.
 
+use moeworks_plan::Placements;
 use serde_json::{Value, json};
 
 use super::app::App;
-use crate::experts::{ExpertLoad, LayerLoad};
+use crate::experts::{ExpertLoad, LayerLoad, RankLoad};
 
 /// Says what experts computed since the server began, with the figures that its page shows beside them. A model
 /// without experts has no layers here.
@@ -12,6 +13,7 @@ pub(crate) fn load(app: &App) -> Value {
         model: app.served.name(),
         top_k: app.served.model.decoder.config().top_k as u64,
         layers: &layers(app.metrics.experts()),
+        ranks: app.metrics.experts().and_then(ExpertLoad::ranks),
         serving: app.metrics.serving(),
     })
 }
@@ -22,26 +24,50 @@ pub(crate) struct LoadOfModel<'a> {
     /// Experts of a token.
     pub(crate) top_k: u64,
     pub(crate) layers: &'a [LayerLoad],
+    /// The ranks among which the experts lie; none on one.
+    pub(crate) ranks: Option<RankLoad>,
     pub(crate) serving: Value,
 }
 
 /// The JSON of a load.
 pub(crate) fn load_json(load: &LoadOfModel<'_>) -> Value {
-    let LoadOfModel { model, top_k, layers, serving } = load;
+    let LoadOfModel { model, top_k, layers, ranks, serving } = load;
     json!({
         "object": "moe.load",
         "model": model,
         "num_experts": layers.first().map_or(0, |layer| layer.tokens_per_expert.len()),
         "top_k": top_k,
         "balancedness": (!layers.is_empty()).then(|| balancedness(layers)),
-        "layers": layers.iter().map(layer_json).collect::<Vec<_>>(),
+        "ranks": ranks.as_ref().map(|ranks| ranks_json(ranks, layers)),
+        "layers": layers.iter().map(|layer| layer_json(layer, ranks.as_ref())).collect::<Vec<_>>(),
         "serving": serving,
     })
 }
 
-fn layer_json(load: &LayerLoad) -> Value {
+/// Says how even the load of ranks is, and what has moved. "before" is by the placements with which the server began.
+fn ranks_json(ranks: &RankLoad, layers: &[LayerLoad]) -> Value {
+    let [before, now] = ranks.balancedness(layers);
+    json!({
+        "num_ranks": ranks.now.num_ranks(),
+        "balancedness_before": before,
+        "balancedness": now,
+        "experts_moved": ranks.moved.len(),
+        "copies_moved": ranks.num_copies,
+        "replicas": ranks.num_replicas(),
+    })
+}
+
+/// Lists the ranks of each expert of a layer.
+fn ranks_of(placements: &Placements, layer: usize) -> Option<Vec<&[usize]>> {
+    let placement = placements.layer(layer)?;
+    Some((0..placement.num_experts()).map(|expert| placement.ranks_of(expert)).collect())
+}
+
+fn layer_json(load: &LayerLoad, ranks: Option<&RankLoad>) -> Value {
     let LayerLoad { layer, num_tokens, tokens_per_expert } = load;
     json!({
+        "ranks_before": ranks.and_then(|ranks| ranks_of(&ranks.first, *layer)),
+        "ranks": ranks.and_then(|ranks| ranks_of(&ranks.now, *layer)),
         "layer": layer,
         "tokens": num_tokens,
         "cv": load.cv(),

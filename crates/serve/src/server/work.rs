@@ -77,7 +77,9 @@ impl From<EngineError> for ApiError {
             EngineError::Refused(Refused::QueueFull { .. }) => ErrorKind::QueueFull,
             EngineError::Refused(Refused::TooLong { .. }) => ErrorKind::TooLong,
             EngineError::Refused(_) => ErrorKind::Invalid,
-            EngineError::Model(_) | EngineError::Limits(_) | EngineError::Answer { .. } => ErrorKind::Internal,
+            EngineError::Model(_) | EngineError::Limits(_) | EngineError::CannotMove | EngineError::Answer { .. } => {
+                ErrorKind::Internal
+            }
         };
         Self::new(kind, error.to_string())
     }

@@ -7,7 +7,7 @@ use moeworks_moe::{RouterKind, Section as _, TableSource};
 use moeworks_infer::data::is_piped;
 
 use super::parallel::MAX_RANKS;
-use super::{ConfigError, GradientType, PlacementChoice, RunConfig, TokenizerChoice, TrainConfig};
+use super::{ConfigError, GradientType, MovingChoice, RunConfig, TokenizerChoice, TrainConfig};
 
 /// The limit of tokens that are in memory together, because their number is a 32-bit integer.
 const MAX_TOKENS: usize = 1 << 31;
@@ -114,6 +114,23 @@ impl RunConfig {
         Ok(())
     }
 
+    fn check_domains(&self) -> Result<(), ConfigError> {
+        let parallel = &self.parallel;
+        let (domain, num_ranks) = (parallel.domain, parallel.layout().num_expert_ranks());
+        if domain > 1 && !num_ranks.is_multiple_of(domain) {
+            let expected = format!("must divide parallel.ep times parallel.tp, {num_ranks}");
+            return Err(wrong("parallel.domain", domain, expected));
+        }
+        if domain != 1 && parallel.moving != MovingChoice::Tokens {
+            return Err(wrong("parallel.domain", domain, "must be 1 unless parallel.moving is \"tokens\""));
+        }
+        if domain == 1 && parallel.domain_keep < 1.0 {
+            let expected = "must be 1 without domains (parallel.domain)";
+            return Err(wrong("parallel.domain_keep", parallel.domain_keep, expected));
+        }
+        Ok(())
+    }
+
     fn check_parallel(&self) -> Result<(), ConfigError> {
         let parallel = &self.parallel;
         if parallel.num_ranks() > 1 && self.train.expert_gradients == GradientType::Bf16 {
@@ -127,10 +144,7 @@ impl RunConfig {
             );
             return Err(wrong("parallel.dp", parallel.dp, expected));
         }
-        if parallel.zero > 0 && parallel.placement == PlacementChoice::Everywhere {
-            let expected = "must be 0 where parallel.placement is \"everywhere\": no expert may be on several ranks";
-            return Err(wrong("parallel.zero", parallel.zero, expected));
-        }
+        self.check_domains()?;
         self.check_tensor_parallel()?;
         self.check_pipeline()?;
         self.check_rebalance()?;

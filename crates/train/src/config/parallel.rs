@@ -43,6 +43,12 @@ settings! {
         /// Movement between ranks: tokens (to their experts), weights (of all experts to the tokens), or auto: in
         /// each layer and step the weights of those experts that cost less to move than their tokens.
         moving: MovingChoice = MovingChoice::Tokens;
+        /// Ranks of a domain, which gather each other's experts for a pass while tokens go between domains (HybridEP);
+        /// 1: no domains, 0: chosen by the measured bandwidth. It must divide ep times tp.
+        domain: usize = 1, in Range::whole(0..=MAX_RANKS);
+        /// Share of the numbers of an expert's difference from the mean expert of its domain that travel inside the
+        /// domain; 1: experts travel whole.
+        domain_keep: f64 = 1.0, in Range::POSITIVE_SHARE;
         /// Chunks of a layer's tokens, one in flight while another is computed; 0: tuned by measurement, which makes
         /// the rounding of a run depend on the machine.
         chunks: usize = 1, in Range::whole(0..=64);

@@ -19,8 +19,7 @@ settings! {
         at_step: u64 = 1, in Range::AT_LEAST_ONE;
         /// Steps between the decisions of online, whose load is summed.
         every: u64 = 50, in Range::AT_LEAST_ONE;
-        /// Slots for experts on each rank beyond an even share: for copies of hot experts, or with parallel.zero
-        /// above 0 for more experts on one rank than on another.
+        /// Slots for experts on each rank beyond an even share, for copies of hot experts.
         spare: usize = 0, in Range::whole(0..=1 << 20);
         /// Policy of online: moves (few moves and swaps), anew (a new placement, with copies in spare slots), or
         /// auto: the one, moves, anew or none, after whose decisions steps were fastest.
@@ -30,11 +29,11 @@ settings! {
         /// Seconds that a change must promise to save until the next decision for each second of moving; 0: any
         /// change that lowers the load of the fullest rank.
         min_gain: f64 = 2.0, in Range::NOT_NEGATIVE;
-        /// The most bytes that a rank sends or receives between two steps, though at least one expert; 0: by
+        /// The most bytes of experts that a rank sends or receives in a step, though at least one expert; 0: by
         /// max_pause.
         bytes_per_step: u64 = 0, in Range::COUNT;
-        /// The share of a step's time for which moving may pause training, by the measured rate, though at least
-        /// one expert moves.
+        /// The share of a step's time for which moving may pause training, by the pauses of earlier moves, though at
+        /// least one expert moves.
         max_pause: f64 = 0.02, in Range::POSITIVE_SHARE;
     }
 }

@@ -37,8 +37,8 @@ impl WholeLayers {
     /// Waits for a whole tensor. It is zeros if the communication failed.
     fn finish(&self, ctx: &Context, place: usize, slice: &Tensor, pending: Option<PendingWhole>) -> Tensor {
         let experts = self.ranks.experts();
-        let whole =
-            pending.and_then(|pending| experts.attempt(None, || pending.finish().map(|(_, whole)| Some(whole))));
+        let finish = |pending: PendingWhole| self.ranks.spread_replicas(ctx, place, pending.finish()?.1).map(Some);
+        let whole = pending.and_then(|pending| experts.attempt(None, || finish(pending)));
         whole.unwrap_or_else(|| ctx.zeros(&self.ranks.table().shape(place), slice.dtype()))
     }
 

@@ -243,7 +243,7 @@ fn summed(ranks: &Ranks, ctx: &Context, own: PartGrads<'_>) -> Result<DecoderWei
         put_in(ranks, ctx, &mut slices[place])?;
     }
     let mut whole = part.zeros_like(ctx);
-    ranks.join_slices(&slices, &mut whole)?;
+    ranks.join_slices(ctx, &slices, &mut whole)?;
     Ok(whole)
 }
 

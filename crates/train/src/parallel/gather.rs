@@ -28,7 +28,8 @@ pub(crate) struct Held<'a> {
     pub(super) only_trainable: bool,
 }
 
-/// A tensor of [`Held`]: its entry in the table, and the rank's part or a slice of it.
+/// A tensor of [`Held`]: its entry in the table, and the rank's part or a slice of it. The part that slices make has
+/// each expert on its owner alone.
 struct HeldTensor<'a> {
     spec: &'a WeightSpec,
     tensor: &'a Tensor,
@@ -114,12 +115,13 @@ impl Ranks {
         let is_slice = is_slice && self.holds(spec);
         let joined = is_slice.then(|| self.start_joining(ctx, spec.index, tensor)?.finish()).transpose()?;
         let part = joined.as_ref().map_or(tensor, |(_, joined)| joined);
+        let part = HeldTensor { spec, tensor: part, is_slice };
         if let Some(way) = self.way_to_root(spec) {
-            return self.whole_over_line(ctx, way, spec, part, whole);
+            return self.whole_over_line(ctx, way, &part, whole);
         }
         match whole {
-            Some(to) => self.collect_tensor(spec, part, to),
-            None if self.is_near_root() => Ok(self.give_tensor(spec, part)?),
+            Some(to) => self.collect_tensor(&part, to),
+            None if self.is_near_root() => Ok(self.give_tensor(spec, part.tensor)?),
             None => Ok(()),
         }
     }
@@ -130,8 +132,7 @@ impl Ranks {
         &self,
         ctx: &Context,
         way: WayToRoot<'_>,
-        spec: &WeightSpec,
-        part: &Tensor,
+        part: &HeldTensor<'_>,
         whole: Option<&mut Tensor>,
     ) -> Result<(), TrainError> {
         match (way, whole) {
@@ -139,11 +140,11 @@ impl Ranks {
                 Ok(pipeline_group.receive(to.f32s_mut(), from, TAG)?)
             }
             (WayToRoot::Send { pipeline_group }, _) if self.stage_group.rank() == 0 => {
-                let mut whole = ctx.zeros(&spec.shape, DType::F32);
-                self.collect_tensor(spec, part, &mut whole)?;
+                let mut whole = ctx.zeros(&part.spec.shape, DType::F32);
+                self.collect_tensor(part, &mut whole)?;
                 Ok(pipeline_group.send(whole.f32s(), 0, TAG)?)
             }
-            (WayToRoot::Send { .. }, _) if self.is_near_root() => Ok(self.give_tensor(spec, part)?),
+            (WayToRoot::Send { .. }, _) if self.is_near_root() => Ok(self.give_tensor(part.spec, part.tensor)?),
             _ => Ok(()),
         }
     }
@@ -157,11 +158,11 @@ impl Ranks {
     }
 
     /// Gathers a tensor's parts into `whole`; the root's part is `own`.
-    fn collect_tensor(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), TrainError> {
-        if spec.role.is_of_experts() {
-            return Ok(self.collect(spec, own, whole)?);
+    fn collect_tensor(&self, own: &HeldTensor<'_>, whole: &mut Tensor) -> Result<(), TrainError> {
+        if own.spec.role.is_of_experts() {
+            return Ok(self.collect(own, whole)?);
         }
-        self.collect_parts(spec, own, whole)
+        self.collect_parts(own.spec, own.tensor, whole)
     }
 
     /// Sends this rank's part of a non-expert tensor to the root, if the root needs this rank's copy.
@@ -196,9 +197,9 @@ impl Ranks {
     }
 
     /// Gathers the experts of all ranks of the group into `whole [E, ..]`; the root's are `own`.
-    fn collect(&self, spec: &WeightSpec, own: &Tensor, whole: &mut Tensor) -> Result<(), CommError> {
-        let layer = self.layer_of(spec);
-        let placement = layer.placement();
+    fn collect(&self, own: &HeldTensor<'_>, whole: &mut Tensor) -> Result<(), CommError> {
+        let layer = self.layer_of(own.spec);
+        let placement = if own.is_slice { layer.placement().owners() } else { layer.placement().clone() };
         let size = whole.shape()[1..].iter().product::<usize>();
         for rank in 0..placement.num_ranks() {
             let held = placement.experts_of(rank);
@@ -206,7 +207,7 @@ impl Ranks {
             if rank > 0 {
                 self.experts.group().receive(&mut received, rank, TAG)?;
             }
-            let values = if rank == 0 { own.f32s() } else { &received };
+            let values = if rank == 0 { own.tensor.f32s() } else { &received };
             for (values, expert) in values.chunks(size.max(1)).zip(held) {
                 whole.f32s_mut()[expert * size..(expert + 1) * size].copy_from_slice(values);
             }

@@ -108,7 +108,7 @@ impl Ranks {
     }
 
     /// Sums the gradients `[held, ..]` of a layer's experts that several ranks of a group hold.
-    fn sum_replicas(&self, layer: &LayerRanks, tensor: &mut Tensor) -> Result<(), CommError> {
+    pub(super) fn sum_replicas(&self, layer: &LayerRanks, tensor: &mut Tensor) -> Result<(), CommError> {
         let placement = layer.placement();
         let replicated: Vec<usize> =
             (0..placement.num_experts()).filter(|&expert| placement.ranks_of(expert).len() > 1).collect();

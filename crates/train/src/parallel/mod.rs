@@ -10,6 +10,7 @@ mod gradients;
 mod mover;
 mod placements;
 mod rank_records;
+mod slice_move;
 mod stage_groups;
 mod table;
 mod tensor;
@@ -30,7 +31,7 @@ use moeworks_plan::{Layout, Placements};
 use crate::config::RunConfig;
 use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
-pub(crate) use mover::{ExpertState, LayerMove};
+pub(crate) use mover::{ExpertState, LayerMove, LayerOnItsWay, MomentsOnTheirWay};
 pub use placements::placements;
 pub(crate) use placements::{placements_in_checkpoint, rebalance_target};
 use stage_groups::StageGroups;
@@ -141,7 +142,8 @@ impl Ranks {
         }
         let cores = share_cores(comm, parallel.pin)?;
         let exchange = exchange::of_config(comm, config)?;
-        let options = EpOptions { moving: exchange::moving(comm, config)?, ..exchange.into() };
+        let (moving, domain) = (exchange::moving(comm, config)?, exchange::domain(comm, config)?);
+        let options = EpOptions { moving, domain, ..exchange.into() };
         let ranks = Self::metered(comm, parallel.layout(), placements(config)?, options, is_traced)?;
         let ranks = Self { cores, ..ranks.with_timeout(Duration::from_secs(parallel.timeout_s)) };
         Ok(ranks.with_zero(parallel.zero))
@@ -162,17 +164,10 @@ impl Ranks {
     }
 
     /// Sets the stage of ZeRO: 0 shards nothing, 1 the optimizer state, 2 gradients as well, 3 weights as well.
-    /// Panics if a group holds an expert more than once.
     #[must_use]
     pub fn with_zero(mut self, zero: u8) -> Self {
-        assert!(zero == 0 || !self.experts.placements().has_replicas(), "replicas have whole optimizer states");
         self.zero = zero;
         self
-    }
-
-    /// Returns whether an expert may be on several ranks of a group.
-    pub(crate) fn may_replicate(&self) -> bool {
-        self.zero == 0
     }
 
     /// Returns whether the optimizer state is sharded.

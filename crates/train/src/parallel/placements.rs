@@ -72,9 +72,6 @@ fn check(placements: &Placements, config: &RunConfig) -> Result<(), String> {
             sizes.0, sizes.1
         ));
     }
-    if config.parallel.zero > 0 && placements.has_replicas() {
-        return Err("puts an expert on several ranks: parallel.zero must then be 0".to_owned());
-    }
     let named = placements.layers();
     if named.is_empty() {
         return Ok(());

@@ -131,6 +131,11 @@ impl Ranks {
         self.stage_groups.get()?.shared.iter().find(|shared| shared.pp_ranks == pp_ranks)
     }
 
+    /// All ranks of the stage groups that hold the tensor of `spec`, of which this rank's is one.
+    pub(super) fn all_with(&self, spec: &WeightSpec) -> &dyn Communicator {
+        self.shared_holders(spec).map_or(&*self.stage_group, |shared| &*shared.all)
+    }
+
     /// The way of the tensor of `spec` to the root; none where the root's stage group holds it, or all ranks are one.
     pub(super) fn way_to_root(&self, spec: &WeightSpec) -> Option<WayToRoot<'_>> {
         let first = *self.pp_ranks_of(spec)?.first()?;

@@ -223,7 +223,7 @@ fn finish_sums(
     let own = ranks.sum_to_slices(ctx, grads, sums)?;
     let norm = ranks.norm_of_slices(ctx, &own)?;
     *grads = weights.zeros_like(ctx);
-    ranks.join_slices(&own, grads)?;
+    ranks.join_slices(ctx, &own, grads)?;
     Ok(norm)
 }
 

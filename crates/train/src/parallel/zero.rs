@@ -80,7 +80,8 @@ impl GradSlices {
             return;
         }
         let (slice, counts) = (ranks.empty_slice(ctx, place), ranks.slice_counts(place));
-        match ranks.holders_of(place).start_reduce_scatter(whole, &counts, slice, Reduce::Sum) {
+        let start = |whole| ranks.holders_of(place).start_reduce_scatter(whole, &counts, slice, Reduce::Sum);
+        match ranks.owned_gradient(ctx, place, &whole).and_then(start) {
             Ok(pending) => self.under_way.push((place, pending)),
             Err(error) => self.failure = Some(error),
         }

@@ -2,10 +2,14 @@
 //!
 //! After each step the `Rebalancer` adds the load of experts to its window. When a decision is due it asks
 //! [`rebalance_layer`] for each layer, with the load summed over all ranks and rates that all ranks agree on, so
-//! that every rank decides the same; ranks compare their decisions. The experts then move between steps, a few in
-//! each, so that the pause is bounded ([`placement_step`]): a placement on the way is in force for the steps in
-//! between. What moves is final, because nothing changes weights between steps, and is used by the next step.
-//! Results do not depend on placements but for rounding.
+//! that every rank decides the same; ranks compare their decisions. The experts then move a few at a time, so that
+//! the pause is bounded ([`placement_step`]): a placement on the way is in force for the steps in between. Results do
+//! not depend on placements but for rounding.
+//!
+//! A move takes part of two steps. In the update of a step the experts that move are updated first, and sent while
+//! the others are updated ([`Rebalancer::start`]). After the step their weights must have arrived, and the placement is
+//! put in force ([`Rebalancer::after_step`]). Their moments travel on under the next step's passes, until its update
+//! ([`Rebalancer::finish_moments`]).
 
 mod log;
 mod settings;
@@ -23,7 +27,7 @@ use moeworks_plan::{
 
 use crate::error::TrainError;
 use crate::metrics::{NamedFigure, Record};
-use crate::parallel::{ExpertState, LayerMove, Ranks};
+use crate::parallel::{ExpertState, LayerMove, LayerOnItsWay, MomentsOnTheirWay, Ranks};
 pub use log::REBALANCE_JSONL;
 use log::{ChangedLayer, Decision, MoveLine, RebalanceLog};
 pub use settings::{RebalanceSettings, RebalanceSource};
@@ -52,6 +56,14 @@ pub(crate) struct Rebalancer {
     step_s: f64,
     /// The placements to which layers are moving.
     targets: BTreeMap<usize, Placement>,
+    /// The moves that start in the next update.
+    planned: Vec<NextMove>,
+    /// The moves that have started.
+    on_their_way: Vec<(NextMove, LayerOnItsWay)>,
+    /// Moments that the next update waits for.
+    moments: Vec<MomentsOnTheirWay>,
+    /// Seconds for which this rank has waited for moments since the last pause; none if none were on their way.
+    moments_wait_s: Option<f64>,
     /// The experts that have moved, with their layers.
     moved: BTreeSet<(usize, usize)>,
     /// True if the experts of a placement file have begun to move.
@@ -65,6 +77,7 @@ struct Moves {
     num_copies: usize,
     /// The most bytes that a rank sends or receives.
     num_bytes: usize,
+    /// The most seconds for which a rank waited for experts, with the time of putting them in their places.
     pause_s: f64,
 }
 
@@ -107,6 +120,10 @@ impl Rebalancer {
             has_measured_rate: false,
             step_s: 0.0,
             targets: BTreeMap::new(),
+            planned: Vec::new(),
+            on_their_way: Vec::new(),
+            moments: Vec::new(),
+            moments_wait_s: None,
             moved: BTreeSet::new(),
             has_begun: false,
             log: log_dir.map(|dir| RebalanceLog::open(dir, step)).transpose()?,
@@ -115,8 +132,37 @@ impl Rebalancer {
         }))
     }
 
-    /// Makes the decision that is due after the step of `record` and moves experts, unless this was the last step.
-    /// Adds figures to the record. All ranks call this after the same step.
+    /// Returns the indices of the tensors whose experts move next, on this rank.
+    pub(crate) fn planned_places(&self, ranks: &Ranks) -> Vec<usize> {
+        self.planned.iter().flat_map(|next| ranks.expert_places(next.layer)).collect()
+    }
+
+    /// Starts the planned moves, whose experts have been updated. All ranks call this in the same update.
+    pub(crate) fn start(&mut self, ranks: &Ranks, state: &mut ExpertState<'_>) -> Result<(), TrainError> {
+        for next in std::mem::take(&mut self.planned) {
+            let started = ranks.start_layer_move(&LayerMove { layer: next.layer, to: &next.to }, state)?;
+            self.on_their_way.push((next, started));
+        }
+        Ok(())
+    }
+
+    /// Waits for moments on their way. All ranks call this before the same update, and before a checkpoint.
+    pub(crate) fn finish_moments(&mut self, ranks: &Ranks, state: &mut ExpertState<'_>) -> Result<(), TrainError> {
+        if self.moments.is_empty() {
+            return Ok(());
+        }
+        let start = Instant::now();
+        for moments in self.moments.drain(..) {
+            let [first, second] = &mut state.moments;
+            ranks.finish_moments(state.at, moments, [&mut **first, &mut **second])?;
+        }
+        ranks.meter().record("moments of experts", start);
+        self.moments_wait_s = Some(self.moments_wait_s.unwrap_or(0.0) + start.elapsed().as_secs_f64());
+        Ok(())
+    }
+
+    /// Puts the placements of moves that have started in force after the step of `record`. Decides what moves next,
+    /// unless this was the last step. Adds figures to the record. All ranks call this after the same step.
     pub(crate) fn after_step(
         &mut self,
         ranks: &Ranks,
@@ -126,18 +172,18 @@ impl Rebalancer {
     ) -> Result<(), TrainError> {
         let imbalance = self.imbalance(ranks, record)?;
         self.window.add(record);
-        let mut moves = Moves::default();
-        if !is_last {
-            let start = Instant::now();
+        let moves = self.finish(ranks, state, record.step)?;
+        self.window.add_pause(moves.pause_s);
+        if !is_last && self.planned.is_empty() {
             self.decide(ranks, record.step)?;
-            moves = self.next_moves(ranks, state, record.step, start)?;
-            self.window.add_pause(moves.pause_s);
+            self.planned = self.choose_next(ranks);
         }
         let figures = [
             ("imbalance", imbalance),
             ("copies", moves.num_copies as f64),
             ("bytes", moves.num_bytes as f64),
             ("pause_ms", moves.pause_s * 1e3),
+            ("pause_share", moves.pause_s / (record.step_ms / 1e3).max(1e-9)),
             ("experts_moved", self.moved.len() as f64),
         ];
         let named = |(name, value)| NamedFigure { name: format!("rebalance/{name}"), value };
@@ -228,7 +274,7 @@ impl Rebalancer {
         let rules = RebalanceRules {
             slots_per_rank: slots,
             max_moves: self.settings.max_moves,
-            may_replicate: self.settings.spare > 0 && ranks.may_replicate(),
+            may_replicate: self.settings.spare > 0,
             num_steps: self.settings.every,
             min_gain: self.settings.min_gain,
         };
@@ -254,33 +300,27 @@ impl Rebalancer {
         Ok(())
     }
 
-    /// Moves experts, as many as fit between two steps. The pause began at `start`.
-    fn next_moves(
-        &mut self,
-        ranks: &Ranks,
-        state: &mut ExpertState<'_>,
-        step: u64,
-        start: Instant,
-    ) -> Result<Moves, TrainError> {
-        let next = self.choose_next(ranks);
-        if next.is_empty() {
+    /// Waits for the weights of moves that have started and puts their placements in force.
+    fn finish(&mut self, ranks: &Ranks, state: &mut ExpertState<'_>, step: u64) -> Result<Moves, TrainError> {
+        let waited = self.moments_wait_s.take();
+        if self.on_their_way.is_empty() && waited.is_none() {
             return Ok(Moves::default());
         }
-        let move_start = Instant::now();
-        for NextMove { layer, to, .. } in &next {
-            ranks.move_layer(&LayerMove { layer: *layer, to }, state)?;
+        let (start, mut done) = (Instant::now(), Vec::new());
+        for (next, on_its_way) in self.on_their_way.drain(..) {
+            self.moments.push(ranks.finish_layer_move(on_its_way, state)?);
+            done.push(next);
         }
-        ranks.meter().record("move experts", move_start);
-        let mut times = [move_start.elapsed().as_secs_f64(), start.elapsed().as_secs_f64()];
-        ranks.world().all_reduce(&mut times, Reduce::Max)?;
-        let [move_s, pause_s] = times;
+        ranks.meter().record("move experts", start);
+        let mut pause = [start.elapsed().as_secs_f64() + waited.unwrap_or(0.0)];
+        ranks.world().all_reduce(&mut pause, Reduce::Max)?;
         let moves = Moves {
-            num_copies: next.iter().map(|next| next.transfers.len()).sum(),
-            num_bytes: next.iter().map(|next| next.num_bytes).sum(),
-            pause_s,
+            num_copies: done.iter().map(|next| next.transfers.len()).sum(),
+            num_bytes: done.iter().map(|next| next.num_bytes).sum(),
+            pause_s: pause[0],
         };
-        self.observe_rate(moves.num_bytes as f64 / move_s.max(1e-9));
-        self.note(&next, step, &moves)?;
+        self.observe_rate(moves.num_bytes as f64 / moves.pause_s.max(1e-9));
+        self.note(&done, step, &moves)?;
         Ok(moves)
     }
 

@@ -34,7 +34,7 @@ pub struct RebalanceSettings {
     pub max_moves: usize,
     /// Seconds that a change must promise to save until the next decision for each second of moving.
     pub min_gain: f64,
-    /// The most bytes that a rank sends or receives between two steps; 0: by `max_pause`.
+    /// The most bytes of experts that a rank sends or receives in a step; 0: by `max_pause`.
     pub bytes_per_step: u64,
     /// The share of a step's time for which moving may pause training.
     pub max_pause: f64,

@@ -8,7 +8,7 @@ use moeworks_tensor::Tensor;
 
 use super::Trainer;
 use crate::error::TrainError;
-use crate::optimizer::{UpdateScale, global_norm};
+use crate::optimizer::{UpdateScale, Weights, global_norm};
 use crate::parallel::{Ranks, SumsUnderWay};
 use crate::task::{Microbatch, ModelView, ParamsAndCopy, PassFigures, PassGradients, Task};
 
@@ -81,25 +81,48 @@ impl<T: Task> Trainer<T> {
         Ok((ranks.global_norm(&self.ctx, &self.grads)?, None))
     }
 
-    /// Updates the weights by the gradients, or by this rank's `slices` of them.
+    /// Updates the weights by the gradients, or by this rank's `slices` of them. Experts that are to move are updated
+    /// first, so that they travel while the others are.
     pub(super) fn update(&mut self, scale: UpdateScale, slices: Option<Vec<Tensor>>) -> Result<(), TrainError> {
-        let ctx = self.settings.optimizer_context(&self.ctx);
-        let copy = self.copy.as_mut().map(|copy| copy as &mut dyn ParamSet);
-        let (Some(ranks), Some(grads)) = (&self.ranks, slices) else {
-            self.optimizer.update(&ctx, scale, &mut self.params, &self.grads, copy);
-            return Ok(());
-        };
-        if ranks.shards_weights() {
-            self.optimizer.update(&ctx, scale, &mut self.params, &grads, copy);
-            return Ok(());
+        self.optimizer.updates += 1;
+        let (rebalancer, ranks) = (self.rebalancer.as_ref(), self.ranks.as_deref());
+        let first = rebalancer.zip(ranks).map_or_else(Vec::new, |(rebalancer, ranks)| rebalancer.planned_places(ranks));
+        if !first.is_empty() {
+            self.update_some(scale, slices.as_deref(), &|place| first.contains(&place))?;
         }
-        let mut params = ranks.trainable_slices(&ctx, &self.params);
-        self.optimizer.update(&ctx, scale, &mut params, &grads, None);
-        ranks.join_slices(&params, &mut self.params)?;
-        if let Some(copy) = &mut self.copy {
-            self.params.update_copy(&ctx, copy);
+        self.with_rebalancer(|rebalancer, ranks, state| rebalancer.start(ranks, state))?;
+        self.update_some(scale, slices.as_deref(), &|place| !first.contains(&place))?;
+        let are_parts_whole = self.ranks.as_ref().is_none_or(|ranks| !ranks.shards_weights());
+        if let Some(copy) = self.copy.as_mut().filter(|_| slices.is_some() && are_parts_whole) {
+            self.params.update_copy(&self.settings.optimizer_context(&self.ctx), copy);
         }
         Ok(())
+    }
+
+    /// Updates the weights whose index is chosen. Where the update is of slices of whole weights, the copy that GEMMs
+    /// read is left as it was.
+    fn update_some(
+        &mut self,
+        scale: UpdateScale,
+        slices: Option<&[Tensor]>,
+        is_chosen: &dyn Fn(usize) -> bool,
+    ) -> Result<(), TrainError> {
+        let ctx = self.settings.optimizer_context(&self.ctx);
+        let compute = self.copy.as_mut().map(|copy| copy as &mut dyn ParamSet);
+        let (Some(ranks), Some(slices)) = (&self.ranks, slices) else {
+            let weights = Weights { params: &mut self.params, grads: &self.grads, compute };
+            self.optimizer.update_some(&ctx, scale, weights, is_chosen);
+            return Ok(());
+        };
+        let grads = &slices.to_vec();
+        if ranks.shards_weights() {
+            let weights = Weights { params: &mut self.params, grads, compute };
+            self.optimizer.update_some(&ctx, scale, weights, is_chosen);
+            return Ok(());
+        }
+        let mut params = ranks.slices_of_some(&ctx, &self.params, is_chosen);
+        self.optimizer.update_some(&ctx, scale, Weights { params: &mut params, grads, compute: None }, is_chosen);
+        ranks.join_some(&ctx, &params, &mut self.params, is_chosen)
     }
 
     /// Updates state without gradients, after a step that is not skipped.

@@ -12,13 +12,14 @@ use moeworks_model::safetensors::TensorBytes;
 use super::{Event, Output, Trainer};
 use crate::checkpoint;
 use crate::error::TrainError;
-use crate::rebalance::PLACEMENT_FILE;
+use crate::rebalance::{PLACEMENT_FILE, Rebalancer};
 use crate::task::{ModelToSave, SaveError, Task};
 
 impl<T: Task> Trainer<T> {
     /// Writes a checkpoint.
     pub(super) fn save(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(), TrainError> {
         self.progress.updates = self.optimizer.updates;
+        self.with_rebalancer(Rebalancer::finish_moments)?;
         self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.check_copies(&self.params))?;
         let Some(mut output) = self.output.take() else { return self.help_to_save() };
         let result = self.save_to(&mut output);

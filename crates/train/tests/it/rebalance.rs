@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use moeworks_comm::{Communicator, RankOptions, try_run_ranks};
+use moeworks_comm::{Communicator, RankOptions, Throttled, try_run_ranks};
 use moeworks_infer::data::Watch;
+use moeworks_moe::{EpOptions, Pace};
 use moeworks_ops::{Context, MachineOptions};
-use moeworks_plan::{Exchange, Layout, Placement, RebalancePolicy, Wire};
+use moeworks_plan::{Exchange, Layout, Link, Links, Placement, RebalancePolicy, Wire};
 use moeworks_train::config::{ConfigLayers, Override, PlacementChoice, Precision, RebalanceMode, RunConfig};
 use moeworks_train::language_model::{LanguageModel, LanguageModelResume, LanguageModelStart, LanguageModelTrainer};
 use moeworks_train::lr_schedule::{Decay, LrSchedule};
@@ -223,20 +224,50 @@ fn every_expert_moves_with_its_moments_and_the_losses_stay() {
 }
 
 #[test]
-fn replicas_come_and_go_and_their_gradients_are_summed() {
+fn replicas_come_and_go_and_their_gradients_are_summed_with_any_sharding() {
     let place = Place::new();
     let text = format!("placement experts={NUM_EXPERTS} ranks=3\n0: *\n1: 2\n2: 0 1\n3: 0 2\n4: 1\n5: 0\n");
     let mode = RebalanceMode::File(place.file("replicas.placement", &text));
-    let still = place.train("still", |config| config.parallel.ep = 3);
-    let grown = place.train("grown", |config| {
-        (config.parallel.ep, config.rebalance.mode, config.rebalance.at_step) = (3, mode.clone(), 2);
+    for (dp, zero) in [(1, 0), (2, 1), (2, 2), (2, 3)] {
+        let what = format!("dp{dp}-zero{zero}");
+        let layout = |config: &mut RunConfig| {
+            (config.parallel.dp, config.parallel.ep, config.parallel.zero) = (dp, 3, zero);
+        };
+        let still = place.train(&format!("still-{what}"), layout);
+        let grown = place.train(&format!("grown-{what}"), |config| {
+            layout(config);
+            (config.rebalance.mode, config.rebalance.at_step) = (mode.clone(), 2);
+        });
+        grown.assert_losses(&still, &format!("replicas that come, {what}"));
+        let shrunk = place.train(&format!("shrunk-{what}"), |config| {
+            layout(config);
+            config.parallel.placement = PlacementChoice::Everywhere;
+            config.rebalance.mode = mode.clone();
+        });
+        shrunk.assert_losses(&still, &format!("replicas that go, {what}"));
+    }
+}
+
+#[test]
+fn a_checkpoint_of_replicas_whose_moments_are_sharded_goes_on_in_any_layout() {
+    let place = Place::new();
+    let whole = place.train("whole", |config| config.parallel.ep = 2);
+    let half = place.train("half", |config| {
+        (config.parallel.dp, config.parallel.ep, config.parallel.zero, config.train.steps) = (2, 2, 1, 5);
+        config.parallel.placement = PlacementChoice::Everywhere;
     });
-    grown.assert_losses(&still, "replicas that come");
-    let shrunk = place.train("shrunk", |config| {
-        (config.parallel.ep, config.parallel.placement) = (3, PlacementChoice::Everywhere);
-        config.rebalance.mode = mode.clone();
-    });
-    shrunk.assert_losses(&still, "replicas that go");
+    let rest = Run { records: whole.records[5..].to_vec(), dir: whole.dir.clone() };
+    for (name, [dp, ep, zero], placement) in [
+        ("one", [1, 1, 0], PlacementChoice::Sharded),
+        ("slices", [2, 2, 2], PlacementChoice::Sharded),
+        ("replicas", [1, 3, 3], PlacementChoice::Everywhere),
+    ] {
+        let run = place.go_on(&half.dir, name, |config| {
+            (config.parallel.dp, config.parallel.ep, config.parallel.zero) = (dp, ep, zero as u8);
+            config.parallel.placement = placement.clone();
+        });
+        run.assert_losses(&rest, name);
+    }
 }
 
 #[test]
@@ -342,21 +373,46 @@ fn placements_of_another_model_are_refused_in_one_line() {
     assert!(refused(2, 0, of_eight).contains("places 8 experts on 2 ranks, but model.num_experts is 6"));
     let of_two = "placement experts=6 ranks=2\n0: 0\n1: 0\n2: 0\n3: 1\n4: 1\n5: 1\n";
     assert!(refused(1, 0, of_two).contains("on 2 ranks, but"), "on one rank as well");
-    assert!(refused(2, 1, &of_two.replace("0: 0\n", "0: *\n")).contains("parallel.zero must then be 0"));
     assert!(refused(2, 0, "placement of nothing").contains("line 1"));
 }
 
 /// A model with little to compute, whose hot pair of experts changes every 20 steps.
 const SMALL: Sizes = Sizes { width: 8, expert_width: 8, num_experts: 4, num_points: 64, period: 20 };
 
+/// The number of ranks, their links, and waits that stand for computations.
+#[derive(Clone, Copy)]
+struct Slow {
+    num_ranks: usize,
+    links: Links,
+    pace: Pace,
+}
+
 /// Trains the model whose load changes on two ranks. Returns the root's records.
 fn train_skewed(dir: &Path, sizes: Sizes, steps: u64, rebalance: &RebalanceSettings) -> Vec<Record> {
+    train_skewed_on(dir, sizes, steps, rebalance, None)
+}
+
+/// Trains as [`train_skewed`] does, perhaps over slow links.
+fn train_skewed_on(
+    dir: &Path,
+    sizes: Sizes,
+    steps: u64,
+    rebalance: &RebalanceSettings,
+    slow: Option<Slow>,
+) -> Vec<Record> {
     let records = Mutex::new(Vec::new());
     let lr = LrSchedule { peak: 1e-2, min_ratio: 1.0, warmup_steps: 0, total_steps: steps, decay: Decay::Constant };
     let settings = TrainerSettings { steps, lr, rebalance: rebalance.clone(), ..TrainerSettings::default() };
-    let result = try_run_ranks(&RankOptions::new(2), |comm: &dyn Communicator| {
-        let placement = Placement::sharded(sizes.num_experts, 2);
-        let ranks = Arc::new(Ranks::new(comm, Layout::new(1, 2, 1), placement, Exchange::plain(Wire::F32))?);
+    let num_ranks = slow.map_or(2, |slow| slow.num_ranks);
+    let result = try_run_ranks(&RankOptions::new(num_ranks), |comm: &dyn Communicator| {
+        let placement = Placement::sharded(sizes.num_experts, num_ranks);
+        let all = comm.split(Some(0), comm.rank())?.expect("all ranks");
+        let comm = match slow {
+            Some(Slow { links, .. }) => Box::new(Throttled::new(all, links)) as Box<dyn Communicator>,
+            None => all,
+        };
+        let options = EpOptions { pace: slow.map(|slow| slow.pace), ..Exchange::plain(Wire::F32).into() };
+        let ranks = Arc::new(Ranks::new(&*comm, Layout::new(1, num_ranks, 1), placement, options)?);
         let task = Skewed::new(sizes, Some(&ranks));
         let (folder, ctx) = (RunFolder::from(dir.to_owned()), Context::cpu(1));
         let start = StartOptions { folder, settings: settings.clone(), ctx, ranks: Some(ranks) };
@@ -371,6 +427,35 @@ fn train_skewed(dir: &Path, sizes: Sizes, steps: u64, rebalance: &RebalanceSetti
     });
     result.expect("trained");
     records.into_inner().expect("no panic")
+}
+
+/// Returns a figure of rebalancing in each step.
+fn figures(records: &[Record], name: &str) -> Vec<f64> {
+    let name = format!("rebalance/{name}");
+    let of_record = |record: &Record| record.metrics.iter().find(|metric| metric.name == name).map(|m| m.value);
+    records.iter().filter_map(of_record).collect()
+}
+
+#[test]
+fn moments_travel_under_the_next_step() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let sizes = Sizes { width: 32, expert_width: 64, num_experts: 8, num_points: 64, period: 100 };
+    let link = Link { latency_s: 1e-5, bytes_per_s: 4e6 };
+    let pace = Pace { attention_forward_s: 0.25, ..Pace::default() };
+    let slow = Slow { num_ranks: 2, links: Links { node: link, cluster: link }, pace };
+    let swapped = "placement experts=8 ranks=2\n0: 1\n1: 1\n2: 1\n3: 1\n4: 0\n5: 0\n6: 0\n7: 0\n";
+    let placements = swapped.parse::<Placement>().expect("a placement").into();
+    let source = RebalanceSource::File { placements, at_step: 1 };
+    let settings = RebalanceSettings { source, bytes_per_step: 1 << 30, ..RebalanceSettings::default() };
+    let still = train_skewed_on(&folder.path().join("still"), sizes, 5, &RebalanceSettings::default(), Some(slow));
+    let records = train_skewed_on(&folder.path().join("moving"), sizes, 5, &settings, Some(slow));
+    for (record, still) in records.iter().zip(&still) {
+        assert!((record.loss - still.loss).abs() <= 1e-5 * still.loss, "step {}", record.step);
+    }
+    let sum = |name: &str| figures(&records, name).iter().sum::<f64>();
+    assert_eq!((sum("copies"), figures(&records, "experts_moved")[4]), (8.0, 8.0));
+    let (wire_s, pause_s) = (sum("bytes") / link.bytes_per_s, sum("pause_ms") / 1e3);
+    assert!(pause_s < 0.6 * wire_s, "{pause_s} s of pauses, where experts travel for {wire_s} s");
 }
 
 #[test]
@@ -445,5 +530,55 @@ fn measure_rebalancing() {
     for ((name, _), mut rates) in modes.iter().zip(rates) {
         rates.sort_by(f64::total_cmp);
         println!("{name}: {:.0} tokens/s (median)", rates[1]);
+    }
+}
+
+/// Measures imbalance and a step's time before and after experts move, on 4 and 8 ranks whose experts are a wait for
+/// each row over links of 10 Gbit/s, beside what the decision foretold.
+#[test]
+#[ignore = "a measurement: cargo test -p moeworks-train --test it measure_ranks_that_wait -- --ignored --nocapture"]
+fn measure_ranks_that_wait() {
+    let link = Link { latency_s: 2e-5, bytes_per_s: 1.25e9 };
+    for (num_ranks, policy, spare) in [
+        (4, RebalancePolicy::Moves, 0),
+        (4, RebalancePolicy::Anew, 1),
+        (8, RebalancePolicy::Moves, 0),
+        (8, RebalancePolicy::Anew, 1),
+    ] {
+        let pace = Pace { row_forward_s: 2e-4, row_backward_s: 4e-4, ..Pace::default() };
+        let slow = Slow { num_ranks, links: Links { node: link, cluster: link }, pace };
+        let num_experts = 4 * num_ranks;
+        let sizes = Sizes { width: 16, expert_width: 16, num_experts, num_points: 64 * num_ranks, period: 1 << 40 };
+        let settings = RebalanceSettings {
+            source: RebalanceSource::Online,
+            every: 10,
+            spare,
+            policies: vec![policy],
+            ..RebalanceSettings::default()
+        };
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let records = train_skewed_on(&folder.path().join("run"), sizes, 40, &settings, Some(slow));
+        let log = fs::read_to_string(folder.path().join("run").join(REBALANCE_JSONL)).expect("decisions");
+        let first: serde_json::Value = serde_json::from_str(log.lines().next().expect("a decision")).expect("JSON");
+        let layer = &first["layers"][0];
+        let median = |range: std::ops::Range<usize>| {
+            let mut times: Vec<f64> = records[range].iter().map(|record| record.step_ms).collect();
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        let imbalance = figures(&records, "imbalance");
+        let (before, after) = (median(2..10), median(25..40));
+        let foretold = before - layer["saved_ms_a_step"].as_f64().unwrap_or(0.0);
+        println!(
+            "{num_ranks} ranks, {}: imbalance {:.2} -> {:.2} (foretold {:.2}), step {before:.1} ms -> {after:.1} ms \
+             (foretold {foretold:.1}, off by {:+.0}%), {} copies, pauses of at most {:.1}% of a step",
+            policy.name(),
+            imbalance[5],
+            imbalance[39],
+            layer["imbalance_after"].as_f64().unwrap_or(f64::NAN),
+            (after / foretold - 1.0) * 100.0,
+            figures(&records, "copies").iter().sum::<f64>(),
+            figures(&records, "pause_share").into_iter().fold(0.0, f64::max) * 100.0,
+        );
     }
 }
