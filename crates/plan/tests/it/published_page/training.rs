@@ -253,7 +253,7 @@ fn reported_cost(run: &Reported, constants: Constants) -> MeshCost {
     // "Et|(tt|)*30mL": a layer, 30 times two, the further prediction and the heads.
     let is_printed = is_deepseek && run.cluster == "h100";
     let stage_layers =
-        is_printed.then(|| (0..32).map(|stage| [1, 2, 0][(stage > 0) as usize + (stage > 30) as usize]).collect());
+        is_printed.then(|| (0..32).map(|stage| [1, 2, 0][usize::from(stage > 0) + usize::from(stage > 30)]).collect());
     let job = TrainingJob { practice, stage_layers, ..TrainingJob::new(parts, 4096, run.global_batch, run.precision) };
     mesh_cost(&job, &constants.fabric(run.cluster, run.mesh.num_ranks(), run.precision), &run.mesh)
 }
