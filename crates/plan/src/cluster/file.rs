@@ -105,8 +105,8 @@ fn one_rail() -> usize {
 }
 
 impl Cluster {
-    /// Reads the TOML form; also that of a [`Topology`] or of a [`Machine`], whose fields have other names. The error is
-    /// one line.
+    /// Reads the TOML form; also that of a [`Topology`] or of a [`Machine`], whose fields have other names. The error
+    /// is one line.
     pub fn parse(text: &str) -> Result<Self, ClusterError> {
         let table = toml::from_str::<toml::Table>(text).unwrap_or_default();
         if table.contains_key("node_link") {

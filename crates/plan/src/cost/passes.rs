@@ -18,18 +18,18 @@ pub(crate) const SORT_PASSES: f64 = 4.0;
 /// Bytes of memory that products pass for each number of their operands.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OperandBytes {
-    /// Of a weight, in F and in B.
+    /// The bytes of a weight, in F and in B.
     pub(crate) weight: f64,
-    /// Of a number in inputs and outputs, in F and in B.
+    /// The bytes of a number in inputs and outputs, in F and in B.
     pub(crate) forward: f64,
-    /// Of a number in inputs and outputs, in W.
+    /// The bytes of a number in inputs and outputs, in W.
     pub(crate) weight_grad: f64,
 }
 
 impl OperandBytes {
-    /// Returns the bytes of products in a precision. FP8 operands are quantised first: read in bf16, written twice, as
-    /// rows and as columns, since W needs the columns, and read by the product. Outputs are bf16. So an input takes 5
-    /// bytes and an output 2, as many numbers of either on average, and W reads both as they are.
+    /// Returns the bytes of products in a precision. FP8 operands are quantised first: read in bf16, written twice,
+    /// as rows and as columns, since W needs the columns, and read by the product. Outputs are bf16. So an input
+    /// takes 5 bytes and an output 2, as many numbers of either on average, and W reads both as they are.
     pub(crate) fn new(precision: Precision) -> Self {
         let bytes = precision.bytes() as f64;
         match precision {

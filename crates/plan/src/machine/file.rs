@@ -138,7 +138,8 @@ impl Machine {
     }
 
     /// Returns the operations a second of products with `rows` rows and matrices of `width`, by `threads` threads:
-    /// interpolated between the measured sizes. A precision that was not measured has the rate of another.
+    /// interpolated between the measured sizes and numbers of threads. A precision that was not measured has the rate
+    /// of another.
     #[must_use]
     pub fn product_rate(&self, precision: Precision, threads: usize, [rows, width]: [f64; 2]) -> f64 {
         let is_like = |product: &&ProductRate| product.precision.has_bf16_copies() == precision.has_bf16_copies();
@@ -146,16 +147,17 @@ impl Machine {
         if alike.is_empty() {
             alike = self.products.iter().collect();
         }
-        let nearest = alike.iter().map(|product| product.threads).min_by_key(|&count| count.abs_diff(threads));
-        alike.retain(|product| Some(product.threads) == nearest);
-        let mut widths: Vec<usize> = alike.iter().map(|product| product.width).collect();
-        widths.sort_unstable();
-        widths.dedup();
-        let at_width = |of: usize| {
-            let points = alike.iter().filter(|product| product.width == of);
-            interpolate(points.map(|product| [product.rows as f64, product.flops]).collect(), rows)
-        };
-        interpolate(widths.into_iter().map(|of| [of as f64, at_width(of)]).collect(), width)
+        let counts = distinct(&alike, |product| product.threads);
+        let by_threads = counts.into_iter().map(|count| {
+            let alike: Vec<&ProductRate> = alike.iter().copied().filter(|product| product.threads == count).collect();
+            let at_width = |of: usize| {
+                let points = alike.iter().filter(|product| product.width == of);
+                interpolate(points.map(|product| [product.rows as f64, product.flops]).collect(), rows)
+            };
+            let widths = distinct(&alike, |product| product.width);
+            [count as f64, interpolate(widths.into_iter().map(|of| [of as f64, at_width(of)]).collect(), width)]
+        });
+        interpolate(by_threads.collect(), threads as f64)
     }
 
     /// Returns the machine as a topology of `num_ranks` ranks that share its cores, with products of the given size.
@@ -178,6 +180,14 @@ impl Machine {
             numa_cores: Vec::new(),
         }
     }
+}
+
+/// Returns the different values of a size, in order.
+fn distinct(products: &[&ProductRate], size: impl Fn(&ProductRate) -> usize) -> Vec<usize> {
+    let mut sizes: Vec<usize> = products.iter().map(|product| size(product)).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
 }
 
 /// Interpolates between `points` of (place, value) on logarithmic scales; beyond the ends the value stays.

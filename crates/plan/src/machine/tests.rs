@@ -31,6 +31,16 @@ fn rates_between_measured_sizes_are_interpolated_and_those_beyond_stay() {
 }
 
 #[test]
+fn rates_between_measured_numbers_of_threads_are_interpolated() {
+    let product = |threads, flops| ProductRate { precision: Precision::F32, threads, rows: 64, width: 64, flops };
+    let machine = Machine { products: vec![product(1, 1e9), product(16, 16e9)], cores: 16, ..machine() };
+    let rate = machine.product_rate(Precision::F32, 4, [64.0, 64.0]);
+    assert!((rate / 4e9 - 1.0).abs() < 1e-9, "four of sixteen threads: {rate}");
+    let share = MachineShare::new(&machine, 4).product_rate(Precision::F32, [64.0, 64.0]);
+    assert!((share / 4e9 - 1.0).abs() < 1e-9, "a rank of four: {share}");
+}
+
+#[test]
 fn a_step_on_two_ranks_has_half_the_work_of_each_and_communication() {
     let shape =
         ModelShape { width: 128, num_layers: 2, num_moe_layers: 2, num_experts: 8, top_k: 2, ..ModelShape::example() };

@@ -341,8 +341,9 @@ impl StepCosts<'_> {
         })
     }
 
-    /// Returns the share of communication that is hidden. Computations have the sums of tensor parallelism in them, and
-    /// what attention does not hide of keys and values. What experts hide of chunks is in neither.
+    /// Returns the share of communication that is hidden. Computations have the sums of tensor parallelism in them,
+    /// and what attention does not hide of keys and values; chunks hide `covered_s` seconds of all-to-alls under
+    /// experts, which are not on the timeline.
     fn hidden(&self, schedule: &Schedule, simulation: &Simulation<'_>, covered_s: f64) -> Option<f64> {
         let microbatches = |copy: usize| f64::from(schedule.copies[copy].num_microbatches);
         let held = (0..schedule.num_ranks()).flat_map(|rank| schedule.stages_of(rank));

@@ -29,7 +29,8 @@ pub(super) struct Stage {
     pub(super) expert_params: f64,
     /// Seconds of the sums of tensor parallelism in a forward, and in a backward.
     pub(super) tensor_parallel_s: f64,
-    /// Seconds in a forward in which keys and values are under way and attention is done; twice as many in a backward.
+    /// Seconds in a forward in which keys and values are under way and attention is done; twice as many in a
+    /// backward.
     pub(super) context_s: f64,
     /// Seconds of the experts of one layer in a forward.
     pub(super) experts_s: f64,

@@ -89,8 +89,8 @@ impl StepCosts<'_> {
         })
     }
 
-    /// Returns the share of an all-to-all that experts of `computed` seconds leave uncovered, if dispatch, experts and
-    /// combine go in chunks: the closed form of [`overlapped_seconds`].
+    /// Returns the share of an all-to-all that experts of `computed` seconds leave uncovered, if dispatch, experts
+    /// and combine go in chunks: the closed form of [`overlapped_seconds`].
     fn share_left(&self, seconds: f64, computed: f64) -> f64 {
         let chunks = self.request.exchange.chunks;
         if chunks <= 1 || seconds <= 0.0 {
