@@ -26,6 +26,8 @@ fn stages_make_the_losses_of_one_rank() {
         ("dp2", &["--pp", "2", "--dp", "2", "--set", "parallel.schedule=dualpipe_v", "--set", "parallel.zero=1"]),
         ("ep2", &["--pp", "2", "--ep", "2", "--set", "parallel.schedule=interleaved_overlap"]),
         ("tp2", &["--pp", "2", "--tp", "2"]),
+        ("zero-2", &["--pp", "2", "--dp", "2", "--set", "parallel.schedule=zb_h1", "--set", "parallel.zero=2"]),
+        ("zero-3", &["--pp", "2", "--ep", "2", "--set", "parallel.schedule=zb_v", "--set", "parallel.zero=3"]),
     ] {
         train(run, more);
         assert_same_losses(&work, run, "one");
@@ -51,7 +53,7 @@ fn a_checkpoint_goes_from_stages_to_one_rank_and_back() {
         ("5", &["--pp", "4", "--set", "parallel.schedule=zb_h2"]),
         ("6", &["--pp", "2", "--dp", "2", "--set", "parallel.schedule=dualpipe", "--set", "parallel.zero=1"]),
         ("7", &["--pp", "1", "--dp", "1", "--ep", "2", "--set", "parallel.zero=0"]),
-        ("8", &["--pp", "2", "--ep", "2", "--set", "parallel.schedule=1f1b"]),
+        ("8", &["--pp", "2", "--ep", "2", "--set", "parallel.schedule=1f1b", "--set", "parallel.zero=3"]),
     ] {
         assert_success(&work.run(&[&["train", "--resume", "moved", "--steps", steps][..], more].concat()));
     }
@@ -113,7 +115,8 @@ fn pipelines_that_cannot_be_are_named() {
     let file = work.file("idle.schedule", idle);
     let one = ["--pp", "2", "--set", &schedule(&file), "--set", "train.grad_accumulation=1"];
     train(&one, &["idle.schedule", "rank 1 holds no stage"]);
-    train(&["--pp", "2", "--set", "parallel.zero=2"], &["parallel.zero = 2", "must be 0 or 1"]);
+    let copies = ["--pp", "2", "--set", "parallel.schedule=dualpipe", "--set", "parallel.zero=2"];
+    train(&copies, &["parallel.zero = 2", "must be 0 or 1", "two copies"]);
     train(&["--pp", "2", "--set", "parallel.moving=auto"], &["parallel.moving", "tokens"]);
     train(&["--pp", "2", "--dp", "9"], &["train.batch_size", "at least 9"]);
     assert!(!work.path("runs").exists());

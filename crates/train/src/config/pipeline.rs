@@ -6,8 +6,8 @@ use super::check::wrong;
 use super::{ConfigError, MovingChoice, RunConfig};
 use crate::pipeline::PipelinePlan;
 
-/// The highest stage of ZeRO in a pipeline.
-const MAX_ZERO: u8 = 1;
+/// The highest stage of ZeRO in a pipeline that keeps two copies of the weights.
+const MAX_ZERO_OF_COPIES: u8 = 1;
 
 impl RunConfig {
     /// Checks that a pipeline can be made of the model, and goes with the other settings.
@@ -17,7 +17,14 @@ impl RunConfig {
         }
         self.check_what_is_cut()?;
         self.check_beside_pipeline()?;
-        PipelinePlan::new(self).map(drop)
+        let Some(plan) = PipelinePlan::new(self)? else { return Ok(()) };
+        let (zero, num_copies) = (self.parallel.zero, plan.schedule.copies.len());
+        if zero > MAX_ZERO_OF_COPIES && num_copies > 1 {
+            let expected = "must be 0 or 1 with a schedule that keeps two copies of the weights: ranks of different stages \
+                            hold a tensor, at different times of a step";
+            return Err(wrong("parallel.zero", zero, expected));
+        }
+        Ok(())
     }
 
     /// Refuses models that are not cut into stages.
@@ -36,10 +43,6 @@ impl RunConfig {
     /// Refuses settings of ranks that a pipeline does not go with.
     fn check_beside_pipeline(&self) -> Result<(), ConfigError> {
         let parallel = &self.parallel;
-        if parallel.zero > MAX_ZERO {
-            let expected = "must be 0 or 1 with parallel.pp above 1: stages keep their gradients and weights whole";
-            return Err(wrong("parallel.zero", parallel.zero, expected));
-        }
         if parallel.moving != MovingChoice::Tokens {
             let expected = "must be \"tokens\" with parallel.pp above 1";
             let value = if parallel.moving == MovingChoice::Auto { "\"auto\"" } else { "\"weights\"" };

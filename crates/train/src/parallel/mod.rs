@@ -13,6 +13,7 @@ mod rank_records;
 mod stage_groups;
 mod table;
 mod tensor;
+mod whole_layers;
 mod zero;
 mod zero_shards;
 
@@ -36,7 +37,8 @@ pub(crate) use placements::{placements_in_checkpoint, rebalance_target};
 use stage_groups::StageGroups;
 use table::PartTable;
 use tensor::{TensorGroups, TensorPart};
-pub(crate) use zero_shards::PendingWhole;
+pub(crate) use whole_layers::WholeLayers;
+pub(crate) use zero::GradSlices;
 
 /// The timeout of ranks that wait for one that reads data or writes a checkpoint.
 const PATIENCE: Duration = Duration::from_secs(24 * 3600);

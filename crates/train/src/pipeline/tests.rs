@@ -142,8 +142,8 @@ fn finish_sums(
     ctx: &Context,
     part: &DecoderWeights,
     grads: &mut DecoderWeights,
+    sums: SumsUnderWay,
 ) -> Result<f64, TrainError> {
-    let sums = ranks.begin_sums(ctx);
     if !ranks.shards_optimizer() {
         ranks.sum_gradients(grads, sums)?;
         return ranks.global_norm(ctx, grads);
@@ -170,7 +170,10 @@ struct Rank {
     ranks: Arc<Ranks>,
     ctx: Context,
     pipeline: Pipeline,
+    /// This rank's part of the weights.
     part: DecoderWeights,
+    /// The slices of it, if ranks keep these.
+    slices: Option<DecoderWeights>,
     grads: DecoderWeights,
     microbatches: Vec<StepBatch>,
 }
@@ -183,11 +186,12 @@ impl Rank {
         let table = WeightTable::new(&case.model);
         let (pipeline, decoder) = Pipeline::on_ranks(&ranks, &case.model, table, plan.clone())?;
         let part = decoder.init(&ctx, 7, Some(&mut |spec, tensor| ranks.part(&ctx, spec, &tensor)));
-        let grads = ranks.first_grads(&ctx, &part);
+        let slices = ranks.shards_weights().then(|| ranks.slices_of(&ctx, &part));
+        let grads = ranks.first_grads(&ctx, slices.as_ref().unwrap_or(&part));
         let share = ranks.share(SEQUENCES);
         let microbatch = |microbatch| case.batch(microbatch, share.clone());
         let microbatches = (0..case.num_microbatches).map(microbatch).collect();
-        Ok(Self { ranks, ctx, pipeline, part, grads, microbatches })
+        Ok(Self { ranks, ctx, pipeline, part, slices, grads, microbatches })
     }
 }
 
@@ -199,11 +203,16 @@ fn step_on_ranks(case: &Case) -> Step {
 fn step_with(case: &Case, overlaps_pairs: bool) -> Step {
     let plan = case.plan();
     let steps = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
-        let Rank { ranks, ctx, mut pipeline, part, mut grads, microbatches } = Rank::new(case, &plan, comm)?;
+        let Rank { ranks, ctx, mut pipeline, part, slices, mut grads, microbatches } = Rank::new(case, &plan, comm)?;
         pipeline.overlaps_pairs = overlaps_pairs;
-        let view = StageView { ctx: &ctx, ranks: &ranks, weights: &part };
-        let outcome = pipeline.step(view, &microbatches, &mut grads)?;
-        let norm = finish_sums(&ranks, &ctx, &part, &mut grads)?;
+        let view = StageView { ctx: &ctx, ranks: &ranks, weights: slices.as_ref().unwrap_or(&part) };
+        let mut sums = ranks.begin_sums(&ctx);
+        let outcome = pipeline.step(view, &microbatches, &mut grads, &mut sums)?;
+        if ranks.shards_gradients() {
+            let in_layers = grads.layers.iter().map(|layer| layer.attention.o.weight.len());
+            assert_eq!(in_layers.sum::<usize>(), 0, "matrices have no gradients after the step");
+        }
+        let norm = finish_sums(&ranks, &ctx, &part, &mut grads, sums)?;
         ranks.check_copies(&grads)?;
         let grads = whole_on_root(&ranks, &ctx, &grads)?;
         Ok::<_, TrainError>((outcome, norm, grads, ranks.pp_rank()))
@@ -321,6 +330,21 @@ fn optimizer_state_that_ranks_share_out_gives_the_step_of_one_rank() {
     }
 }
 
+#[test]
+fn gradients_and_weights_that_ranks_share_out_give_the_step_of_one_rank() {
+    for (dp, ep, tp) in [(2, 1, 1), (1, 2, 1), (2, 1, 2)] {
+        let layout = Layout::new(dp, ep, tp).with_pipeline(2);
+        for schedule in ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_overlap", "dualpipe_v"] {
+            for zero in [2, 3] {
+                check(&Case { layout, zero, ..case(2, schedule) });
+            }
+        }
+    }
+    let model = ModelConfig { tie_embeddings: false, ..model(4) };
+    let layout = Layout::new(2, 1, 1).with_pipeline(4);
+    check(&Case { model, layout, zero: 3, checkpoint_layers: true, ..case(4, "zb_h2") });
+}
+
 /// A schedule in a file.
 fn in_file(schedule: &moeworks_plan::Schedule) -> (tempfile::TempDir, String) {
     let folder = tempfile::tempdir().expect("a folder");
@@ -361,9 +385,10 @@ fn a_rank_that_dies_in_the_middle_of_a_schedule_is_named_by_the_others() {
         let case = Case { model: model(6), num_microbatches: 6, ..case(pp, schedule) };
         let (plan, start) = (case.plan(), Instant::now());
         let failed = try_run_ranks(&RankOptions::new(pp), |comm: &dyn Communicator| {
-            let Rank { ranks, ctx, pipeline, part, mut grads, microbatches } = Rank::new(&case, &plan, comm)?;
+            let Rank { ranks, ctx, pipeline, part, mut grads, microbatches, .. } = Rank::new(&case, &plan, comm)?;
             let view = StageView { ctx: &ctx, ranks: &ranks, weights: &part };
-            let mut execution = Execution::new(&pipeline, view, &microbatches, &mut grads);
+            let grads = StepGrads { grads: &mut grads, slices: None };
+            let mut execution = Execution::new(&pipeline, view, &microbatches, grads);
             for (place, entry) in plan.schedule.ranks[comm.rank()].iter().enumerate() {
                 assert!((comm.rank(), place) != (1, 5), "out of paper");
                 entry.actions().try_for_each(|action| execution.carry_out(action))?;
