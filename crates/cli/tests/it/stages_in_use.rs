@@ -49,6 +49,9 @@ fn any_number_of_stages_answers_as_one_rank_greedy_and_drawn() {
             assert_eq!(said(&work, &[args, layout].concat()), one, "{layout:?}");
         }
     }
+    assert_success(&work.train("dense", 2, &["--set", "model.num_experts=0"]));
+    let dense = ["generate", "dense", "--prompt", "Line 3", "--max-tokens", "9"];
+    assert_eq!(said(&work, &[&dense[..], &["--pp", "2"]].concat()), said(&work, &dense), "a dense model");
 }
 
 #[test]

@@ -100,7 +100,7 @@ impl Model<'_> {
     fn cached(&self) -> Result<Vec<Vec<f32>>, BatchError> {
         let ids = self.ids(40);
         let mut cache = KvCache::new(self.decoder.config());
-        let mut next = |cache: &mut KvCache, count: usize| {
+        let next = |cache: &mut KvCache, count: usize| {
             let ids = &ids[cache.len()..cache.len() + count];
             Ok::<_, BatchError>(self.decoder.forward_cached(self.ctx, self.weights, cache, ids, None)?.to_f32_vec())
         };

@@ -33,6 +33,7 @@ use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
 pub(crate) use mover::{ExpertState, LayerMove};
 pub use placements::placements;
+use placements::placements_of;
 pub(crate) use placements::{placements_in_checkpoint, rebalance_target};
 use stage_groups::StageGroups;
 use table::PartTable;
@@ -47,6 +48,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// One rank's handle to a run on several ranks.
 pub struct Ranks {
+    /// The layout as this rank's stage group has it.
     layout: Layout,
     /// All ranks.
     world: Box<dyn Communicator>,
@@ -144,7 +146,8 @@ impl Ranks {
         let cores = share_cores(comm, parallel.pin)?;
         let exchange = exchange::of_config(comm, config)?;
         let options = EpOptions { moving: exchange::moving(comm, config)?, ..exchange.into() };
-        let ranks = Self::metered(comm, parallel.layout(), placements(config)?, options, is_traced)?;
+        let layout = parallel.layout_of_stage_group(parallel.layout().stage_group(comm.rank()));
+        let ranks = Self::metered(comm, layout, placements_of(config, &layout)?, options, is_traced)?;
         let ranks = Self { cores, ..ranks.with_timeout(Duration::from_secs(parallel.timeout_s)) };
         Ok(ranks.with_zero(parallel.zero))
     }

@@ -57,13 +57,17 @@ impl StepGrads<'_> {
         let mut current = None;
         for task in tasks {
             if current != Some(task.layer()) {
-                current.map_or((), |layer| slices.end_layer(ranks, ctx, layer, self.grads));
+                if let Some(layer) = current {
+                    slices.end_layer(ranks, ctx, layer, self.grads);
+                }
                 slices.begin_layer(ranks, ctx, task.layer(), self.grads);
                 current = Some(task.layer());
             }
             task.run(ctx, self.grads);
         }
-        current.map_or((), |layer| slices.end_layer(ranks, ctx, layer, self.grads));
+        if let Some(layer) = current {
+            slices.end_layer(ranks, ctx, layer, self.grads);
+        }
     }
 
     /// Ends the step: what was kept whole is reduced, too.

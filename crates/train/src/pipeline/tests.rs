@@ -34,6 +34,8 @@ struct Case {
     num_microbatches: usize,
     checkpoint_layers: bool,
     zero: u8,
+    /// The ranks that each stage group spreads its experts over, if these differ.
+    stage_ep: &'static str,
 }
 
 struct Step {
@@ -78,6 +80,7 @@ fn case(pp: usize, schedule: &str) -> Case {
         num_microbatches: 4,
         checkpoint_layers: false,
         zero: 0,
+        stage_ep: "",
     }
 }
 
@@ -89,6 +92,8 @@ impl Case {
         config.parallel.pp = self.layout.pp;
         config.parallel.schedule.clone_from(&self.schedule);
         self.stages.clone_into(&mut config.parallel.stages);
+        self.stage_ep.clone_into(&mut config.parallel.stage_ep);
+        (config.parallel.dp, config.parallel.ep, config.parallel.tp) = (self.layout.dp, self.layout.ep, self.layout.tp);
         config
     }
 
@@ -180,8 +185,9 @@ struct Rank {
 
 impl Rank {
     fn new(case: &Case, plan: &PipelinePlan, comm: &dyn Communicator) -> Result<Self, TrainError> {
-        let placement = Placement::sharded(case.model.num_experts, case.layout.num_expert_ranks());
-        let ranks = Ranks::new(comm, case.layout, placement, Exchange::plain(Wire::F32))?.with_zero(case.zero);
+        let layout = case.config().parallel.layout_of_stage_group(case.layout.stage_group(comm.rank()));
+        let placement = Placement::sharded(case.model.num_experts, layout.num_expert_ranks());
+        let ranks = Ranks::new(comm, layout, placement, Exchange::plain(Wire::F32))?.with_zero(case.zero);
         let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
         let table = WeightTable::new(&case.model);
         let (pipeline, decoder) = Pipeline::on_ranks(&ranks, &case.model, table, plan.clone())?;
@@ -343,6 +349,20 @@ fn gradients_and_weights_that_ranks_share_out_give_the_step_of_one_rank() {
     let model = ModelConfig { tie_embeddings: false, ..model(4) };
     let layout = Layout::new(2, 1, 1).with_pipeline(4);
     check(&Case { model, layout, zero: 3, checkpoint_layers: true, ..case(4, "zb_h2") });
+}
+
+#[test]
+fn stage_groups_with_layouts_of_their_own_give_the_step_of_one_rank() {
+    for (dp, ep, tp) in [(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2)] {
+        let layout = Layout::new(dp, ep, tp).with_pipeline(2);
+        for (schedule, stage_ep, zero) in
+            [("1f1b", "1,2", 0), ("zb_v", "2,1", 1), ("interleaved_overlap", "1,2", 2), ("zb_h1", "2,1", 3)]
+        {
+            check(&Case { layout, stage_ep, zero, ..case(2, schedule) });
+        }
+    }
+    let layout = Layout::new(4, 1, 1).with_pipeline(3);
+    check(&Case { model: model(6), layout, stage_ep: "1,2,4", stages: "1,1,4", ..case(3, "1f1b") });
 }
 
 /// A schedule in a file.
