@@ -1,6 +1,6 @@
-//! The ranks that hold the experts of a model in use: threads of this process, or the processes of an MPI launcher.
+//! The ranks that hold a model in use: threads of this process, or the processes of an MPI launcher.
 //!
-//! Rank 0 carries the command out; the other ranks compute their experts for it.
+//! Rank 0 carries the command out; the other ranks compute their layers and experts for it.
 
 use std::any::Any;
 use std::fmt::Display;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use moeworks_comm::{Communicator, RankOptions, share_cores, try_run_ranks};
 use moeworks_gpu::DeviceChoice;
 use moeworks_infer::InferError;
-use moeworks_infer::expert_ranks::ExpertSpread;
+use moeworks_infer::model_ranks::{ModelSpread, SpreadLayout};
 use moeworks_infer::open::{Model, Source};
 use moeworks_ops::Context;
 use moeworks_plan::Placements;
@@ -47,11 +47,18 @@ pub(crate) struct ModelOptions<'a> {
 pub(crate) struct ModelRank<'a> {
     options: ModelOptions<'a>,
     /// This rank among all; none if there is only one.
-    comm: Option<&'a dyn Communicator>,
+    among: Option<AmongRanks<'a>>,
 }
 
-/// Runs `work` on rank 0 of the ranks that the options ask for, while the others compute their experts of the model
-/// at `path` for it. Returns the exit code of rank 0, and of a process that is another rank.
+/// A rank among several.
+#[derive(Clone, Copy)]
+struct AmongRanks<'a> {
+    comm: &'a dyn Communicator,
+    layout: SpreadLayout,
+}
+
+/// Runs `work` on rank 0 of the ranks that the options ask for, while the others compute their part of the model at
+/// `path` for it. Returns the exit code of rank 0, and of a process that is another rank.
 pub(crate) fn on_model_ranks(
     call: &Call<'_>,
     path: &Path,
@@ -59,14 +66,16 @@ pub(crate) fn on_model_ranks(
     last_words: Option<LastWords>,
     work: impl Fn(ModelRank<'_>) -> Result<ExitCode, Failure> + Sync,
 ) -> Result<ExitCode, Failure> {
-    let RankArgs { ep, ref placement } = *options.ranks;
-    if ep == Some(0) {
-        return Err(Failure::input("--ep 0: must be at least 1"));
+    let RankArgs { ep, pp, ref placement } = *options.ranks;
+    for (option, number) in [("--ep", ep), ("--pp", pp)] {
+        if number == Some(0) {
+            return Err(Failure::input(format!("{option} 0: must be at least 1")));
+        }
     }
     // Held until a process has taken leave of the others, for whom it would have died if a signal ended it before.
     let held: Mutex<Option<Receiving<'_>>> = Mutex::default();
-    let as_rank = |comm: &dyn Communicator| {
-        let rank = ModelRank { options, comm: Some(comm) };
+    let as_rank = |comm: &dyn Communicator, layout: SpreadLayout| {
+        let rank = ModelRank { options, among: Some(AmongRanks { comm, layout }) };
         if comm.rank() == 0 {
             return work(rank);
         }
@@ -75,23 +84,31 @@ pub(crate) fn on_model_ranks(
             let receiving = call.interrupts().give_to_server(&StopSignal::default());
             *held.lock().unwrap_or_else(PoisonError::into_inner) = Some(receiving);
         }
-        rank.serve_experts(path)
+        rank.serve_root(path)
     };
     #[cfg(unix)]
     if is_one_of_many() {
-        return on_processes(ep, last_words, as_rank);
+        return on_processes(options.ranks, last_words, as_rank);
     }
-    let num_ranks = ep.unwrap_or(1);
+    let layout = SpreadLayout { pp: pp.unwrap_or(1), ep: ep.unwrap_or(1) };
+    if layout.ep == 1 && placement.is_some() {
+        return Err(Failure::input("--placement: there is one rank; it needs --ep above 1, or mpirun"));
+    }
+    let num_ranks = layout.pp.saturating_mul(layout.ep);
     if num_ranks == 1 {
-        if placement.is_some() {
-            return Err(Failure::input("--placement: there is one rank; it needs --ep above 1, or mpirun"));
-        }
-        return work(ModelRank { options, comm: None });
+        return work(ModelRank { options, among: None });
     }
     if num_ranks > MAX_THREADS {
-        return Err(Failure::input(format!("--ep {num_ranks}: {}", too_many_ranks())));
+        return Err(Failure::input(format!("{}: {}", asked(options.ranks), too_many_ranks())));
     }
-    on_threads(call, num_ranks, as_rank)
+    on_threads(call, num_ranks, |comm| as_rank(comm, layout))
+}
+
+/// Returns the options of ranks as they were typed.
+fn asked(ranks: &RankArgs) -> String {
+    let option = |name: &str, number: Option<usize>| number.map(|number| format!("--{name} {number}"));
+    let options: Vec<String> = [option("pp", ranks.pp), option("ep", ranks.ep)].into_iter().flatten().collect();
+    options.join(" ")
 }
 
 /// Runs the ranks as threads. A panic of rank 0 is passed on: it may mean that nobody reads the output.
@@ -126,9 +143,9 @@ fn on_threads(
 /// Runs this process' rank of those that a launcher started.
 #[cfg(unix)]
 fn on_processes(
-    ep: Option<usize>,
+    ranks: &RankArgs,
     last_words: Option<LastWords>,
-    as_rank: impl Fn(&dyn Communicator) -> Result<ExitCode, Failure>,
+    as_rank: impl Fn(&dyn Communicator, SpreadLayout) -> Result<ExitCode, Failure>,
 ) -> Result<ExitCode, Failure> {
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -155,65 +172,88 @@ fn on_processes(
         }
     };
     run_mpi(&options, report, |comm| {
-        if let Some(ep) = ep.filter(|&ep| ep != comm.size()) {
-            let num_ranks = comm.size();
-            return Err(Failure::input(format!("--ep {ep}: mpirun started {num_ranks} processes; leave it out")));
-        }
+        let layout = layout_of_processes(ranks, comm.size())?;
         moeworks_train::Ranks::check_program(comm)?;
-        as_rank(comm)
+        as_rank(comm, layout)
     })
 }
 
+/// Lays so many processes out as the options ask; ranks of experts that are not given are those that are left.
+#[cfg(unix)]
+fn layout_of_processes(ranks: &RankArgs, num_ranks: usize) -> Result<SpreadLayout, Failure> {
+    let pp = ranks.pp.unwrap_or(1);
+    let layout = SpreadLayout { pp, ep: ranks.ep.unwrap_or(num_ranks / pp) };
+    if layout.pp.checked_mul(layout.ep) == Some(num_ranks) {
+        return Ok(layout);
+    }
+    let right = match (ranks.pp, ranks.ep) {
+        (None, _) => "leave it out".to_owned(),
+        (Some(_), None) => "their number must be a multiple".to_owned(),
+        (Some(pp), Some(ep)) => format!("they must be {}", pp.saturating_mul(ep)),
+    };
+    Err(Failure::input(format!("{}: mpirun started {num_ranks} processes; {right}", asked(ranks))))
+}
+
 impl ModelRank<'_> {
-    /// Opens the model of `source`, with the experts of this rank alone if there are others.
+    /// Opens the model of `source`, with the part of this rank alone if there are others.
     pub(crate) fn open(&self, source: &Source) -> Result<Model, Failure> {
         let ModelOptions { compute, .. } = self.options;
-        match self.comm {
+        match self.among {
             None => open(source, compute),
-            Some(comm) => {
-                let spread = self.spread(comm, source)?;
-                Ok(spread.open(self.context(comm)?, source, open_options(compute)?)?)
+            Some(among) => {
+                let spread = self.spread(among, source)?;
+                Ok(spread.open(self.context(among)?, source, open_options(compute)?)?)
             }
         }
     }
 
-    /// Computes the experts of another rank for rank 0.
-    fn serve_experts(&self, path: &Path) -> Result<ExitCode, Failure> {
-        let Some(comm) = self.comm else { return Ok(ExitCode::SUCCESS) };
+    /// Computes another rank's part for rank 0.
+    fn serve_root(&self, path: &Path) -> Result<ExitCode, Failure> {
+        let Some(among) = self.among else { return Ok(ExitCode::SUCCESS) };
         let source = Source::open(path)?;
-        let spread = self.spread(comm, &source)?;
-        spread.serve_experts(&self.context(comm)?, &source, open_options(self.options.compute)?)?;
+        let spread = self.spread(among, &source)?;
+        spread.serve_root(&self.context(among)?, &source, open_options(self.options.compute)?)?;
         Ok(ExitCode::SUCCESS)
     }
 
-    fn spread<'c>(&self, comm: &'c dyn Communicator, source: &Source) -> Result<ExpertSpread<'c>, Failure> {
+    fn spread<'c>(&self, among: AmongRanks<'c>, source: &Source) -> Result<ModelSpread<'c>, Failure> {
         let placement = &self.options.ranks.placement;
         let given = placement.as_deref().map(|file| read_placements("--placement", file)).transpose()?;
-        ExpertSpread::new(comm, source, given).map_err(|error| match (error, placement) {
+        let path = source.path().display();
+        ModelSpread::new(among.comm, among.layout, source, given).map_err(|error| match (error, placement) {
             (InferError::Placement { problem }, Some(file)) => {
                 Failure::input(format!("--placement {}: {problem}", file.display()))
             }
-            (InferError::NoExperts { num_ranks }, _) => {
-                let path = source.path().display();
-                Failure::input(format!(
-                    "{path}: the model is dense: it has no experts to spread over {num_ranks} ranks; use one rank, without \
-                     --ep"
-                ))
-            }
+            (InferError::NoExperts { num_ranks }, _) => Failure::input(format!(
+                "{path}: the model is dense: it has no experts to spread over {num_ranks} ranks; use one rank, without \
+                 --ep, or --pp"
+            )),
+            (InferError::NoStages { num_stages }, _) => Failure::input(format!(
+                "{path}: --pp {num_stages}: a model with an encoder, relative positions or a capacity of its experts is \
+                 not spread over stages; leave it out"
+            )),
+            (InferError::FewLayers { num_stages, num_layers }, _) => Failure::input(format!(
+                "{path}: --pp {num_stages}: must be at most {num_layers}, the number of the model's layers"
+            )),
             (error, _) => error.into(),
         })
     }
 
-    /// Makes the compute context of a rank: with its share of the cores, unless threads are given.
-    fn context(&self, comm: &dyn Communicator) -> Result<Context, Failure> {
+    /// Makes the compute context of a rank: with its share of the cores, unless threads are given. Stages on one
+    /// machine share their cores, because one waits while another computes.
+    fn context(&self, AmongRanks { comm, layout }: AmongRanks<'_>) -> Result<Context, Failure> {
         let MachineArgs { threads, device, .. } = self.options.compute.machine;
         if !matches!(device, DeviceChoice::Cpu | DeviceChoice::Auto) {
             return Err(Failure::input(format!(
-                "--device {device}: experts on ranks are computed on the CPU; leave out --device, or use one rank"
+                "--device {device}: a model on ranks is computed on the CPU; leave out --device, or use one rank"
             )));
         }
         let cores = share_cores(comm, false)?;
-        let threads = if threads == 0 { (cores as usize).max(1) } else { threads };
+        let (nodes, rank) = (comm.nodes(), comm.rank());
+        let is_beside = |other: &usize| nodes[*other] == nodes[rank] && other % layout.ep == rank % layout.ep;
+        let num_stages = (0..comm.size()).filter(is_beside).count();
+        let cores = (cores * num_stages as f64) as usize;
+        let threads = if threads == 0 { cores.max(1) } else { threads };
         context(&MachineArgs { threads, device: DeviceChoice::Cpu, ..self.options.compute.machine })
     }
 }

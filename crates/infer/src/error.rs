@@ -42,6 +42,23 @@ pub enum InferError {
         /// The number of ranks.
         num_ranks: usize,
     },
+    /// Layers were to be spread over stages, but the model cannot be cut between its layers.
+    #[error(
+        "the model has an encoder, relative positions or a capacity of its experts: its layers are not spread over \
+         {num_stages} stages; use one"
+    )]
+    NoStages {
+        /// The number of stages.
+        num_stages: usize,
+    },
+    /// There are more stages than layers.
+    #[error("{num_stages} stages: the model has {num_layers} layers, and a stage needs at least one")]
+    FewLayers {
+        /// The number of stages.
+        num_stages: usize,
+        /// The number of layers.
+        num_layers: usize,
+    },
     /// A placement of experts does not fit.
     #[error("the placement {problem}")]
     Placement {

@@ -3,10 +3,10 @@
 //!
 //! [`open`] finds the model that a path names (a run, a checkpoint, a model folder, a GGUF file) and loads it.
 //! [`generation`] draws tokens. [`chat`] renders conversations by the model's own template. [`data`] reads text and
-//! tokenises it; [`evaluation`] measures how well a model predicts it. [`expert_ranks`] spreads a model's experts
-//! over ranks. [`store`] manages run folders and their checkpoints. [`routing_record`] records which experts tokens
-//! go to. [`system`] describes the machine. Nothing here prints or ends the process: results are values, and errors
-//! are [`InferError`].
+//! tokenises it; [`evaluation`] measures how well a model predicts it. [`model_ranks`] spreads a model's layers and
+//! experts over ranks. [`store`] manages run folders and their checkpoints. [`routing_record`] records which experts
+//! tokens go to. [`system`] describes the machine. Nothing here prints or ends the process: results are values, and
+//! errors are [`InferError`].
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;
@@ -39,9 +39,9 @@ pub mod constraint;
 pub mod data;
 mod error;
 pub mod evaluation;
-pub mod expert_ranks;
 pub mod generation;
 pub mod json;
+pub mod model_ranks;
 pub mod open;
 pub mod routing_record;
 pub mod store;

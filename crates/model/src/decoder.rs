@@ -7,6 +7,7 @@
 
 mod checks;
 mod ragged;
+mod stages;
 mod training;
 
 use std::sync::Arc;
@@ -16,15 +17,16 @@ use moeworks_ops::sampling::DrawnTokens;
 use moeworks_ops::{Context, elementwise};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
+use self::stages::CacheMut;
 use self::training::Executor;
 use crate::config::ModelConfig;
 use crate::encoder::Encoder;
 use crate::kv_cache::KvCache;
-use crate::layers::layer::ResidualStream;
 use crate::layers::{EncoderOutput, Pass, RouterRules, Sequences};
 use crate::losses::router_losses;
 use crate::mode::Mode;
 use crate::pass::{BatchError, PassOptions, PassStats, TokenBatch};
+use crate::remote_stages::RemoteStages;
 use crate::stage::{GradTarget, Ids, RoutingHook, Stage, StagePart, StageRanks};
 use crate::weights::{DecoderWeights, WeightSpec, WeightTable};
 
@@ -40,6 +42,8 @@ use crate::weights::{DecoderWeights, WeightSpec, WeightTable};
 pub struct Decoder {
     pub(crate) stage: Stage,
     pub(crate) encoder: Option<Encoder>,
+    /// The ranks that have the layers after those of `stage`, if other ranks do.
+    pub(crate) rest: Option<RemoteStages>,
 }
 
 /// A hook that is given each tensor of a model's initial weights, and returns the one to keep.
@@ -64,7 +68,7 @@ impl Decoder {
         let num_layers = config.num_layers;
         let stage = Stage::on_ranks(config, Arc::clone(&table), part, ranks)?;
         let encoder = encoder.map(|config| Encoder::new(config, table, num_layers)).transpose()?;
-        Ok(Self { stage, encoder })
+        Ok(Self { stage, encoder, rest: None })
     }
 
     /// Returns the configuration.
@@ -189,7 +193,7 @@ impl Decoder {
         self.stage.set_documents(&mut pass, batch);
         pass.expert_ids = batch.expert_ids;
         let mut watch = |index: usize, saved: &MoeSaved| watch(before + index, saved);
-        let x = self.hidden(&pass, weights, Ids::Known(batch.inputs), None, Some(&mut watch));
+        let x = self.hidden(&pass, weights, Ids::Known(batch.inputs), CacheMut::None, Some(&mut watch))?;
         let loss = self.stage.head_loss(ctx, weights, &x, batch.targets);
         self.check_ranks()?;
         self.merge_stats(&mut layers);
@@ -215,7 +219,7 @@ impl Decoder {
         let mut pass = self.pass(ctx, weights, mode.without_backward(), sequences, ids, None);
         self.stage.set_documents(&mut pass, batch);
         pass.expert_ids = batch.expert_ids;
-        self.hidden(&pass, weights, ids, None, Some(hook));
+        self.hidden(&pass, weights, ids, CacheMut::None, Some(hook))?;
         self.check_ranks()
     }
 
@@ -244,7 +248,7 @@ impl Decoder {
         self.stage.check_shape(&batch)?;
         let (ids, sequences) = (Ids::Known(inputs), Sequences::whole(batch.num_sequences, batch.seq_len));
         let pass = self.pass(ctx, weights, Mode::Infer, sequences, ids, encoder_output.cloned());
-        let x = self.hidden(&pass, weights, ids, None, None);
+        let x = self.hidden(&pass, weights, ids, CacheMut::None, None)?;
         self.check_ranks()?;
         Ok(self.stage.head_logits(ctx, weights, &x))
     }
@@ -298,6 +302,7 @@ impl Decoder {
     pub fn can_run_ahead(&self, ctx: &Context) -> bool {
         let is_by_ids = self.config().router.looks_at_ids();
         let is_alone = self.stage.tensor.is_none() && self.stage.ranks.is_none() && self.stage.gather.is_none();
+        let is_alone = is_alone && self.rest.is_none();
         ctx.gpu().is_some() && is_alone && !is_by_ids
     }
 
@@ -322,11 +327,11 @@ impl Decoder {
         let pass = self.pass(ctx, weights, Mode::Infer, sequences, ids, encoder_output);
         let logits = if sequences.len == 1 {
             ctx.capture_replay(|| {
-                let x = self.hidden(&pass, weights, ids, Some(cache), hook);
-                self.stage.head_logits(ctx, weights, &x)
-            })
+                let x = self.hidden(&pass, weights, ids, CacheMut::Growing(cache), hook)?;
+                Ok::<_, BatchError>(self.stage.head_logits(ctx, weights, &x))
+            })?
         } else {
-            let x = self.hidden(&pass, weights, ids, Some(cache), hook);
+            let x = self.hidden(&pass, weights, ids, CacheMut::Growing(cache), hook)?;
             let mut last = ctx.empty(&[count, self.config().width], DType::F32);
             for sequence in 0..count {
                 elementwise::copy_rows(ctx, &x, (sequence + 1) * sequences.len - 1, &mut last, sequence, 1);
@@ -357,12 +362,12 @@ impl Decoder {
         pass: &Pass<'_>,
         weights: &DecoderWeights,
         ids: Ids<'_>,
-        cache: Option<&mut KvCache>,
-        hook: Option<RoutingHook<'_>>,
-    ) -> Tensor {
-        let stream = ResidualStream { x: self.stage.embed(pass, weights, ids), router_logits: None };
-        let caches = cache.map(KvCache::layers_mut);
-        self.stage.forward_layers(pass, weights, stream, caches, hook).x
+        cache: CacheMut<'_>,
+        mut hook: Option<RoutingHook<'_>>,
+    ) -> Result<Tensor, BatchError> {
+        let first = hook.as_mut().map(|hook| &mut **hook as RoutingHook<'_>);
+        let layered = self.begin_layers(pass, weights, ids, cache, first)?;
+        self.end_layers(pass.ctx, layered, hook)
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use moeworks_ops::Context;
 
 use crate::decoder::Decoder;
+use crate::stage::Stage;
 use crate::weights::{DecoderWeights, LayerWeights};
 
 /// Gathers sharded weights when a pass needs them (ZeRO-3, Rajbhandari et al., 1910.02054, section 5.3).
@@ -25,6 +26,15 @@ impl Decoder {
     #[must_use]
     pub fn gathering(mut self, gather: Arc<dyn Gather>) -> Self {
         self.stage.gather = Some(gather);
+        self
+    }
+}
+
+impl Stage {
+    /// Returns the same stage for sharded weights; see [`Decoder::gathering`].
+    #[must_use]
+    pub fn gathering(mut self, gather: Arc<dyn Gather>) -> Self {
+        self.gather = Some(gather);
         self
     }
 }

@@ -4,6 +4,9 @@
 //! A layer with a sliding window keeps the tokens in sight of the next one and has capacity for as many more, so that
 //! rows are moved only once per window.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use moeworks_ops::Context;
 use moeworks_ops::attention::KEYS_OF_BLOCK;
 use moeworks_ops::elementwise::{copy_rows_of_each, copy_some_rows_of_each};
@@ -21,7 +24,11 @@ pub struct KvCache {
     layers: Vec<LayerCache>,
     num_sequences: usize,
     encoder_output: Option<EncoderOutput>,
+    identity: Identity,
 }
+
+/// The identity of a cache, by which other ranks that hold layers of a model know it. It ends with the cache.
+pub(crate) type Identity = Arc<()>;
 
 /// The keys and values of a layer, to which the tokens of a pass are appended.
 pub(crate) enum LayerKv<'a> {
@@ -37,6 +44,8 @@ pub(crate) struct LayerCache {
     /// before the first token.
     kept: Vec<Tensor>,
     num_sequences: usize,
+    /// The number of rows in `kept` per sequence. Counted also if another rank has them.
+    capacity: usize,
     /// The number of rows in use per sequence.
     held: usize,
     /// The number of tokens before these, which no later token sees.
@@ -70,8 +79,9 @@ impl KvCache {
     #[must_use]
     pub fn with_sequences(config: &ModelConfig, num_sequences: usize) -> Self {
         assert!(num_sequences > 0, "a cache of no sequence");
-        let layer = |i| LayerCache { kept: Vec::new(), num_sequences, held: 0, dropped: 0, window: config.window(i) };
-        Self { layers: (0..config.num_layers).map(layer).collect(), num_sequences, encoder_output: None }
+        let layer = |i| LayerCache::new(num_sequences, config.window(i));
+        let layers = (0..config.num_layers).map(layer).collect();
+        Self { layers, num_sequences, encoder_output: None, identity: Identity::default() }
     }
 
     /// Returns the number of sequences.
@@ -117,6 +127,22 @@ impl KvCache {
         self.layers.iter_mut().map(LayerKv::Growing).collect()
     }
 
+    /// Returns what tells this cache from others.
+    pub(crate) fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// Counts `count` new tokens per sequence in `layers`, whose keys and values another rank has appended.
+    pub(crate) fn append_elsewhere(&mut self, ctx: &Context, layers: Range<usize>, count: usize) {
+        let rows = count * self.num_sequences;
+        self.layers[layers].iter_mut().for_each(|layer| layer.append_with(ctx, rows, &[], |_, _| ()));
+    }
+
+    /// Removes the tokens of `layers` from position `len` on, which these layers can go back to.
+    pub(crate) fn truncate_layers(&mut self, layers: Range<usize>, len: usize) {
+        self.layers[layers].iter_mut().for_each(|layer| layer.truncate(len));
+    }
+
     /// Returns the encoder's output that the texts answer, in a model with an encoder.
     pub(crate) fn encoder_output(&self) -> Option<&EncoderOutput> {
         self.encoder_output.as_ref()
@@ -124,6 +150,10 @@ impl KvCache {
 }
 
 impl LayerCache {
+    fn new(num_sequences: usize, window: Option<usize>) -> Self {
+        Self { kept: Vec::new(), num_sequences, capacity: 0, held: 0, dropped: 0, window }
+    }
+
     /// Returns the number of tokens of the sequence.
     fn len(&self) -> usize {
         self.dropped + self.held
@@ -141,7 +171,7 @@ impl LayerCache {
 
     /// Returns the number of rows that [`kept`](Self::kept) has per sequence.
     pub(crate) fn capacity(&self) -> usize {
-        self.kept.first().map_or(0, |kept| kept.rows() / self.num_sequences)
+        self.capacity
     }
 
     /// Returns the tensors in the order of [`append`](Self::append); their first rows are those of the kept tokens.
@@ -162,7 +192,7 @@ impl LayerCache {
         if len == 0 {
             self.dropped = 0;
         }
-        self.held = self.held.min(len - self.dropped);
+        self.held = self.held.min(len.saturating_sub(self.dropped));
     }
 
     /// Appends the rows of new tokens. Tokens that none of the new ones sees may be dropped.
@@ -218,6 +248,7 @@ impl LayerCache {
             tensor
         };
         self.kept = types.iter().enumerate().map(moved).collect();
+        self.capacity = capacity;
         self.dropped += self.held - count;
         self.held = count;
     }

@@ -22,6 +22,7 @@ mod pass;
 mod pass_order;
 mod path_advice;
 mod remote_experts;
+mod remote_stages;
 mod rope_tables;
 pub mod safetensors;
 mod scan;
@@ -52,6 +53,7 @@ pub use pass::{
 };
 pub use pass_order::{PassAction, PassOrder};
 pub use path_advice::{model_path_advice, only_gguf};
+pub use remote_stages::{RemoteStages, serve_stage};
 pub use scan::{NotFinite, WeightCheck};
 pub use sharding::{HeldPart, Sharding};
 pub use split::{Cut, TensorShare, TensorSplit};

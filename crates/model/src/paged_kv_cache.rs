@@ -8,13 +8,23 @@ use moeworks_ops::elementwise::copy_rows;
 use moeworks_tensor::{DType, Tensor};
 
 use crate::config::ModelConfig;
-use crate::kv_cache::LayerKv;
+use crate::kv_cache::{Identity, LayerKv};
 
 /// The keys and values of many sequences, in every layer, in blocks.
 pub struct PagedKvCache {
     layers: Vec<PagedLayer>,
     num_blocks: usize,
     block_len: usize,
+    /// The copies since the last pass, which ranks with other layers still have to make.
+    copies: Vec<BlockCopy>,
+    identity: Identity,
+}
+
+/// A copy of a block to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockCopy {
+    pub(crate) from: u32,
+    pub(crate) to: u32,
 }
 
 /// The blocks of one layer.
@@ -42,7 +52,8 @@ impl PagedKvCache {
     #[must_use]
     pub fn new(config: &ModelConfig, num_blocks: usize, block_len: usize) -> Self {
         let layer = |_| PagedLayer { kept: Vec::new(), num_rows: num_blocks * block_len };
-        Self { layers: (0..config.num_layers).map(layer).collect(), num_blocks, block_len }
+        let layers = (0..config.num_layers).map(layer).collect();
+        Self { layers, num_blocks, block_len, copies: Vec::new(), identity: Identity::default() }
     }
 
     /// Returns the number of blocks.
@@ -78,12 +89,23 @@ impl PagedKvCache {
     /// # Panics
     /// Panics if there is no such block.
     pub fn copy_block(&mut self, ctx: &Context, from: u32, to: u32) {
+        self.copies.push(BlockCopy { from, to });
         let len = self.block_len;
         for kept in self.layers.iter_mut().flat_map(|layer| &mut layer.kept) {
             let mut block = ctx.empty_on_device(&[len, kept.cols()], kept.dtype());
             copy_rows(ctx, kept, from as usize * len, &mut block, 0, len);
             copy_rows(ctx, &block, 0, kept, to as usize * len, len);
         }
+    }
+
+    /// Takes the copies of blocks since the last pass.
+    pub(crate) fn take_copies(&mut self) -> Vec<BlockCopy> {
+        std::mem::take(&mut self.copies)
+    }
+
+    /// Returns what tells this cache from others.
+    pub(crate) fn identity(&self) -> &Identity {
+        &self.identity
     }
 
     /// Returns the blocks of the layers.

@@ -306,7 +306,7 @@ pub struct ExpertIdShape {
 /// A batch that a model cannot process.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum BatchError {
-    /// A rank that holds experts of the model was lost.
+    /// A rank that holds experts or layers of the model was lost.
     #[error(transparent)]
     Ranks(#[from] CommError),
     /// The number of ids does not match the number and length of sequences.
@@ -428,6 +428,9 @@ pub enum BatchError {
         /// The adapter.
         adapter: u32,
     },
+    /// The ranks that have the model's layers do not make such a pass.
+    #[error("a model whose layers are on several ranks is for use alone: {0}")]
+    OnStages(&'static str),
     /// The model supports only sequences of equal length in a pass.
     #[error("sequences of different lengths in one pass: {0}")]
     NotRagged(&'static str),

@@ -1,11 +1,14 @@
 //! A model in use whose experts are spread over ranks: the root has everything else and makes the passes, the other
 //! ranks compute their experts for it.
 
+use moeworks_comm::CommError;
 use moeworks_moe::{HeldLayer, RemoteExperts};
 
 use crate::config::ModelConfig;
 use crate::decoder::Decoder;
 use crate::pass::BatchError;
+use crate::remote_stages::RemoteStages;
+use crate::stage::Stage;
 use crate::weights::{DecoderWeights, FeedForwardWeights};
 
 impl Decoder {
@@ -27,10 +30,35 @@ impl Decoder {
         self.stage.remote.as_ref()
     }
 
-    /// Fails if a rank that holds experts was lost: results since then are not those of the model.
+    /// Tells the ranks that hold experts or layers of the model that no more passes come, if there are any.
+    ///
+    /// # Errors
+    /// [`CommError`] if a rank was lost.
+    pub fn end_ranks(&self) -> Result<(), CommError> {
+        self.rest.as_ref().map_or(Ok(()), RemoteStages::end)?;
+        self.stage.remote.as_ref().map_or(Ok(()), RemoteExperts::end)
+    }
+
+    /// Returns why ranks that hold experts or layers of the model cannot go on, if they cannot.
+    #[must_use]
+    pub fn lost_rank(&self) -> Option<CommError> {
+        let of_stages = self.rest.as_ref().and_then(RemoteStages::failure);
+        of_stages.or_else(|| self.stage.remote.as_ref().and_then(RemoteExperts::failure))
+    }
+
+    /// Fails if a rank that holds experts or layers was lost: results since then are not those of the model.
     pub(crate) fn check_ranks(&self) -> Result<(), BatchError> {
-        let failure = self.stage.remote.as_ref().and_then(RemoteExperts::failure);
-        failure.map_or(Ok(()), |failure| Err(BatchError::Ranks(failure)))
+        self.lost_rank().map_or(Ok(()), |failure| Err(BatchError::Ranks(failure)))
+    }
+}
+
+impl Stage {
+    /// Spreads the experts of a stage in use over the ranks of `remote`, whose root this rank is; see
+    /// [`Decoder::with_remote_experts`].
+    #[must_use]
+    pub fn with_remote_experts(mut self, remote: &RemoteExperts) -> Self {
+        self.set_remote_experts(remote);
+        self
     }
 }
 

@@ -209,6 +209,13 @@ impl Stage {
         self.remote = Some(remote.clone());
     }
 
+    /// Returns whether a model of `config` can be cut into stages: one without encoder and relative positions.
+    #[must_use]
+    pub fn can_cut(config: &ModelConfig) -> bool {
+        let has_relative = matches!(config.variant.positions, PositionKind::Relative { .. });
+        config.variant.encoder.is_none() && !has_relative
+    }
+
     /// Returns the configuration of the model.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
@@ -359,8 +366,7 @@ fn check_part(config: &ModelConfig, part: &StagePart) -> Result<(), ConfigError>
         let expected = format!("must be layers of the model, which has {}", config.num_layers);
         return Err(ConfigError::new("layers", format!("{start}..{end}"), expected));
     }
-    let has_relative = matches!(config.variant.positions, PositionKind::Relative { .. });
-    if config.variant.encoder.is_some() || has_relative {
+    if !Stage::can_cut(config) {
         let expected = "must be a model without encoder and relative positions: others are not cut into stages";
         return Err(ConfigError::new("model", "given", expected));
     }

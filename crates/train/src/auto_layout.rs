@@ -96,6 +96,7 @@ fn in_layout(config: &RunConfig, layout: Layout) -> RunConfig {
     let parallel = &mut config.parallel;
     if layout.pp == 1 && parallel.pp > 1 {
         parallel.stages = String::new();
+        parallel.stage_ep = String::new();
     }
     (parallel.dp, parallel.ep, parallel.tp) = (layout.dp, layout.ep, layout.tp);
     (parallel.pp, parallel.rank_order) = (layout.pp, layout.order);

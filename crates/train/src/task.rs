@@ -22,7 +22,7 @@ use moeworks_tensor::Tensor;
 
 use crate::error::TrainError;
 use crate::metrics::{LayerRecord, Record, Sample};
-use crate::parallel::Ranks;
+use crate::parallel::{Ranks, SumsUnderWay};
 pub use figures::{Evaluation, Metric, PassFigures};
 
 /// A function that reduces a whole tensor to the part that this rank holds, given its entry in the table.
@@ -64,7 +64,7 @@ pub trait Task {
 
     /// Loss and gradient of all microbatches of a step at once, of which `first` is the first, where the task does
     /// not take one after the other; none where it does, and the trainer asks for a
-    /// [`train_pass`](Self::train_pass) over each. `grads` become the gradients of this rank's share, and the
+    /// [`train_pass`](Self::train_pass) over each. The gradients become those of this rank's share, and the
     /// figures are the sums of those of all microbatches.
     ///
     /// # Errors
@@ -73,9 +73,9 @@ pub trait Task {
         &mut self,
         model: &ModelView<'_, Self::Params>,
         first: Microbatch,
-        grads: &mut Self::Params,
+        gradients: StepGradients<'_, Self::Params>,
     ) -> Result<Option<PassFigures>, TrainError> {
-        let _ = (model, first, grads);
+        let _ = (model, first, gradients);
         Ok(None)
     }
 
@@ -301,6 +301,14 @@ pub struct PassGradients<'a, P> {
     pub grads: &'a mut P,
     /// A callback for each layer whose gradients are complete.
     pub layer_done: &'a mut dyn FnMut(usize, &mut dyn ParamSet),
+}
+
+/// The destination of the gradients of a whole step.
+pub struct StepGradients<'a, P> {
+    /// The gradients.
+    pub grads: &'a mut P,
+    /// The slices that sharded gradients are reduced into.
+    pub(crate) sums: &'a mut SumsUnderWay,
 }
 
 /// Weights, and in mixed precision the copy that GEMMs read.

@@ -72,13 +72,16 @@ pub(crate) struct MachineArgs {
     pub(crate) batch_invariant: bool,
 }
 
-/// Options for ranks that hold the experts of a model in use between them.
+/// Options for ranks that hold a model in use between them.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Ranks")]
 pub(crate) struct RankArgs {
     /// Spread the experts over N ranks: threads of this process, or the N processes that mpirun started (CPU only)
     #[arg(long, value_name = "N")]
     pub(crate) ep: Option<usize>,
+    /// Spread the layers over N stages, consecutive layers on each, of --ep ranks (CPU only)
+    #[arg(long, value_name = "N")]
+    pub(crate) pp: Option<usize>,
     /// File with the ranks of each expert, as `moeworks balance` writes it (default: consecutive experts on each
     /// rank)
     #[arg(long, value_name = "FILE")]

@@ -46,6 +46,7 @@ mod sharding;
 mod simulate;
 mod simulate_steps;
 mod special_tokens;
+mod stages_in_use;
 mod stopping;
 mod streams;
 mod study;

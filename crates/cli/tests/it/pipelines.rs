@@ -26,6 +26,9 @@ fn stages_make_the_losses_of_one_rank() {
         ("dp2", &["--pp", "2", "--dp", "2", "--set", "parallel.schedule=dualpipe_v", "--set", "parallel.zero=1"]),
         ("ep2", &["--pp", "2", "--ep", "2", "--set", "parallel.schedule=interleaved_overlap"]),
         ("tp2", &["--pp", "2", "--tp", "2"]),
+        ("zero-2", &["--pp", "2", "--dp", "2", "--set", "parallel.schedule=zb_h1", "--set", "parallel.zero=2"]),
+        ("stage-ep", &["--pp", "2", "--dp", "2", "--set", "parallel.stages=3,1", "--set", "parallel.stage_ep=1,2"]),
+        ("zero-3", &["--pp", "2", "--ep", "2", "--set", "parallel.schedule=zb_v", "--set", "parallel.zero=3"]),
     ] {
         train(run, more);
         assert_same_losses(&work, run, "one");
@@ -50,8 +53,20 @@ fn a_checkpoint_goes_from_stages_to_one_rank_and_back() {
         ("4", &["--pp", "1"][..]),
         ("5", &["--pp", "4", "--set", "parallel.schedule=zb_h2"]),
         ("6", &["--pp", "2", "--dp", "2", "--set", "parallel.schedule=dualpipe", "--set", "parallel.zero=1"]),
-        ("7", &["--pp", "1", "--dp", "1", "--ep", "2", "--set", "parallel.zero=0"]),
-        ("8", &["--pp", "2", "--ep", "2", "--set", "parallel.schedule=1f1b"]),
+        (
+            "7",
+            &[
+                "--pp",
+                "2",
+                "--set",
+                "parallel.schedule=1f1b",
+                "--set",
+                "parallel.stage_ep=2,1",
+                "--set",
+                "parallel.zero=0",
+            ],
+        ),
+        ("8", &["--dp", "1", "--ep", "2", "--set", "parallel.stage_ep=", "--set", "parallel.zero=3"]),
     ] {
         assert_success(&work.run(&[&["train", "--resume", "moved", "--steps", steps][..], more].concat()));
     }
@@ -113,7 +128,14 @@ fn pipelines_that_cannot_be_are_named() {
     let file = work.file("idle.schedule", idle);
     let one = ["--pp", "2", "--set", &schedule(&file), "--set", "train.grad_accumulation=1"];
     train(&one, &["idle.schedule", "rank 1 holds no stage"]);
-    train(&["--pp", "2", "--set", "parallel.zero=2"], &["parallel.zero = 2", "must be 0 or 1"]);
+    for (stage_ep, part) in [("2", "parallel.pp, 2, numbers"), ("1,3", "divide"), ("1,a", "commas"), ("0,1", "divide")]
+    {
+        let set = format!("parallel.stage_ep={stage_ep}");
+        train(&["--pp", "2", "--dp", "2", "--set", &set], &["parallel.stage_ep", part]);
+    }
+    train(&["--set", "parallel.stage_ep=1"], &["parallel.stage_ep", "parallel.pp above 1"]);
+    let copies = ["--pp", "2", "--set", "parallel.schedule=dualpipe", "--set", "parallel.zero=2"];
+    train(&copies, &["parallel.zero = 2", "must be 0 or 1", "two copies"]);
     train(&["--pp", "2", "--set", "parallel.moving=auto"], &["parallel.moving", "tokens"]);
     train(&["--pp", "2", "--dp", "9"], &["train.batch_size", "at least 9"]);
     assert!(!work.path("runs").exists());

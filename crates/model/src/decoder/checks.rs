@@ -8,6 +8,9 @@ use crate::pass::{BatchError, TokenBatch};
 impl Decoder {
     /// Fails if the model can be used but not trained on its ranks.
     pub fn check_trainable(&self) -> Result<(), BatchError> {
+        if self.rest.is_some() {
+            return Err(BatchError::NotTrainable("its layers are on several ranks, for use"));
+        }
         let has_relative = matches!(self.config().variant.positions, PositionKind::Relative { .. });
         if (self.encoder.is_some() || has_relative) && self.stage.ranks.is_some() {
             let what =

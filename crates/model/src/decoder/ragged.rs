@@ -2,17 +2,19 @@
 
 use std::collections::BTreeMap;
 
-use moeworks_moe::{ExpertIds, MoeSaved};
+use moeworks_moe::ExpertIds;
 use moeworks_ops::Context;
 use moeworks_ops::elementwise::copy_rows;
 use moeworks_tensor::{DType, Tensor};
 
 use super::Decoder;
+use super::stages::{CHOSEN_BY_ROUTERS, CacheMut, Layered};
+use crate::layers::Sequences;
 use crate::layers::segments::Segments;
-use crate::layers::{ResidualStream, Sequences};
 use crate::mode::Mode;
 use crate::paged_kv_cache::PagedKvCache;
 use crate::pass::{BatchError, SequencePart, WantedLogits};
+use crate::remote_stages::RemoteStages;
 use crate::stage::{Ids, RoutingHook};
 use crate::weights::DecoderWeights;
 
@@ -46,63 +48,91 @@ impl Decoder {
         self.check_parts(cache, parts)?;
         let gathered = self.stage.gathered(ctx, weights);
         let weights = gathered.as_ref().unwrap_or(weights);
+        let passes = self.ragged_passes(ctx, parts);
+        let mut copies = cache.take_copies();
+        let mut begun = Vec::with_capacity(passes.len());
+        // Stages on other ranks compute a pass while this rank computes the next.
+        for pass in &passes {
+            let cache = CacheMut::Paged { cache, copies: std::mem::take(&mut copies) };
+            begun.push(self.begin_ragged(ctx, weights, cache, pass, reborrow(&mut hook))?);
+        }
+        let is_one = passes.len() == 1;
         let num_rows = parts.iter().map(SequencePart::num_logits).sum();
-        let mut logits = ctx.zeros_on_device(&[num_rows, self.config().vocab_size], DType::F32);
+        let mut logits = if is_one { None } else { Some(self.no_logits(ctx, num_rows)) };
+        for (pass, layered) in passes.iter().zip(begun) {
+            let x = self.end_layers(ctx, layered, reborrow(&mut hook))?;
+            self.check_ranks()?;
+            let found = self.ragged_logits(ctx, weights, pass, &x);
+            let Some(logits) = &mut logits else { return Ok(found) };
+            let mut row = 0;
+            for piece in pass {
+                let count = piece.part.num_logits();
+                copy_rows(ctx, &found, row, logits, piece.first_row, count);
+                row += count;
+            }
+        }
+        Ok(logits.unwrap_or_else(|| self.no_logits(ctx, 0)))
+    }
+
+    fn no_logits(&self, ctx: &Context, num_rows: usize) -> Tensor {
+        ctx.zeros_on_device(&[num_rows, self.config().vocab_size], DType::F32)
+    }
+
+    /// Divides checked parts into passes: one for each [group](Self::ragged_groups). On a batch-invariant context
+    /// groups with many tokens are divided further, so that stages on several ranks compute at the same time.
+    fn ragged_passes<'p>(&self, ctx: &Context, parts: &[SequencePart<'p>]) -> Vec<Vec<Piece<'p>>> {
         let mut first_rows = Vec::new();
         let mut next_row = 0;
         for part in parts {
             first_rows.push(next_row);
             next_row += part.num_logits();
         }
-        let mut tell = |layer: usize, saved: &MoeSaved| {
-            if let Some(hook) = &mut hook {
-                hook(layer, saved);
-            }
-        };
-        for indices in self.ragged_groups(parts) {
-            let group: Vec<SequencePart<'_>> = indices.iter().map(|&index| parts[index]).collect();
-            let found = self.ragged_pass(ctx, weights, cache, &group, Some(&mut tell));
-            self.check_ranks()?;
-            if indices.len() == parts.len() {
-                return Ok(found);
-            }
-            let mut row = 0;
-            for (part, &index) in group.iter().zip(&indices) {
-                copy_rows(ctx, &found, row, &mut logits, first_rows[index], part.num_logits());
-                row += part.num_logits();
-            }
-        }
-        Ok(logits)
+        let piece = |&index: &usize| Piece { part: parts[index], first_row: first_rows[index] };
+        let most = self.rest.as_ref().filter(|_| ctx.is_batch_invariant()).map_or(1, RemoteStages::num_stages);
+        let passes = self.ragged_groups(parts).into_iter().flat_map(|group| {
+            let pieces: Vec<Piece<'p>> = group.iter().map(piece).collect();
+            let num_tokens: usize = pieces.iter().map(|piece| piece.part.ids.len()).sum();
+            divide(&pieces, (num_tokens / MIN_DIVIDED_TOKENS).clamp(1, most))
+        });
+        passes.collect()
     }
 
-    /// Runs one pass over checked parts of one [group](Self::ragged_groups).
-    fn ragged_pass(
+    /// Takes the tokens of a pass through the layers of this rank.
+    fn begin_ragged(
         &self,
         ctx: &Context,
         weights: &DecoderWeights,
-        cache: &mut PagedKvCache,
-        parts: &[SequencePart<'_>],
+        cache: CacheMut<'_>,
+        pieces: &[Piece<'_>],
         hook: Option<RoutingHook<'_>>,
-    ) -> Tensor {
+    ) -> Result<Layered, BatchError> {
+        let parts: Vec<SequencePart<'_>> = pieces.iter().map(|piece| piece.part).collect();
         let ids: Vec<u32> = parts.iter().flat_map(|part| part.ids).copied().collect();
-        let segments = Segments::paged(parts, cache.block_len());
+        let block_len = match &cache {
+            CacheMut::Paged { cache, .. } => cache.block_len(),
+            CacheMut::Growing(_) | CacheMut::None => 0,
+        };
+        let segments = Segments::paged(&parts, block_len);
         let sequences = Sequences::whole(1, ids.len());
         let mut pass = self.pass(ctx, weights, Mode::Infer, sequences, Ids::Known(&ids), None);
         self.stage.set_segments(&mut pass, segments);
-        let expert_ids = concat_expert_ids(ctx, parts);
+        let expert_ids = concat_expert_ids(ctx, &parts);
         pass.expert_ids = &expert_ids;
-        let stream = ResidualStream { x: self.stage.embed(&pass, weights, Ids::Known(&ids)), router_logits: None };
-        let x = self.stage.forward_layers(&pass, weights, stream, Some(cache.layers_mut()), hook).x;
-        let num_rows = parts.iter().map(SequencePart::num_logits).sum();
+        self.begin_layers(&pass, weights, Ids::Known(&ids), cache, hook)
+    }
+
+    /// Returns the logits `[R, V]` of the tokens of a pass that ask for them; `x` is the stream after its last layer.
+    fn ragged_logits(&self, ctx: &Context, weights: &DecoderWeights, pieces: &[Piece<'_>], x: &Tensor) -> Tensor {
+        let num_rows = pieces.iter().map(|piece| piece.part.num_logits()).sum();
         if num_rows == 0 {
             return ctx.empty(&[0, self.config().vocab_size], DType::F32);
         }
         let mut wanted = ctx.empty_on_device(&[num_rows, self.config().width], DType::F32);
         let (mut end, mut row) = (0, 0);
-        for part in parts {
+        for Piece { part, .. } in pieces {
             end += part.ids.len();
             let count = part.num_logits();
-            copy_rows(ctx, &x, end - count, &mut wanted, row, count);
+            copy_rows(ctx, x, end - count, &mut wanted, row, count);
             row += count;
         }
         self.stage.head_logits(ctx, weights, &wanted)
@@ -126,6 +156,9 @@ impl Decoder {
         if parts.is_empty() || parts.iter().any(|part| part.ids.is_empty()) {
             return Err(BatchError::Empty);
         }
+        if self.rest.is_some() && parts.iter().any(|part| !part.expert_ids.is_empty()) {
+            return Err(BatchError::OnStages(CHOSEN_BY_ROUTERS));
+        }
         for (sequence, part) in parts.iter().enumerate() {
             if let Some(adapter) = part.adapter {
                 return Err(BatchError::NoAdapter { sequence, adapter });
@@ -137,6 +170,61 @@ impl Decoder {
         }
         check_written(cache, parts)
     }
+}
+
+/// The fewest tokens of a pass for which it is worth to divide a larger one: each reads all weights.
+const MIN_DIVIDED_TOKENS: usize = 64;
+
+/// A part in a pass.
+#[derive(Clone, Copy)]
+struct Piece<'a> {
+    part: SequencePart<'a>,
+    /// The first of its rows among all logits.
+    first_row: usize,
+}
+
+impl Piece<'_> {
+    /// Cuts the piece after `len` tokens.
+    fn cut(self, len: usize) -> (Self, Self) {
+        let Self { part, first_row } = self;
+        let (ids, behind) = part.ids.split_at(len);
+        let logits = if part.logits == WantedLogits::All { WantedLogits::All } else { WantedLogits::None };
+        let first = SequencePart { ids, logits, ..part };
+        let second = SequencePart { ids: behind, start: part.start + len, ..part };
+        let second_row = first_row + first.num_logits();
+        (Self { part: first, first_row }, Self { part: second, first_row: second_row })
+    }
+}
+
+/// Divides a pass into `count` passes with equally many tokens, in the same order.
+fn divide<'a>(pieces: &[Piece<'a>], count: usize) -> Vec<Vec<Piece<'a>>> {
+    let num_tokens: usize = pieces.iter().map(|piece| piece.part.ids.len()).sum();
+    let (mut passes, mut pass, mut num_taken) = (Vec::new(), Vec::new(), 0);
+    for &piece in pieces {
+        let mut rest = piece;
+        loop {
+            let left = num_tokens * (passes.len() + 1) / count - num_taken;
+            if rest.part.ids.len() < left {
+                num_taken += rest.part.ids.len();
+                pass.push(rest);
+                break;
+            }
+            num_taken += left;
+            let is_all = rest.part.ids.len() == left;
+            let (first, behind) = if is_all { (rest, rest) } else { rest.cut(left) };
+            pass.push(first);
+            passes.push(std::mem::take(&mut pass));
+            if is_all {
+                break;
+            }
+            rest = behind;
+        }
+    }
+    passes
+}
+
+fn reborrow<'b>(hook: &'b mut Option<RoutingHook<'_>>) -> Option<RoutingHook<'b>> {
+    hook.as_mut().map(|hook| &mut **hook as RoutingHook<'b>)
 }
 
 impl SequencePart<'_> {

@@ -37,16 +37,27 @@ impl Segments {
 
     /// Returns the next tokens of sequences in a paged cache with blocks of `block_len` tokens.
     pub(crate) fn paged(parts: &[SequencePart<'_>], block_len: usize) -> Self {
-        let mut runs = Vec::new();
-        let mut first = 0;
         let segment = |part: &SequencePart<'_>| {
             let SequencePart { ids, start, blocks, .. } = *part;
-            runs.extend(row_runs(first, start, ids.len(), blocks, block_len));
-            first += ids.len();
             Segment { len: ids.len(), start, blocks: blocks.to_vec() }
         };
-        let segments = parts.iter().map(segment).collect();
+        Self::in_blocks(parts.iter().map(segment).collect(), block_len)
+    }
+
+    /// Returns segments whose blocks in a paged cache have `block_len` tokens.
+    pub(crate) fn in_blocks(segments: Vec<Segment>, block_len: usize) -> Self {
+        let mut runs = Vec::new();
+        let mut first = 0;
+        for Segment { len, start, blocks } in &segments {
+            runs.extend(row_runs(first, *start, *len, blocks, block_len));
+            first += len;
+        }
         Self { segments, block_len, runs }
+    }
+
+    /// Returns the segments in the order of their tokens.
+    pub(crate) fn as_slice(&self) -> &[Segment] {
+        &self.segments
     }
 
     /// Returns the number of tokens, T.

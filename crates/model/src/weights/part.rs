@@ -10,6 +10,7 @@ use moeworks_tensor::{Bytes, Tensor};
 
 use super::role::WeightPlace;
 use super::spec::{Shard, WeightSpec};
+use crate::stage::StagePart;
 
 /// The part of a model in use that a rank loads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -25,6 +26,13 @@ pub enum ModelPart {
         placements: Placements,
         /// The rank.
         rank: usize,
+    },
+    /// The weights of `rest` in a stage. All other tensors are empty.
+    Stage {
+        /// The stage.
+        stage: StagePart,
+        /// The part of the stage's weights.
+        rest: Box<ModelPart>,
     },
 }
 
@@ -43,6 +51,11 @@ impl ModelPart {
     pub(crate) fn of_tensor(&self, spec: &WeightSpec, num_encoder_layers: usize) -> TensorPart {
         let (placements, rank) = match self {
             Self::Whole => return TensorPart::Whole,
+            Self::Stage { stage, rest } => {
+                // An output projection that is the embedding is on the same rank.
+                let is_held = stage.holds(spec, false);
+                return if is_held { rest.of_tensor(spec, num_encoder_layers) } else { TensorPart::Nothing };
+            }
             Self::Root(placements) => (placements, 0),
             Self::Experts { placements, rank } => (placements, *rank),
         };
@@ -62,7 +75,11 @@ impl ModelPart {
 
     /// Returns whether the weights that are not of experts are loaded.
     pub(crate) fn has_all_else(&self) -> bool {
-        !matches!(self, Self::Experts { .. })
+        match self {
+            Self::Whole | Self::Root(_) => true,
+            Self::Experts { .. } => false,
+            Self::Stage { rest, .. } => rest.has_all_else(),
+        }
     }
 }
 

@@ -24,6 +24,7 @@ mod replay;
 mod safetensors;
 mod small_model;
 mod special_tokens;
+mod stage_ranks;
 mod stages;
 mod switch;
 mod tokenizer;

@@ -13,7 +13,7 @@ use crate::common::{assert_close, model, next_ids, random_ids, small_config};
 const BLOCK_LEN: usize = 8;
 
 /// Three layers, two of which have a window.
-fn windowed() -> ModelConfig {
+pub(crate) fn windowed() -> ModelConfig {
     let variant = Variant { window: 10, full_attention_layers: vec![1], ..Variant::default() };
     ModelConfig { variant, max_seq_len: 1000, ..small_config() }
 }

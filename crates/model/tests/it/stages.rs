@@ -24,7 +24,7 @@ fn olmoe() -> ModelConfig {
 }
 
 /// Models with features that a cut into stages could break.
-fn models() -> [(&'static str, ModelConfig); 6] {
+pub(crate) fn models() -> [(&'static str, ModelConfig); 6] {
     let variant = Variant { dense_layers: vec![0], ..Variant::default() };
     let dense_first = ModelConfig { variant, shared_width: 8, capacity_factor: 1.0, ..olmoe() };
     let latent = LatentAttention { query_rank: 12, kv_rank: 16, plain_dim: 6, rotary_dim: 4 };

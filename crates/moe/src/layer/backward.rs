@@ -74,7 +74,7 @@ impl MoeLayer {
         input: impl Into<BackwardInput<'a>>,
     ) -> (Tensor, MoeGradTask) {
         let BackwardInput { losses, d_next_router_logits, wgrad } = input.into();
-        let saved = &saved.inner;
+        let saved = saved.state();
         assert_eq!(dy.shape(), saved.x.shape(), "gradient of an MoE layer's output");
         // Convert once here, or every GEMM that takes it would convert it again.
         let dy = &into_type(ctx, dy.clone(), weights.gate_up.dtype());

@@ -1,7 +1,5 @@
 //! The forward pass of a layer.
 
-use std::sync::Arc;
-
 use moeworks_ops::Context;
 use moeworks_ops::deferred::Deferred;
 use moeworks_ops::elementwise::add_assign;
@@ -99,7 +97,7 @@ impl MoeLayer {
             experts: experts_saved,
             shared,
         };
-        (y, MoeSaved { inner: Arc::new(saved) })
+        (y, MoeSaved::computed(saved))
     }
 
     /// Returns the number of experts on this rank, among `ranks` or with remote ones.

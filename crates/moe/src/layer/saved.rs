@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use moeworks_ops::Context;
 use moeworks_ops::deferred::Deferred;
 use moeworks_ops::experts::ExpertsSaved;
 use moeworks_ops::top_k::ChoiceSums;
@@ -10,12 +11,26 @@ use moeworks_tensor::Tensor;
 use crate::ep::RanksSaved;
 use crate::router::RouterSaved;
 use crate::shared::SharedSaved;
-use crate::{Dispatch, ExpertIds, LayerStats, Routing, ZeroComputationShare};
+use crate::{Dispatch, DispatchRule, ExpertIds, LayerStats, MoeConfig, Routing, ZeroComputationShare};
 
 /// The state that backward needs from forward, with the routing and its statistics. Clones share the tensors.
 #[derive(Clone)]
 pub struct MoeSaved {
-    pub(super) inner: Arc<Saved>,
+    inner: Inner,
+}
+
+#[derive(Clone)]
+enum Inner {
+    Computed(Arc<Saved>),
+    Reported(Arc<Report>),
+}
+
+/// The decisions of a layer that another rank computed.
+struct Report {
+    routing: Routing,
+    dispatch: Dispatch,
+    stats: LayerStats,
+    takes_expert_ids: bool,
 }
 
 pub(super) struct Saved {
@@ -45,16 +60,45 @@ pub(super) enum ExpertsPart {
 }
 
 impl MoeSaved {
+    pub(super) fn computed(saved: Saved) -> Self {
+        Self { inner: Inner::Computed(Arc::new(saved)) }
+    }
+
+    /// Makes the saved state of a layer of `config` that another rank computed in a pass of inference, for a hook that
+    /// looks at its decisions. There is no backward pass from it.
+    #[must_use]
+    pub fn reported(ctx: &Context, config: &MoeConfig, routing: Routing, stats: LayerStats) -> Self {
+        let num_zero_computation = config.router.num_zero_computation();
+        let rule = DispatchRule { num_zero_computation, ..DispatchRule::new(&routing, 0.0) };
+        let dispatch = Dispatch::with_rule(ctx, &routing, &rule);
+        let takes_expert_ids = config.router.takes_expert_ids();
+        Self { inner: Inner::Reported(Arc::new(Report { routing, dispatch, stats, takes_expert_ids })) }
+    }
+
+    /// Returns the state of the forward pass. Panics if another rank has it.
+    pub(super) fn state(&self) -> &Arc<Saved> {
+        match &self.inner {
+            Inner::Computed(saved) => saved,
+            Inner::Reported(_) => panic!("backward needs a forward pass on this rank"),
+        }
+    }
+
     /// Returns the experts of each token.
     #[must_use]
     pub fn routing(&self) -> &Routing {
-        &self.inner.routing
+        match &self.inner {
+            Inner::Computed(saved) => &saved.routing,
+            Inner::Reported(report) => &report.routing,
+        }
     }
 
     /// Returns the dispatch: the row of each choice.
     #[must_use]
     pub fn dispatch(&self) -> &Dispatch {
-        &self.inner.dispatch
+        match &self.inner {
+            Inner::Computed(saved) => &saved.dispatch,
+            Inner::Reported(report) => &report.dispatch,
+        }
     }
 
     /// Returns this pass's expert ids, for [`RouterInput::expert_ids`](crate::RouterInput::expert_ids) of another
@@ -62,28 +106,46 @@ impl MoeSaved {
     /// routing scheme takes none.
     #[must_use]
     pub fn expert_ids(&self) -> Option<ExpertIds> {
-        let Saved { routing, .. } = &*self.inner;
-        self.inner.takes_expert_ids.then(|| ExpertIds::from_routing(routing))
+        let takes_expert_ids = match &self.inner {
+            Inner::Computed(saved) => saved.takes_expert_ids,
+            Inner::Reported(report) => report.takes_expert_ids,
+        };
+        takes_expert_ids.then(|| ExpertIds::from_routing(self.routing()))
     }
 
     /// Returns `[T, E]`: each token's distribution over the experts, the softmax of its logits or its scores divided
-    /// by their sum.
+    /// by their sum. Empty if another rank computed the layer.
     #[must_use]
     pub fn probs(&self) -> &[f32] {
-        self.inner.router.scores.probs.f32s()
+        match &self.inner {
+            Inner::Computed(saved) => saved.router.scores.probs.f32s(),
+            Inner::Reported(_) => &[],
+        }
     }
 
     /// Returns `[T, E]` f32: the router's logits before noise and temperature, an input of the next MoE layer. Saved
-    /// only with [gating residuals](crate::RouterConfig::gate_residual).
+    /// only with [gating residuals](crate::RouterConfig::gate_residual), and on the rank that computed the layer.
     #[must_use]
     pub fn logits(&self) -> Option<&Tensor> {
-        Some(&self.inner.router.residual.as_ref()?.logits)
+        match &self.inner {
+            Inner::Computed(saved) => Some(&saved.router.residual.as_ref()?.logits),
+            Inner::Reported(_) => None,
+        }
     }
 
     /// Computes the statistics of the routing.
     #[must_use]
     pub fn stats(&self) -> LayerStats {
-        let Saved { x, router, choice_sums, num_rerouted, dispatch, .. } = &*self.inner;
+        match &self.inner {
+            Inner::Computed(saved) => saved.stats(),
+            Inner::Reported(report) => report.stats.clone(),
+        }
+    }
+}
+
+impl Saved {
+    fn stats(&self) -> LayerStats {
+        let Self { x, router, choice_sums, num_rerouted, dispatch, .. } = self;
         let scores = &router.scores;
         let per_token = 1.0 / x.rows().max(1) as f64;
         LayerStats {
@@ -103,13 +165,13 @@ impl MoeSaved {
             importance: choice_sums.weights.clone(),
             smooth_load: router.smooth_load.clone(),
             modalities: router.modality_stats(),
-            zero_computation: self.inner.zero_computation,
+            zero_computation: self.zero_computation,
         }
     }
 
     /// Counts the tokens of each group of experts, `[G]`; empty if there is one group.
     fn tokens_per_group(&self) -> Vec<u32> {
-        let Saved { routing, zero_computation, num_groups, .. } = &*self.inner;
+        let Self { routing, zero_computation, num_groups, .. } = self;
         if *num_groups < 2 {
             return Vec::new();
         }

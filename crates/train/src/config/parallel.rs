@@ -29,6 +29,9 @@ settings! {
         /// Layers of each stage of a pipeline, first to last, such as "5,6,6,5"; "": shared out by cost. Twice as
         /// many stages as pp, or more, are several a rank, for schedules that take them.
         stages: String = String::new();
+        /// Ranks that each stage group of a pipeline spreads its experts over, such as "1,1,4", in place of ep; each
+        /// divides dp x ep, and the group holds its experts that many times less often. "": ep in all.
+        stage_ep: String = String::new();
         /// Order of ranks: ep_inner (neighbouring ranks are in the same group) or dp_inner (in different groups).
         rank_order: RankOrder = RankOrder::EpInner, was "apart";
         /// Experts of each rank of a group: sharded (each on one rank), everywhere, or the path of a file with a line
@@ -198,6 +201,22 @@ impl ParallelConfig {
     #[must_use]
     pub fn num_ranks(&self) -> usize {
         [self.ep, self.tp, self.pp].into_iter().fold(self.dp, usize::saturating_mul)
+    }
+
+    /// Returns the layout as the stage group of this pp index has it: with its own number of ranks that experts are
+    /// spread over, if there is one.
+    #[must_use]
+    pub fn layout_of_stage_group(&self, pp_rank: usize) -> Layout {
+        let layout = self.layout();
+        match self.stage_eps().and_then(|eps| eps.get(pp_rank).copied()) {
+            Some(ep) if ep > 0 => Layout { dp: layout.dp * layout.ep / ep, ep, ..layout },
+            _ => layout,
+        }
+    }
+
+    /// Returns the numbers of `stage_ep`; none if they are not set or not numbers.
+    pub(super) fn stage_eps(&self) -> Option<Vec<usize>> {
+        self.stage_ep.split(',').map(|ep| ep.trim().parse().ok()).collect()
     }
 
     /// Returns the groups as a layout.

@@ -12,7 +12,6 @@ mod setup;
 mod start;
 mod text_on_ranks;
 mod validation;
-mod whole_layers;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,7 +35,7 @@ use crate::pipeline::Pipeline;
 use crate::routing::RoutingSample;
 use crate::task::{
     Evaluation, KeepPart, Microbatch, ModelToSave, ModelView, Parallelism, ParamsAndCopy, PassFigures, PassGradients,
-    RecordedStep, SaveError, Task,
+    RecordedStep, SaveError, StepGradients, Task,
 };
 use crate::trainer::Trainer;
 pub(crate) use on_ranks::decoder_on_ranks;
@@ -139,9 +138,9 @@ impl Task for LanguageModel {
         &mut self,
         model: &ModelView<'_, DecoderWeights>,
         first: Microbatch,
-        grads: &mut DecoderWeights,
+        gradients: StepGradients<'_, DecoderWeights>,
     ) -> Result<Option<PassFigures>, TrainError> {
-        self.pipelined_step(model, first, grads)
+        self.pipelined_step(model, first, gradients)
     }
 
     fn evaluate(

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use moeworks_model::{Decoder, ModelConfig, WeightTable};
 
-use super::whole_layers::WholeLayers;
 use crate::config::ConfigError;
 use crate::error::TrainError;
-use crate::parallel::Ranks;
+use crate::parallel::{Ranks, WholeLayers};
 
 /// Creates the decoder of `config`, whose vocabulary is set, with the weights of `table`. This rank holds its part of
 /// them, or slices of it. All ranks call this, once.

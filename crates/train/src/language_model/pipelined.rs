@@ -14,7 +14,7 @@ use crate::error::TrainError;
 use crate::metrics::LayerRecord;
 use crate::pipeline::{Pipeline, StageView, StepBatch};
 use crate::routing::RoutingSample;
-use crate::task::{Microbatch, ModelView, PassFigures};
+use crate::task::{Microbatch, ModelView, PassFigures, StepGradients};
 
 impl LanguageModel {
     /// This rank's place in a pipeline with the model as its stages see it, if there is a pipeline.
@@ -28,7 +28,7 @@ impl LanguageModel {
         &self,
         model: &ModelView<'_, DecoderWeights>,
         first: Microbatch,
-        grads: &mut DecoderWeights,
+        gradients: StepGradients<'_, DecoderWeights>,
     ) -> Result<Option<PassFigures>, TrainError> {
         let Some((pipeline, view)) = self.in_stages(model) else { return Ok(None) };
         let start = Instant::now();
@@ -41,7 +41,8 @@ impl LanguageModel {
         };
         let microbatches: Vec<StepBatch> = (0..first.num).map(microbatch).collect();
         view.ranks.meter().record("data", start);
-        let outcome = pipeline.step(view, &microbatches, grads)?;
+        let StepGradients { grads, sums } = gradients;
+        let outcome = pipeline.step(view, &microbatches, grads, sums)?;
         let figures = outcome.stats.into_iter().map(PassFigures::from);
         let total = figures.reduce(|mut total, figures| {
             total.add(&figures);

@@ -55,7 +55,10 @@ fn state_of_rank(config: &RunConfig) -> RankMemory {
     // Settings without a valid table are refused when a run starts.
     let table = config.weight_table().unwrap_or_else(|_| WeightTable::new(&config.model));
     let shape = shape(&config.model, &table, seq_len, Kept { precision, checkpoint_layers });
-    rank_memory(&shape, &workload, &config.parallel.layout())
+    // The fullest stage group is one that spreads its experts over the fewest ranks.
+    let layouts = (0..config.parallel.pp).map(|pp_rank| config.parallel.layout_of_stage_group(pp_rank));
+    let layout = layouts.min_by_key(|layout| layout.ep).unwrap_or_else(|| config.parallel.layout());
+    rank_memory(&shape, &workload, &layout)
 }
 
 /// Returns the part of that on a GPU: without the optimizer these are the gradients and the weights that GEMMs read.

@@ -21,6 +21,8 @@ pub struct CheckedLayout {
     schedule: String,
     /// Layers of each stage, if set by hand.
     stages: String,
+    /// The ranks that each stage group spreads its experts over, if these differ.
+    stage_ep: String,
     /// The microbatches of a step; none for those of the configuration.
     num_microbatches: Option<usize>,
 }
@@ -41,8 +43,8 @@ impl CheckedLayout {
     }
 
     fn new([dp, ep, tp, pp]: [usize; 4]) -> Self {
-        let (schedule, stages) = ("1f1b".to_owned(), String::new());
-        Self { dp, ep, tp, pp, zero: 0, schedule, stages, num_microbatches: None }
+        let (schedule, stages, stage_ep) = ("1f1b".to_owned(), String::new(), String::new());
+        Self { dp, ep, tp, pp, zero: 0, schedule, stages, stage_ep, num_microbatches: None }
     }
 
     /// The layout of a configuration.
@@ -52,6 +54,7 @@ impl CheckedLayout {
             zero: parallel.zero,
             schedule: parallel.schedule.clone(),
             stages: parallel.stages.clone(),
+            stage_ep: parallel.stage_ep.clone(),
             ..Self::new([parallel.dp, parallel.ep, parallel.tp, parallel.pp])
         }
     }
@@ -70,6 +73,7 @@ impl CheckedLayout {
         parallel.zero = self.zero;
         parallel.schedule.clone_from(&self.schedule);
         parallel.stages.clone_from(&self.stages);
+        parallel.stage_ep.clone_from(&self.stage_ep);
         if let Some(num) = self.num_microbatches {
             config.train.grad_accumulation = num;
         }
@@ -90,6 +94,9 @@ impl fmt::Display for CheckedLayout {
         }
         if self.pp > 1 {
             words.push(self.schedule.clone());
+        }
+        if !self.stage_ep.is_empty() {
+            words.push(format!("stage_ep {}", self.stage_ep));
         }
         write!(f, "{}", words.join(", "))
     }
@@ -153,7 +160,9 @@ fn of_pipelines(config: &RunConfig, max_ranks: usize) -> Vec<CheckedLayout> {
     for kind in ScheduleKind::ALL {
         push([1, 2, 1, 2], kind, 0);
     }
-    push([2, 1, 1, 2], ScheduleKind::OneFOneB, 1);
+    for zero in 1..=3 {
+        push([2, 1, 1, 2], ScheduleKind::OneFOneB, zero);
+    }
     push([1, 1, 2, 2], ScheduleKind::DualPipe, 0);
     layouts.retain(|layout| layout.num_ranks() <= max_ranks);
     layouts

@@ -131,7 +131,7 @@ impl RankStep {
         let stats = match pipeline {
             Some(pipeline) => {
                 let view = StageView { ctx: &ctx, ranks: &ranks, weights: &weights };
-                pipeline.step(view, &microbatches.collect::<Vec<_>>(), &mut grads)?.stats
+                pipeline.step(view, &microbatches.collect::<Vec<_>>(), &mut grads, &mut sums)?.stats
             }
             None => {
                 let model = RankModel { ranks: &ranks, ctx: &ctx, decoder: &decoder, weights: &weights };

@@ -14,6 +14,7 @@ mod slice_move;
 mod stage_groups;
 mod table;
 mod tensor;
+mod whole_layers;
 mod zero;
 mod zero_shards;
 
@@ -33,11 +34,13 @@ use crate::error::TrainError;
 pub(crate) use gradients::SumsUnderWay;
 pub(crate) use mover::{ExpertState, LayerMove, LayerOnItsWay, MomentsOnTheirWay};
 pub use placements::placements;
+use placements::placements_of;
 pub(crate) use placements::{placements_in_checkpoint, rebalance_target};
 use stage_groups::StageGroups;
 use table::PartTable;
 use tensor::{TensorGroups, TensorPart};
-pub(crate) use zero_shards::PendingWhole;
+pub(crate) use whole_layers::WholeLayers;
+pub(crate) use zero::GradSlices;
 
 /// The timeout of ranks that wait for one that reads data or writes a checkpoint.
 const PATIENCE: Duration = Duration::from_secs(24 * 3600);
@@ -46,6 +49,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// One rank's handle to a run on several ranks.
 pub struct Ranks {
+    /// The layout as this rank's stage group has it.
     layout: Layout,
     /// All ranks.
     world: Box<dyn Communicator>,
@@ -144,7 +148,8 @@ impl Ranks {
         let exchange = exchange::of_config(comm, config)?;
         let (moving, domain) = (exchange::moving(comm, config)?, exchange::domain(comm, config)?);
         let options = EpOptions { moving, domain, ..exchange.into() };
-        let ranks = Self::metered(comm, parallel.layout(), placements(config)?, options, is_traced)?;
+        let layout = parallel.layout_of_stage_group(parallel.layout().stage_group(comm.rank()));
+        let ranks = Self::metered(comm, layout, placements_of(config, &layout)?, options, is_traced)?;
         let ranks = Self { cores, ..ranks.with_timeout(Duration::from_secs(parallel.timeout_s)) };
         Ok(ranks.with_zero(parallel.zero))
     }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use moeworks_plan::{Placement, PlacementError, Placements};
+use moeworks_plan::{Layout, Placement, PlacementError, Placements};
 
 use crate::config::{PlacementChoice, RebalanceMode, RunConfig};
 use crate::error::TrainError;
@@ -15,7 +15,12 @@ use crate::rebalance::PLACEMENT_FILE;
 /// [`TrainError::State`] if the file is not a placement, or does not match the run's experts, ranks or layers;
 /// [`TrainError::Io`] if it cannot be read.
 pub fn placements(config: &RunConfig) -> Result<Placements, TrainError> {
-    let (num_experts, num_ranks) = (config.model.num_experts, config.parallel.layout().num_expert_ranks());
+    placements_of(config, &config.parallel.layout())
+}
+
+/// Returns the placement of each layer's experts in a stage group of `layout`.
+pub(super) fn placements_of(config: &RunConfig, layout: &Layout) -> Result<Placements, TrainError> {
+    let (num_experts, num_ranks) = (config.model.num_experts, layout.num_expert_ranks());
     let path = match &config.parallel.placement {
         PlacementChoice::Sharded => return Ok(Placement::sharded(num_experts, num_ranks).into()),
         PlacementChoice::Everywhere => return Ok(Placement::everywhere(num_experts, num_ranks).into()),

@@ -3,7 +3,9 @@
 //! frees the rest.
 //!
 //! The gradients of two layers exist at a time: those being reduced and those being computed. Gradients outside the
-//! layers (embedding, last norm, head) exist throughout and are summed after each pass.
+//! layers (embedding, last norm, head) exist throughout and are summed after each pass. In a pipeline a layer's
+//! matrices get gradients with the weight gradients of each microbatch, and are reduced then; all other gradients
+//! exist throughout and are summed after the step.
 
 use moeworks_comm::{CommError, Reduce};
 use moeworks_model::{ParamSet, WeightSpec};
@@ -26,7 +28,7 @@ impl GradSlices {
     /// Allocates zeros for this rank's slices.
     pub(super) fn new(ranks: &Ranks, ctx: &Context) -> Self {
         let zeros = |spec: &WeightSpec| {
-            if !spec.is_trainable {
+            if !spec.is_trainable || !ranks.holds(spec) {
                 return ctx.empty(&[0], DType::F32);
             }
             let mut slice = ranks.empty_slice(ctx, spec.index);
@@ -55,11 +57,49 @@ impl GradSlices {
         }
     }
 
+    /// Prepares the weight gradients of a microbatch in a layer of a pipeline: allocates those that are zeros until
+    /// then.
+    pub(crate) fn begin_layer(&self, ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut dyn ParamSet) {
+        for (place, tensor) in ranks.table().in_layer(layer, grads) {
+            if ranks.reduces_at_once(place) {
+                *tensor = ctx.zeros(&ranks.table().grad_shape(place), DType::F32);
+            }
+        }
+    }
+
+    /// Starts reducing the weight gradients of a microbatch in a layer of a pipeline, which are complete.
+    pub(crate) fn end_layer(&mut self, ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut dyn ParamSet) {
+        self.settle(ctx);
+        for (place, tensor) in ranks.table().in_layer(layer, grads) {
+            if ranks.reduces_at_once(place) {
+                let whole = std::mem::replace(tensor, ctx.empty(&[0], DType::F32));
+                self.start(ranks, ctx, place, whole);
+            }
+        }
+    }
+
+    /// Ends a step of a pipeline: sums the gradients that were kept whole and waits for all reductions in flight.
+    pub(crate) fn end_step(&mut self, ranks: &Ranks, ctx: &Context, grads: &dyn ParamSet) {
+        self.settle(ctx);
+        let grads = grads.params();
+        let is_whole = |place: &usize| {
+            let spec = ranks.table().spec(*place);
+            spec.is_trainable && ranks.holds(spec) && !ranks.reduces_at_once(*place)
+        };
+        let places: Vec<usize> = (0..grads.len()).filter(is_whole).collect();
+        self.sum_whole(ranks, ctx, &places, &grads);
+    }
+
     /// Ends a pass: sums the gradients outside the layers and waits for all reductions in flight.
     pub(crate) fn end_pass(&mut self, ranks: &Ranks, ctx: &Context, grads: &dyn ParamSet) {
         self.settle(ctx);
-        let grads = grads.params();
-        for place in ranks.table().outside().filter(|&place| ranks.table().is_trainable(place)) {
+        let places: Vec<usize> = ranks.table().outside().filter(|&place| ranks.table().is_trainable(place)).collect();
+        self.sum_whole(ranks, ctx, &places, &grads.params());
+    }
+
+    /// Adds the sums of whole gradients over ranks to this rank's slices.
+    fn sum_whole(&mut self, ranks: &Ranks, ctx: &Context, places: &[usize], grads: &[&Tensor]) {
+        for &place in places {
             if self.failure.is_some() {
                 return;
             }
@@ -106,6 +146,14 @@ fn make_room(ranks: &Ranks, ctx: &Context, layer: usize, grads: &mut dyn ParamSe
 }
 
 impl Ranks {
+    /// Returns whether the gradient of tensor `place` is reduced with each microbatch of a pipeline: that of a matrix
+    /// in a layer. Vectors, which B computes, take little memory, and are kept to the end of the step as are the
+    /// tensors outside the layers.
+    fn reduces_at_once(&self, place: usize) -> bool {
+        let spec = self.table().spec(place);
+        spec.place.layer().is_some() && spec.shape.len() > 1 && spec.is_trainable && self.holds(spec)
+    }
+
     /// Allocates gradients of zeros for `weights` or slices of them. With sharded gradients those of a layer are
     /// allocated when they are computed.
     pub(crate) fn first_grads<P: ParamSet>(&self, ctx: &Context, weights: &P) -> P {
@@ -113,8 +161,13 @@ impl Ranks {
             return weights.gradients(ctx, self.table().weights(), DType::F32);
         }
         let outside: Vec<usize> = self.table().outside().collect();
+        let is_pipeline = self.pipeline_group().is_some();
+        let is_kept = |spec: &WeightSpec| match is_pipeline {
+            true => self.holds(spec) && spec.is_trainable && !self.reduces_at_once(spec.index),
+            false => outside.contains(&spec.index),
+        };
         let grads = weights.map_params(self.table().weights(), |spec, _| {
-            let shape = if outside.contains(&spec.index) { self.table().grad_shape(spec.index) } else { vec![0] };
+            let shape = if is_kept(spec) { self.table().grad_shape(spec.index) } else { vec![0] };
             ctx.zeros(&shape, DType::F32)
         });
         grads.without_states(ctx)

@@ -18,7 +18,7 @@ use super::{Ranks, SumsUnderWay};
 use crate::error::TrainError;
 
 /// An all-gather or reduce-scatter in flight: the sent tensor and the one to receive.
-pub(crate) type PendingWhole = Pending<(Tensor, Tensor)>;
+pub(super) type PendingWhole = Pending<(Tensor, Tensor)>;
 
 /// Returns the number of elements of each of `n` ranks' slices of `len` elements.
 pub(super) fn counts(len: usize, n: usize) -> Vec<usize> {
@@ -185,7 +185,7 @@ impl Ranks {
     }
 
     /// Starts the all-gather of tensor `place`, or of the experts of it that this rank owns.
-    pub(crate) fn start_joining(&self, ctx: &Context, place: usize, slice: &Tensor) -> Result<PendingWhole, CommError> {
+    pub(super) fn start_joining(&self, ctx: &Context, place: usize, slice: &Tensor) -> Result<PendingWhole, CommError> {
         let whole = ctx.empty(&self.sliced_shape(place), slice.dtype());
         self.holders_of(place).start_all_gather_v(slice.clone(), whole, &self.slice_counts(place))
     }

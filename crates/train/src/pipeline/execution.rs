@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use moeworks_model::{DecoderWeights, ParamSet, WeightGradTasks, WeightGrads};
-use moeworks_ops::elementwise::fill;
+use moeworks_model::{WeightGradTasks, WeightGrads};
 use moeworks_plan::schedule::{Action, Kind, Peaks};
 
 use super::figures::MicrobatchStats;
+use super::grads::StepGrads;
 use super::messages::{Cut, Inbox, Line, Parcel, Work};
 use super::work::{BackwardResult, BackwardWork, ForwardResult, ForwardWork, Kept, StageBatch};
 use super::{Pipeline, StageView, StepBatch};
@@ -21,7 +21,7 @@ pub(super) struct Execution<'a> {
     pipeline: &'a Pipeline,
     view: StageView<'a>,
     microbatches: &'a [StepBatch],
-    grads: &'a mut DecoderWeights,
+    grads: StepGrads<'a>,
     line: Line<'a>,
     inbox: Inbox<'a>,
     /// Results of stages that a send has yet to take.
@@ -40,13 +40,9 @@ impl<'a> Execution<'a> {
         pipeline: &'a Pipeline,
         view: StageView<'a>,
         microbatches: &'a [StepBatch],
-        grads: &'a mut DecoderWeights,
+        mut grads: StepGrads<'a>,
     ) -> Self {
-        for tensor in grads.params_mut() {
-            if !tensor.is_empty() {
-                fill(view.ctx, tensor, 0.0);
-            }
-        }
+        grads.clear(view);
         Self {
             pipeline,
             view,
@@ -90,10 +86,11 @@ impl<'a> Execution<'a> {
         Ok(self.inbox.progress(&self.line)?)
     }
 
-    /// Waits until everything that was sent has arrived. Returns the account of the microbatches whose loss was
-    /// found here, and the most that was held.
-    pub(super) fn finish(self) -> Result<(Vec<MicrobatchStats>, Peaks), TrainError> {
+    /// Waits until everything that was sent has arrived, and ends the sums of gradients. Returns the account of the
+    /// microbatches whose loss was found here, and the most that was held.
+    pub(super) fn finish(mut self) -> Result<(Vec<MicrobatchStats>, Peaks), TrainError> {
         self.line.finish()?;
+        self.grads.end_step(self.view);
         Ok((self.stats, self.peaks))
     }
 
@@ -170,7 +167,7 @@ impl<'a> Execution<'a> {
     fn backward(&mut self, index: u32, microbatch: u32, when: WeightGrads) -> Result<(), TrainError> {
         let work = self.begin_backward(index, microbatch, when)?;
         let start = Instant::now();
-        let result = work.run(self.view, self.grads)?;
+        let result = work.run(self.view, &mut self.grads)?;
         self.view.ranks.meter().record(if when == WeightGrads::Later { "B" } else { "BW" }, start);
         self.end_backward(result)
     }
@@ -186,7 +183,7 @@ impl<'a> Execution<'a> {
         let when = if backward.kind == Kind::Backward { WeightGrads::AtOnce } else { WeightGrads::Later };
         let forward = self.begin_forward(forward.stage, forward.microbatch)?;
         let backward = self.begin_backward(backward.stage, backward.microbatch, when)?;
-        let (of, view, grads, start) = (forward.of, self.view, &mut *self.grads, Instant::now());
+        let (of, view, grads, start) = (forward.of, self.view, &mut self.grads, Instant::now());
         let (back, front) = view.ranks.experts().take_turns(|| backward.run(view, grads), || forward.run(view));
         let (front, back) = (front?, back?);
         view.ranks.meter().record(if when == WeightGrads::Later { "F&B" } else { "F&BW" }, start);
@@ -252,7 +249,7 @@ impl<'a> Execution<'a> {
     fn weight_grad(&mut self, index: u32, microbatch: u32) {
         let tasks = self.tasks.remove(&(index, microbatch)).expect("a checked schedule has B before W");
         let start = Instant::now();
-        tasks.run(self.view.ctx, self.grads);
+        self.grads.run_tasks(self.view, tasks);
         self.view.ranks.meter().record("W", start);
     }
 

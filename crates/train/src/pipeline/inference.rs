@@ -71,11 +71,13 @@ impl Pipeline {
         batches: impl Iterator<Item = Batch>,
         hook: &mut dyn FnMut(&Batch, usize, &moeworks_moe::MoeSaved),
     ) -> Result<Vec<HeadLoss>, TrainError> {
+        let gathered = self.gathered_ends(view);
+        let view = view.with_weights(gathered.as_ref());
         let StageView { ctx, weights, ranks } = view;
         let (mut line, mut losses) = (Self::line(&view), Vec::new());
         for batch in batches {
             if batch.num_sequences == 0 {
-                self.serve(view);
+                self.serve_stages(view);
                 continue;
             }
             let stream = self.through(&mut line, |stage, stream| {
@@ -99,6 +101,8 @@ impl Pipeline {
         batch: &TokenBatch<'_>,
         hook: RoutingHook<'_>,
     ) -> Result<(), TrainError> {
+        let gathered = self.gathered_ends(view);
+        let view = view.with_weights(gathered.as_ref());
         let mut line = Self::line(&view);
         self.through(&mut line, |stage, stream| {
             Ok(stage.observe(view.ctx, view.weights, batch, Mode::Infer, stream, Some(&mut *hook))?)
@@ -108,6 +112,11 @@ impl Pipeline {
 
     /// The part of a rank without tokens in such a pass: its experts serve the rows of others.
     pub(crate) fn serve(&self, view: StageView<'_>) {
+        let gathered = self.gathered_ends(view);
+        self.serve_stages(view.with_weights(gathered.as_ref()));
+    }
+
+    fn serve_stages(&self, view: StageView<'_>) {
         for index in (0..self.num_stages()).filter(|&index| self.pp_rank_of(index) == self.pp_rank) {
             self.stage(index).serve(view.ctx, view.weights);
         }
@@ -126,7 +135,8 @@ impl Pipeline {
         text: &mut PipelinedText,
         ids: &[u32],
     ) -> Result<Option<Tensor>, TrainError> {
-        let StageView { ctx, weights, ranks } = view;
+        let gathered = self.gathered_ends(view);
+        let StageView { ctx, weights, ranks } = view.with_weights(gathered.as_ref());
         let (mut line, part) = (Self::line(&view), TextPart { ids, start: text.len });
         text.len += ids.len();
         let stream =

@@ -9,6 +9,7 @@
 
 mod execution;
 mod figures;
+mod grads;
 mod inference;
 mod messages;
 mod plan;
@@ -18,15 +19,16 @@ mod work;
 use std::sync::Arc;
 
 use moeworks_model::{
-    Decoder, DecoderWeights, ModelConfig, PassOptions, PassStats, Stage, StageRanks, TensorRanks, WeightTable,
+    Decoder, DecoderWeights, Gather, ModelConfig, PassOptions, PassStats, Stage, StageRanks, TensorRanks, WeightTable,
 };
 use moeworks_ops::Context;
 use moeworks_plan::schedule::{Chain, Entry, Peaks};
 
 use crate::config::ConfigError;
 use crate::error::TrainError;
-use crate::parallel::Ranks;
+use crate::parallel::{Ranks, SumsUnderWay, WholeLayers};
 use execution::Execution;
+use grads::StepGrads;
 use messages::Flows;
 pub use plan::{PipelinePlan, is_schedule_file};
 pub use timing::{ActionTimes, StepTimes, TimedPipeline, time_steps};
@@ -53,6 +55,16 @@ pub(crate) struct StageView<'a> {
     pub(crate) ranks: &'a Ranks,
     /// The weights of this rank's stages.
     pub(crate) weights: &'a DecoderWeights,
+}
+
+impl<'a> StageView<'a> {
+    /// Returns the view with other weights, if there are some.
+    fn with_weights<'b>(self, weights: Option<&'b DecoderWeights>) -> StageView<'b>
+    where
+        'a: 'b,
+    {
+        StageView { weights: weights.unwrap_or(self.weights), ..self }
+    }
 }
 
 /// A microbatch of a step: this rank's sequences.
@@ -84,6 +96,7 @@ impl Pipeline {
         let tensor = ranks.cut_tensors(config, &table)?.cloned();
         ranks.share_out_stages(&plan, &table)?;
         let stage_ranks = stage_ranks(ranks, tensor.clone());
+        let gather = ranks.shards_weights().then(|| Arc::new(WholeLayers::with_whole_ends(Arc::clone(ranks))));
         let decoder = match tensor {
             None => Decoder::expert_parallel(config.clone(), table, ranks.experts().clone()),
             Some(tensor) => Decoder::tensor_parallel(config.clone(), table, tensor),
@@ -94,7 +107,12 @@ impl Pipeline {
         let own = plan.stages_of(pp_rank);
         let stage = |(index, part): (usize, &moeworks_model::StagePart)| {
             let make = || {
-                Stage::over_ranks(config.clone(), Arc::clone(decoder.weight_table()), part.clone(), stage_ranks.clone())
+                let table = Arc::clone(decoder.weight_table());
+                let stage = Stage::over_ranks(config.clone(), table, part.clone(), stage_ranks.clone())?;
+                Ok::<_, moeworks_moe::ConfigError>(match &gather {
+                    None => stage,
+                    Some(gather) => stage.gathering(Arc::clone(gather) as Arc<dyn Gather>),
+                })
             };
             own.contains(&index).then(make).transpose()
         };
@@ -109,20 +127,30 @@ impl Pipeline {
         self.stages[index].as_ref().expect("the schedule gives this rank actions of its own stages alone")
     }
 
+    /// Gathers the tensors outside the layers, if ranks keep slices of weights: they are whole for all passes of a
+    /// step, because the ends of the model may share them. All ranks call this.
+    fn gathered_ends(&self, view: StageView<'_>) -> Option<DecoderWeights> {
+        let StageView { ctx, ranks, weights } = view;
+        ranks.shards_weights().then(|| ranks.gather_outside(ctx, weights))
+    }
+
     /// The number of stages.
     fn num_stages(&self) -> usize {
         self.plan.parts.len()
     }
 
     /// Takes the microbatches of a step through the stages and back, as the schedule says. `grads` become the
-    /// gradients of this rank's sequences. All ranks call this.
+    /// gradients of this rank's sequences; sharded ones are reduced into the slices of `sums`. All ranks call this.
     pub(crate) fn step(
         &self,
         view: StageView<'_>,
         microbatches: &[StepBatch],
         grads: &mut DecoderWeights,
+        sums: &mut SumsUnderWay,
     ) -> Result<StepOutcome, TrainError> {
-        let mut execution = Execution::new(self, view, microbatches, grads);
+        let gathered = self.gathered_ends(view);
+        let view = view.with_weights(gathered.as_ref());
+        let mut execution = Execution::new(self, view, microbatches, StepGrads { grads, slices: sums.slices.as_mut() });
         for entry in &self.plan.schedule.ranks[self.pp_rank] {
             match *entry {
                 Entry::One(action) => execution.carry_out(action)?,

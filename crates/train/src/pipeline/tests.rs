@@ -34,6 +34,8 @@ struct Case {
     num_microbatches: usize,
     checkpoint_layers: bool,
     zero: u8,
+    /// The ranks that each stage group spreads its experts over, if these differ.
+    stage_ep: &'static str,
 }
 
 struct Step {
@@ -78,6 +80,7 @@ fn case(pp: usize, schedule: &str) -> Case {
         num_microbatches: 4,
         checkpoint_layers: false,
         zero: 0,
+        stage_ep: "",
     }
 }
 
@@ -89,6 +92,8 @@ impl Case {
         config.parallel.pp = self.layout.pp;
         config.parallel.schedule.clone_from(&self.schedule);
         self.stages.clone_into(&mut config.parallel.stages);
+        self.stage_ep.clone_into(&mut config.parallel.stage_ep);
+        (config.parallel.dp, config.parallel.ep, config.parallel.tp) = (self.layout.dp, self.layout.ep, self.layout.tp);
         config
     }
 
@@ -142,8 +147,8 @@ fn finish_sums(
     ctx: &Context,
     part: &DecoderWeights,
     grads: &mut DecoderWeights,
+    sums: SumsUnderWay,
 ) -> Result<f64, TrainError> {
-    let sums = ranks.begin_sums(ctx);
     if !ranks.shards_optimizer() {
         ranks.sum_gradients(grads, sums)?;
         return ranks.global_norm(ctx, grads);
@@ -170,24 +175,29 @@ struct Rank {
     ranks: Arc<Ranks>,
     ctx: Context,
     pipeline: Pipeline,
+    /// This rank's part of the weights.
     part: DecoderWeights,
+    /// The slices of it, if ranks keep these.
+    slices: Option<DecoderWeights>,
     grads: DecoderWeights,
     microbatches: Vec<StepBatch>,
 }
 
 impl Rank {
     fn new(case: &Case, plan: &PipelinePlan, comm: &dyn Communicator) -> Result<Self, TrainError> {
-        let placement = Placement::sharded(case.model.num_experts, case.layout.num_expert_ranks());
-        let ranks = Ranks::new(comm, case.layout, placement, Exchange::plain(Wire::F32))?.with_zero(case.zero);
+        let layout = case.config().parallel.layout_of_stage_group(case.layout.stage_group(comm.rank()));
+        let placement = Placement::sharded(case.model.num_experts, layout.num_expert_ranks());
+        let ranks = Ranks::new(comm, layout, placement, Exchange::plain(Wire::F32))?.with_zero(case.zero);
         let (ranks, ctx) = (Arc::new(ranks), Context::cpu(1));
         let table = WeightTable::new(&case.model);
         let (pipeline, decoder) = Pipeline::on_ranks(&ranks, &case.model, table, plan.clone())?;
         let part = decoder.init(&ctx, 7, Some(&mut |spec, tensor| ranks.part(&ctx, spec, &tensor)));
-        let grads = ranks.first_grads(&ctx, &part);
+        let slices = ranks.shards_weights().then(|| ranks.slices_of(&ctx, &part));
+        let grads = ranks.first_grads(&ctx, slices.as_ref().unwrap_or(&part));
         let share = ranks.share(SEQUENCES);
         let microbatch = |microbatch| case.batch(microbatch, share.clone());
         let microbatches = (0..case.num_microbatches).map(microbatch).collect();
-        Ok(Self { ranks, ctx, pipeline, part, grads, microbatches })
+        Ok(Self { ranks, ctx, pipeline, part, slices, grads, microbatches })
     }
 }
 
@@ -199,11 +209,16 @@ fn step_on_ranks(case: &Case) -> Step {
 fn step_with(case: &Case, overlaps_pairs: bool) -> Step {
     let plan = case.plan();
     let steps = try_run_ranks(&RankOptions::new(case.layout.num_ranks()), |comm: &dyn Communicator| {
-        let Rank { ranks, ctx, mut pipeline, part, mut grads, microbatches } = Rank::new(case, &plan, comm)?;
+        let Rank { ranks, ctx, mut pipeline, part, slices, mut grads, microbatches } = Rank::new(case, &plan, comm)?;
         pipeline.overlaps_pairs = overlaps_pairs;
-        let view = StageView { ctx: &ctx, ranks: &ranks, weights: &part };
-        let outcome = pipeline.step(view, &microbatches, &mut grads)?;
-        let norm = finish_sums(&ranks, &ctx, &part, &mut grads)?;
+        let view = StageView { ctx: &ctx, ranks: &ranks, weights: slices.as_ref().unwrap_or(&part) };
+        let mut sums = ranks.begin_sums(&ctx);
+        let outcome = pipeline.step(view, &microbatches, &mut grads, &mut sums)?;
+        if ranks.shards_gradients() {
+            let in_layers = grads.layers.iter().map(|layer| layer.attention.o.weight.len());
+            assert_eq!(in_layers.sum::<usize>(), 0, "matrices have no gradients after the step");
+        }
+        let norm = finish_sums(&ranks, &ctx, &part, &mut grads, sums)?;
         ranks.check_copies(&grads)?;
         let grads = whole_on_root(&ranks, &ctx, &grads)?;
         Ok::<_, TrainError>((outcome, norm, grads, ranks.pp_rank()))
@@ -321,6 +336,35 @@ fn optimizer_state_that_ranks_share_out_gives_the_step_of_one_rank() {
     }
 }
 
+#[test]
+fn gradients_and_weights_that_ranks_share_out_give_the_step_of_one_rank() {
+    for (dp, ep, tp) in [(2, 1, 1), (1, 2, 1), (2, 1, 2)] {
+        let layout = Layout::new(dp, ep, tp).with_pipeline(2);
+        for schedule in ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_overlap", "dualpipe_v"] {
+            for zero in [2, 3] {
+                check(&Case { layout, zero, ..case(2, schedule) });
+            }
+        }
+    }
+    let model = ModelConfig { tie_embeddings: false, ..model(4) };
+    let layout = Layout::new(2, 1, 1).with_pipeline(4);
+    check(&Case { model, layout, zero: 3, checkpoint_layers: true, ..case(4, "zb_h2") });
+}
+
+#[test]
+fn stage_groups_with_layouts_of_their_own_give_the_step_of_one_rank() {
+    for (dp, ep, tp) in [(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2)] {
+        let layout = Layout::new(dp, ep, tp).with_pipeline(2);
+        for (schedule, stage_ep, zero) in
+            [("1f1b", "1,2", 0), ("zb_v", "2,1", 1), ("interleaved_overlap", "1,2", 2), ("zb_h1", "2,1", 3)]
+        {
+            check(&Case { layout, stage_ep, zero, ..case(2, schedule) });
+        }
+    }
+    let layout = Layout::new(4, 1, 1).with_pipeline(3);
+    check(&Case { model: model(6), layout, stage_ep: "1,2,4", stages: "1,1,4", ..case(3, "1f1b") });
+}
+
 /// A schedule in a file.
 fn in_file(schedule: &moeworks_plan::Schedule) -> (tempfile::TempDir, String) {
     let folder = tempfile::tempdir().expect("a folder");
@@ -361,9 +405,10 @@ fn a_rank_that_dies_in_the_middle_of_a_schedule_is_named_by_the_others() {
         let case = Case { model: model(6), num_microbatches: 6, ..case(pp, schedule) };
         let (plan, start) = (case.plan(), Instant::now());
         let failed = try_run_ranks(&RankOptions::new(pp), |comm: &dyn Communicator| {
-            let Rank { ranks, ctx, pipeline, part, mut grads, microbatches } = Rank::new(&case, &plan, comm)?;
+            let Rank { ranks, ctx, pipeline, part, mut grads, microbatches, .. } = Rank::new(&case, &plan, comm)?;
             let view = StageView { ctx: &ctx, ranks: &ranks, weights: &part };
-            let mut execution = Execution::new(&pipeline, view, &microbatches, &mut grads);
+            let grads = StepGrads { grads: &mut grads, slices: None };
+            let mut execution = Execution::new(&pipeline, view, &microbatches, grads);
             for (place, entry) in plan.schedule.ranks[comm.rank()].iter().enumerate() {
                 assert!((comm.rank(), place) != (1, 5), "out of paper");
                 entry.actions().try_for_each(|action| execution.carry_out(action))?;

@@ -94,7 +94,7 @@ pub fn time_steps(comm: &dyn Communicator, timed: &TimedPipeline<'_>) -> Result<
             let _warm_up = (ranks.experts().take_exchange_times(), ranks.meter().take_spans());
         }
         let start = Instant::now();
-        pipeline.step(view, &microbatches, &mut grads)?;
+        pipeline.step(view, &microbatches, &mut grads, &mut ranks.begin_sums(&ctx))?;
         ranks.world().barrier()?;
         if step > 0 {
             times.steps_s.push(start.elapsed().as_secs_f64());

@@ -2,12 +2,12 @@
 //! the step, so that two of them can take turns.
 
 use moeworks_model::{
-    DecoderWeights, GradTarget, PassStats, ResidualStream, RouterLoss, Stage, StageBackward, StageForward,
-    StageOutputGrads, StageSaved, WeightGrads,
+    PassStats, ResidualStream, RouterLoss, Stage, StageBackward, StageForward, StageOutputGrads, StageSaved,
+    WeightGrads,
 };
 use moeworks_moe::LayerStats;
-use moeworks_ops::linear::Write;
 
+use super::grads::StepGrads;
 use super::{StageView, StepBatch};
 use crate::error::TrainError;
 
@@ -86,14 +86,15 @@ pub(super) struct BackwardResult<'a> {
 
 impl<'a> BackwardWork<'a> {
     /// Computes it, and adds the gradients of weights to `grads`. The ranks of the stage group call this together.
-    pub(super) fn run(self, view: StageView<'a>, grads: &mut DecoderWeights) -> Result<BackwardResult<'a>, TrainError> {
+    pub(super) fn run(self, view: StageView<'a>, grads: &mut StepGrads<'_>) -> Result<BackwardResult<'a>, TrainError> {
         let Self { of, kept: Kept { saved, num_before, num_own, .. }, stream, stats, when } = self;
         let StepBatch { batch, options } = of.batch;
         let mut losses = of.stage.losses_on_routers(&batch.tokens(), &stats, options);
         let loss_grads = std::mem::take(&mut losses.grads).into_iter().skip(num_before).take(num_own).collect();
         let output = StageOutputGrads { stream, loss_grads };
-        let target = GradTarget::new(Write::Add, grads);
-        let back = of.stage.backward(view.ctx, view.weights, saved, output, target, when)?;
+        let back = grads.backward(view, of.stage, when, |target| {
+            of.stage.backward(view.ctx, view.weights, saved, output, target, when)
+        })?;
         Ok(BackwardResult { of, when, stats, losses, back })
     }
 }

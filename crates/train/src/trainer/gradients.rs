@@ -10,7 +10,7 @@ use super::Trainer;
 use crate::error::TrainError;
 use crate::optimizer::{UpdateScale, Weights, global_norm};
 use crate::parallel::{Ranks, SumsUnderWay};
-use crate::task::{Microbatch, ModelView, ParamsAndCopy, PassFigures, PassGradients, Task};
+use crate::task::{Microbatch, ModelView, ParamsAndCopy, PassFigures, PassGradients, StepGradients, Task};
 
 impl<T: Task> Trainer<T> {
     /// Computes the loss and the gradient of all microbatches of `step`. The gradient of the mean over all targets is
@@ -27,7 +27,8 @@ impl<T: Task> Trainer<T> {
             params: self.copy.as_ref().unwrap_or(&self.params),
         };
         let first = Microbatch { step, index: 0, num, progress };
-        if let Some(figures) = self.task.train_step(&model, first, &mut self.grads)? {
+        let gradients = StepGradients { grads: &mut self.grads, sums: &mut sums };
+        if let Some(figures) = self.task.train_step(&model, first, gradients)? {
             return Ok((figures.of_step(num), sums));
         }
         let mut total: Option<PassFigures> = None;
