@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use moeworks_infer::InferError;
-use moeworks_infer::expert_ranks::check_placements;
+use moeworks_infer::model_ranks::check_placements;
 use moeworks_infer::open::Model;
 use moeworks_serve::{RebalanceOptions, RebalanceSource};
 
