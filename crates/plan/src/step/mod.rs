@@ -11,7 +11,7 @@
 //! let schedule = ScheduleKind::ZbH1.generate(&ScheduleRequest::new(4, 16, step.times()))?;
 //! let schedule = step.written_out(&schedule)?;
 //! let report = step.simulate(&schedule.check()?)?;
-//! assert!(report.hidden.is_some() && report.mfu < 0.5);
+//! assert!(report.hidden.is_some() && report.mfu < 1.0);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
