@@ -64,8 +64,8 @@ impl MoeSaved {
         Self { inner: Inner::Computed(Arc::new(saved)) }
     }
 
-    /// Makes the saved state of a layer of `config` that another rank computed in a pass of inference, for a hook that
-    /// looks at its decisions. There is no backward pass from it.
+    /// Makes the saved state of a layer of `config` that another rank computed in a pass of inference, for a hook
+    /// that looks at its decisions. There is no backward pass from it.
     #[must_use]
     pub fn reported(ctx: &Context, config: &MoeConfig, routing: Routing, stats: LayerStats) -> Self {
         let num_zero_computation = config.router.num_zero_computation();

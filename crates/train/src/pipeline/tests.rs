@@ -163,10 +163,10 @@ fn finish_sums(
 /// The whole of what all ranks have of `part`, on the root.
 fn whole_on_root(ranks: &Ranks, ctx: &Context, part: &DecoderWeights) -> Result<Option<Named>, TrainError> {
     if !ranks.is_root() {
-        return ranks.give_tensors(ctx, ranks.held_weights(part)).map(|()| None);
+        return ranks.give_tensors(ctx, ranks.held_parts(part)).map(|()| None);
     }
     let names = ranks.table().weights().specs().iter().map(|spec| spec.name.clone());
-    let wholes = ranks.whole_one_by_one(ctx, ranks.held_weights(part));
+    let wholes = ranks.whole_one_by_one(ctx, ranks.held_parts(part));
     Ok(Some(names.zip(wholes.map(|whole| whole.expect("a tensor").f32s().to_vec())).collect()))
 }
 
