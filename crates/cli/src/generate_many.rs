@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use moeworks_infer::open::Source;
 use moeworks_infer::routing_record::{RecordSource, RoutingRecorder};
 use moeworks_model::files::write_whole;
+use moeworks_serve::Engine;
 use moeworks_serve::batch::{BatchAnswer, BatchDefaults, BatchPrompt, answer_all, read};
 use moeworks_serve::server::ServedModel;
-use moeworks_serve::{Engine, Limits};
 
 use crate::args::{GenerateArgs, LoadArgs};
 use crate::exit_code::ExitCode;
@@ -19,7 +19,7 @@ use crate::host::Call;
 use crate::model_ranks::ModelRank;
 use crate::record;
 use crate::sampling::{Sampling, warn_of_unused};
-use crate::serve::{limits, name_of, template};
+use crate::serve::{kv_type, limits, name_of, template};
 
 /// The time between two lines that say how far it is.
 const PROGRESS: Duration = Duration::from_secs(10);
@@ -53,7 +53,8 @@ pub(crate) fn run(
     let model = Arc::new(rank.open(&source)?);
     warn_of_unused(&args.sampling, &defaults);
     tracing::info!("sampling: {}", sampling.description);
-    let limits = limits(&load(args), &model)?;
+    let load = load(args);
+    let (limits, kv_type) = (limits(&load, &model)?, kv_type(&load, &model)?);
     let served = ServedModel {
         names: vec![name_of(&args.model)],
         template: template(args.batch.chat_template.as_deref(), &source, &model)?,
@@ -74,7 +75,8 @@ pub(crate) fn run(
         return Err(Failure::input(format!("--data {shown}: has no prompt; give a JSON object a line")));
     }
     let recorder = record::begin(&args.record, RecordSource::Generate, &served.model, &args.model)?;
-    let answers = answered(&served, prompts, limits, recorder)?;
+    let engine = Engine::with_kv_type(&served.model, limits, kv_type)?;
+    let answers = answered(&served, prompts, engine, recorder)?;
     model.end_ranks()?;
     write_whole(out, answers.as_bytes())
         .map_err(|error| Failure::input(format!("--out {}: cannot be written: {error}", out.display())))?;
@@ -107,6 +109,7 @@ fn load(args: &GenerateArgs) -> LoadArgs {
         max_waiting: max_running,
         turn_tokens: TURN_TOKENS.max(max_running),
         kv_memory: args.batch.kv_memory,
+        kv_type: args.batch.kv_type,
         block_len: BLOCK_LEN,
         no_prefix_cache: false,
         request_timeout: 0.0,
@@ -119,10 +122,9 @@ fn load(args: &GenerateArgs) -> LoadArgs {
 fn answered(
     served: &ServedModel,
     prompts: Vec<BatchPrompt>,
-    limits: Limits,
+    mut engine: Engine<'_>,
     recorder: Option<RoutingRecorder>,
 ) -> Result<String, Failure> {
-    let mut engine = Engine::new(&served.model, limits)?;
     recorder.into_iter().for_each(|recorder| engine.record_routing(recorder));
     let names: Vec<_> = prompts.iter().map(|prompt| (prompt.id.clone(), prompt.info)).collect();
     let (start, count) = (Instant::now(), prompts.len());

@@ -8,11 +8,12 @@ use moeworks_infer::chat::ChatTemplate;
 use moeworks_infer::open::{Model, Source};
 use moeworks_infer::routing_record::RecordSource;
 use moeworks_infer::system::System;
-use moeworks_model::PagedKvCache;
-use moeworks_serve::server::{ApiKeys, FailureSignal, Loading, ServedModel, ServerOptions, StopSignal};
+use moeworks_model::{KvType, PagedKvCache};
+use moeworks_serve::server::{ApiKeys, FailureSignal, KvCacheInfo, Loading, ServedModel, ServerOptions, StopSignal};
 use moeworks_serve::{Engine, Limits, server};
+use moeworks_tensor::DType;
 
-use crate::args::{AccessArgs, LoadArgs, LogFormat, ServeArgs};
+use crate::args::{AccessArgs, KvTypeChoice, LoadArgs, LogFormat, ServeArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::files::text_of;
@@ -54,7 +55,8 @@ fn one_rank(
     let defaults = source.sampling_defaults()?;
     let model = Arc::new(rank.open(&source)?);
     let limits = limits(&args.load, &model)?;
-    let mut engine = Engine::new(&model, limits)?;
+    let kv_type = kv_type(&args.load, &model)?;
+    let mut engine = Engine::with_kv_type(&model, limits, kv_type)?;
     engine.rebalance(serve_rebalance::options(&args.rebalance, &model)?)?;
     if let Some(recorder) = record::begin(&args.record, RecordSource::Serve, &model, &args.model)? {
         engine.record_routing(recorder);
@@ -67,9 +69,10 @@ fn one_rank(
         sandbox: call.sandbox()?,
         max_sequence_tokens: limits.max_sequence_tokens().saturating_add(1),
     };
-    let options = ServerOptions { num_blocks: limits.num_blocks, ..options };
+    let kv_cache = kv_cache(&limits, kv_type, &model);
     drop(loading);
-    say_ready(&listener, &served, &limits)?;
+    say_ready(&listener, &served, &limits, &kv_cache)?;
+    let options = ServerOptions { num_blocks: limits.num_blocks, kv_cache, ..options };
     let stop = StopSignal::default();
     let _receiving = call.interrupts().give_to_server(&stop);
     server::serve(listener, served, engine, options, &stop)
@@ -79,12 +82,29 @@ fn one_rank(
 }
 
 /// Prints the address at which requests are accepted.
-fn say_ready(listener: &TcpListener, served: &ServedModel, limits: &Limits) -> Result<(), Failure> {
+fn say_ready(
+    listener: &TcpListener,
+    served: &ServedModel,
+    limits: &Limits,
+    kv_cache: &KvCacheInfo,
+) -> Result<(), Failure> {
     let address = listener.local_addr()?;
     let Limits { num_blocks, block_len, .. } = *limits;
     println!("serving {} at http://{address} ({num_blocks} blocks of {block_len} tokens)", served.name());
     crate::output::flush();
+    let KvCacheInfo { dtype, bytes_per_token, .. } = kv_cache;
+    tracing::info!("keys and values in {dtype}: {bytes_per_token} bytes a token");
     Ok(())
+}
+
+/// Facts about keys and values, for metrics.
+fn kv_cache(limits: &Limits, kv_type: KvType, model: &Model) -> KvCacheInfo {
+    let dtype = kv_type.dtype(activations(model));
+    KvCacheInfo {
+        block_len: limits.block_len,
+        dtype: format!("{dtype:?}").to_lowercase(),
+        bytes_per_token: PagedKvCache::bytes_per_token(model.decoder.config(), dtype),
+    }
 }
 
 /// Listens at the address, and warns where everybody can send requests.
@@ -187,11 +207,30 @@ pub(crate) fn limits(args: &LoadArgs, model: &Model) -> Result<Limits, Failure> 
     Ok(limits)
 }
 
+fn activations(model: &Model) -> DType {
+    model.weights.compute_dtype().of_activations()
+}
+
+/// Returns the number type of keys and values.
+pub(crate) fn kv_type(args: &LoadArgs, model: &Model) -> Result<KvType, Failure> {
+    let (kv_type, name) = match args.kv_type {
+        None => return Ok(KvType::Activations),
+        Some(KvTypeChoice::F32) => (KvType::F32, "f32"),
+        Some(KvTypeChoice::Bf16) => (KvType::Bf16, "bf16"),
+        Some(KvTypeChoice::Q8) => (KvType::Q8, "q8"),
+    };
+    let wrong = |problem: &str| Failure::input(format!("--kv-type {name}: {problem}"));
+    if model.ctx.gpu().is_some() && kv_type.dtype(activations(model)) != activations(model) {
+        return Err(wrong("works only on the CPU; choose the device cpu, or leave it out"));
+    }
+    kv_type.check(model.decoder.config()).map_err(|error| wrong(&error.expected))?;
+    Ok(kv_type)
+}
+
 /// Returns the number of blocks that fit in the memory for keys and values, or that `--max-running` answers need.
 fn num_blocks(args: &LoadArgs, model: &Model) -> Result<usize, Failure> {
     let config = model.decoder.config();
-    // Keys and values have the type of activations.
-    let dtype = model.weights.compute_dtype().of_activations();
+    let dtype = kv_type(args, model)?.dtype(activations(model));
     let block_bytes = PagedKvCache::bytes_per_token(config, dtype).max(1).saturating_mul(args.block_len);
     let Some(gigabytes) = args.kv_memory else {
         let needed = config.max_seq_len.div_ceil(args.block_len).saturating_mul(args.max_running);

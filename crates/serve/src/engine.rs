@@ -11,7 +11,7 @@ use moeworks_infer::InferError;
 use moeworks_infer::generation::{AnswerText, End, Sampler, TokenLogprobs};
 use moeworks_infer::open::Model;
 use moeworks_infer::routing_record::{RoutingRecorder, Run};
-use moeworks_model::{Decoder, PagedKvCache, SequencePart, WantedLogits};
+use moeworks_model::{Decoder, KvType, PagedKvCache, SequencePart, WantedLogits};
 use moeworks_moe::MoeSaved;
 use moeworks_ops::elementwise::copy_rows;
 use moeworks_tensor::{DType, Tensor};
@@ -107,9 +107,19 @@ impl<'a> Engine<'a> {
     /// # Errors
     /// If the limits leave nothing, or the model cannot pass sequences of different lengths together.
     pub fn new(model: &'a Model, limits: Limits) -> Result<Self, EngineError> {
+        Self::with_kv_type(model, limits, KvType::Activations)
+    }
+
+    /// An engine without requests that keeps keys and values in this type. On a GPU it must be that of activations.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and if the rows of the model cannot be kept in this type.
+    pub fn with_kv_type(model: &'a Model, limits: Limits, kv_type: KvType) -> Result<Self, EngineError> {
+        let config = model.decoder.config();
         model.decoder.check_ragged().map_err(InferError::from)?;
+        kv_type.check(config).map_err(InferError::from)?;
         let scheduler = Scheduler::new(limits)?;
-        let cache = PagedKvCache::new(model.decoder.config(), limits.num_blocks, limits.block_len);
+        let cache = PagedKvCache::new(config, limits.num_blocks, limits.block_len).with_type(kv_type);
         let experts = Experts::new(model.decoder.config(), limits.num_blocks, limits.block_len);
         let mut engine = Self { model, scheduler, cache, answers: HashMap::new(), experts, rebalancer: None };
         engine.rebalance(RebalanceOptions::default())?;

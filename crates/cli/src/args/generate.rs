@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use moeworks_infer::generation::{SamplingSettings, TokenLimit};
 
-use super::{ComputeArgs, RankArgs, RecordArgs};
+use super::{ComputeArgs, KvTypeChoice, RankArgs, RecordArgs};
 
 /// Options for sampling. Missing ones come from the model's `generation_config.json`, or from the keys
 /// `general.sampling.*` of a GGUF file.
@@ -145,6 +145,9 @@ pub(crate) struct BatchArgs {
     /// memory)
     #[arg(long, value_name = "GB", requires = "data")]
     pub(crate) kv_memory: Option<f64>,
+    /// Number type of keys and values: q8 takes half the memory of bf16 (default: that of activations)
+    #[arg(long, visible_alias = "kv-cache-dtype", value_name = "TYPE", value_enum, requires = "data")]
+    pub(crate) kv_type: Option<KvTypeChoice>,
 }
 
 #[derive(Debug, Args)]

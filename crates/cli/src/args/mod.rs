@@ -40,7 +40,7 @@ pub(crate) use parse::parse;
 pub(crate) use plan::{EstimateArgs, PlanArgs};
 pub(crate) use record::RecordArgs;
 pub(crate) use routing::{RoutingArgs, RoutingCommand, RoutingExportArgs, RoutingPageArgs, RoutingStatsArgs};
-pub(crate) use serve::{AccessArgs, LoadArgs, LogFormat, RebalanceArgs, ServeArgs};
+pub(crate) use serve::{AccessArgs, KvTypeChoice, LoadArgs, LogFormat, RebalanceArgs, ServeArgs};
 pub(crate) use simulate::{PathChoice, PrecisionChoice, SimulateArgs, StepArgs, WireChoice};
 pub(crate) use train::{ConfigArgs, LayoutCheckArgs, ReportArgs, StudyArgs, TrainArgs};
 

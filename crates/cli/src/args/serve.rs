@@ -71,6 +71,15 @@ pub(crate) enum LogFormat {
     Json,
 }
 
+/// The number type of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvTypeChoice {
+    F32,
+    Bf16,
+    #[value(alias = "q8_0")]
+    Q8,
+}
+
 /// Options for who may send requests.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Access")]
@@ -104,6 +113,10 @@ pub(crate) struct LoadArgs {
     /// memory)
     #[arg(long, value_name = "GB")]
     pub(crate) kv_memory: Option<f64>,
+    /// Number type of keys and values: q8 takes half the memory of bf16, and rounds them to 8 bits (default: that of
+    /// activations, bf16 for weights in bf16, else f32)
+    #[arg(long, visible_alias = "kv-cache-dtype", value_name = "TYPE", value_enum)]
+    pub(crate) kv_type: Option<KvTypeChoice>,
     /// Tokens per block of keys and values
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub(crate) block_len: usize,

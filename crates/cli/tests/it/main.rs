@@ -19,6 +19,7 @@ mod forms;
 mod gateway;
 mod generate_many;
 mod in_a_row;
+mod kv_types;
 mod layers;
 mod lm_eval;
 mod models;

@@ -17,6 +17,7 @@ use super::Pass;
 use super::heads::{Heads, HeadsGradTask, HeadsSaved};
 use super::latent::{Latent, LatentGradTask, LatentSaved};
 use super::norm::{Norm, NormBackward};
+use super::paged_attention::{PagedQueries, attend_to_blocks};
 use super::projection::{project_grads, project_summed};
 use crate::config::ModelConfig;
 use crate::kv_cache::{LayerCache, LayerKv};
@@ -192,11 +193,8 @@ impl AttentionBlock {
             (Inputs::Heads(heads), AttentionInputs::Heads(inputs)) => {
                 let ([q, k, v], _) = heads.forward(pass, inputs, normed);
                 layer.write(pass.ctx, &[&k, &v], segments.runs());
-                let [keys, values] = layer.kept() else { unreachable!("keys and values were written") };
-                let sequences = segments.paged_sequences();
-                let shape = RaggedShape { heads: self.heads(), sequences: &sequences };
-                let inputs = RaggedInputs { q: &q, k: keys, v: values, sinks: w.sinks.as_ref() };
-                attention_ragged(pass.ctx, inputs, &shape).o
+                let queries = PagedQueries { q: &q, sinks: w.sinks.as_ref(), heads: self.heads() };
+                attend_to_blocks(pass.ctx, &queries, layer, &segments.paged_sequences())
             }
             (Inputs::Latent(latent), AttentionInputs::Latent(inputs)) => {
                 latent.forward_paged(pass, inputs, normed, layer, self.heads(), w.sinks.as_ref())

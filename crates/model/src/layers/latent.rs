@@ -25,6 +25,7 @@ use moeworks_tensor::{DType, Device, Tensor};
 
 use super::Pass;
 use super::attention::attend;
+use super::paged_attention::{PagedQueries, attend_to_blocks};
 use super::projection::{attended_type, matrix_grad, project, project_grads};
 use crate::config::LatentAttention;
 use crate::kv_cache::LayerCache;
@@ -164,11 +165,10 @@ impl Latent {
             return attention_ragged(ctx, RaggedInputs { q: &q, k: &k, v: &v, sinks }, &shape).o;
         }
         let kv = &*numbers_of_kv(place, w, q.dtype());
-        let (q, kept, dim) = (self.narrow_queries(place, &q, kv), &layer.kept()[0], self.row_dim());
+        let (q, dim) = (self.narrow_queries(place, &q, kv), self.row_dim());
         let heads = AttentionHeads { num_kv_heads: 1, head_dim: dim, value_dim: dim, ..heads };
-        let sequences = segments.paged_sequences();
-        let shape = RaggedShape { heads, sequences: &sequences };
-        let sums = attention_ragged(ctx, RaggedInputs { q: &q, k: kept, v: kept, sinks }, &shape).o;
+        let queries = PagedQueries { q: &q, sinks, heads };
+        let sums = attend_to_blocks(ctx, &queries, layer, &segments.paged_sequences());
         self.widened_sums(place, &sums, kv)
     }
 

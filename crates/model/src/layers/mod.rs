@@ -11,6 +11,7 @@ mod heads;
 mod latent;
 pub(crate) mod layer;
 pub(crate) mod norm;
+mod paged_attention;
 mod pass;
 mod projection;
 pub(crate) mod relative;

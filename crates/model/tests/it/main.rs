@@ -15,6 +15,7 @@ mod gguf_parts;
 mod gguf_tokenizer;
 mod gpu;
 mod hf_tokenizers;
+mod kv_types;
 mod layouts;
 mod mistaken;
 mod odd_tokenizers;

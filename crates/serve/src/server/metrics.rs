@@ -52,6 +52,17 @@ impl Histogram {
 }
 
 /// The figures of a server.
+/// Facts about the memory of keys and values.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KvCacheInfo {
+    /// Tokens of a block.
+    pub block_len: usize,
+    /// The name of their number type.
+    pub dtype: String,
+    /// Bytes of a token in all layers.
+    pub bytes_per_token: usize,
+}
+
 #[derive(Debug)]
 pub(crate) struct Metrics {
     /// Stands before every name.
@@ -59,6 +70,7 @@ pub(crate) struct Metrics {
     /// The model's name, with what a label must escape.
     model: String,
     num_blocks: usize,
+    kv_cache: KvCacheInfo,
     /// The load of experts; none for a model without.
     experts: Option<Arc<ExpertLoad>>,
     figures: Mutex<Figures>,
@@ -87,7 +99,13 @@ impl Metrics {
             between_tokens: Histogram::new(&BETWEEN_TOKENS),
             whole: Histogram::new(&WHOLE),
         };
-        Self { prefix: prefix.to_owned(), model, num_blocks, experts: None, figures: Mutex::new(figures) }
+        let (prefix, kv_cache) = (prefix.to_owned(), KvCacheInfo::default());
+        Self { prefix, model, num_blocks, kv_cache, experts: None, figures: Mutex::new(figures) }
+    }
+
+    /// The metrics with facts about keys and values.
+    pub(crate) fn with_kv_cache(self, kv_cache: KvCacheInfo) -> Self {
+        Self { kv_cache, ..self }
     }
 
     /// The metrics with the load of experts.
@@ -176,6 +194,7 @@ impl Metrics {
         page.histogram("inter_token_latency_seconds", "Time between tokens.", &figures.between_tokens);
         page.histogram("e2e_request_latency_seconds", "Time of whole answers.", &figures.whole);
         drop(figures);
+        page.kv_cache();
         page.experts();
         page.text
     }
@@ -202,6 +221,17 @@ impl Page<'_> {
     fn one(&mut self, kind: &str, name: &str, help: &str, value: f64) {
         self.head(kind, name, help);
         self.sample(name, "", value);
+    }
+
+    /// Writes the facts about keys and values.
+    fn kv_cache(&mut self) {
+        let Metrics { num_blocks, kv_cache: KvCacheInfo { block_len, dtype, bytes_per_token }, .. } = self.metrics;
+        let name = "cache_config_info";
+        self.head("gauge", name, "The blocks of keys and values and their number type.");
+        let labels = format!(",block_size=\"{block_len}\",num_blocks=\"{num_blocks}\",cache_dtype=\"{dtype}\"");
+        self.sample(name, &labels, 1.0);
+        let help = "Bytes of keys and values of a token, in all layers.";
+        self.one("gauge", "kv_cache_bytes_per_token", help, *bytes_per_token as f64);
     }
 
     /// Writes the load of experts, if there are any.
@@ -264,7 +294,8 @@ mod tests {
 
     #[test]
     fn histograms_count_up_to_each_bound_and_names_are_escaped() {
-        let metrics = Metrics::new("moeworks_", "a\"b\n", 4);
+        let kv_cache = KvCacheInfo { block_len: 16, dtype: "q8".to_owned(), bytes_per_token: 68 };
+        let metrics = Metrics::new("moeworks_", "a\"b\n", 4).with_kv_cache(kv_cache);
         metrics.set_counts(Counts { free_blocks: 1, running: 2, ..Counts::default() });
         let now = Instant::now();
         metrics.add_token(now, None, now + Duration::from_millis(3));
@@ -275,6 +306,8 @@ mod tests {
         for line in [
             format!("moeworks_num_requests_running{{{labels}}} 2"),
             format!("moeworks_kv_cache_usage_perc{{{labels}}} 0.75"),
+            format!("moeworks_kv_cache_bytes_per_token{{{labels}}} 68"),
+            format!("moeworks_cache_config_info{{{labels},block_size=\"16\",num_blocks=\"4\",cache_dtype=\"q8\"}} 1"),
             format!("moeworks_time_to_first_token_seconds_bucket{{{labels},le=\"0.001\"}} 0"),
             format!("moeworks_time_to_first_token_seconds_bucket{{{labels},le=\"0.005\"}} 1"),
             format!("moeworks_inter_token_latency_seconds_bucket{{{labels},le=\"2.5\"}} 0"),

@@ -32,6 +32,7 @@ pub use failure::FailureSignal;
 pub(crate) use forms::Forms;
 pub use forms::NamedForm;
 pub use loading::Loading;
+pub use metrics::KvCacheInfo;
 pub use served::ServedModel;
 pub use work::TurnEngine;
 
@@ -60,6 +61,8 @@ pub struct ServerOptions {
     pub max_waiting: usize,
     /// Blocks of keys and values, for metrics.
     pub num_blocks: usize,
+    /// Facts about keys and values, for metrics.
+    pub kv_cache: KvCacheInfo,
     /// Stands before the names of metrics.
     pub metrics_prefix: String,
     /// The time that requests have to end when the server is told to.
@@ -88,6 +91,7 @@ impl Default for ServerOptions {
             max_running: 64,
             max_waiting: 1024,
             num_blocks: 0,
+            kv_cache: KvCacheInfo::default(),
             metrics_prefix: "moeworks_".to_owned(),
             shutdown_timeout: Duration::from_secs(30),
             max_body_bytes: 10 << 20,
@@ -163,7 +167,8 @@ pub fn serve(
     listener.set_nonblocking(true)?;
     let hosts = Hosts::new(&options.allowed_hosts, listener.local_addr()?);
     let metrics = Metrics::new(&options.metrics_prefix, served.name(), options.num_blocks);
-    let metrics = Arc::new(metrics.with_experts(engine.expert_load()));
+    let metrics = metrics.with_kv_cache(options.kv_cache.clone()).with_experts(engine.expert_load());
+    let metrics = Arc::new(metrics);
     let (commands, inbox) = mpsc::channel();
     let is_gone = Arc::new(AtomicBool::new(false));
     let failure = options.failure.clone();

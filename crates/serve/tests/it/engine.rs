@@ -8,7 +8,7 @@ use moeworks_infer::generation::{
 };
 use moeworks_infer::open::Model;
 use moeworks_model::hf::load_model;
-use moeworks_model::{Decoder, PagedKvCache, TokenBatch, Tokenizer};
+use moeworks_model::{Decoder, KvType, ModelConfig, PagedKvCache, TokenBatch, Tokenizer};
 use moeworks_ops::Context;
 use moeworks_serve::{Counts, Engine, EngineError, Limits, Output, Refused, Request, SequenceId, WantedLogprobs};
 use moeworks_tensor::DType;
@@ -214,4 +214,52 @@ fn keys_and_values_take_the_bytes_of_the_type_of_activations() {
             assert_eq!(engine.num_cache_bytes(), of_token * 64 * 4, "{name} {dtype:?}");
         }
     }
+}
+
+/// A model with random weights whose keys and values of a token are whole blocks of 32 numbers.
+fn wide_model() -> Model {
+    let (ctx, tokenizer) = (Context::cpu(2).with_batch_invariance(true), Tokenizer::bytes());
+    let config = ModelConfig {
+        vocab_size: 64,
+        width: 32,
+        num_layers: 2,
+        num_heads: 4,
+        num_kv_heads: 2,
+        head_dim: 16,
+        num_experts: 4,
+        top_k: 2,
+        expert_width: 16,
+        max_seq_len: 200,
+        ..ModelConfig::default()
+    };
+    let decoder = Decoder::new(config).unwrap();
+    let weights = decoder.init(&ctx, 7, None);
+    Model { ctx, decoder, weights, tokenizer, stop_ids: vec![6], part_checked: None }
+}
+
+#[test]
+fn with_keys_and_values_in_8_bits_answers_among_others_are_those_of_an_engine_alone() {
+    let model = wide_model();
+    // Enough blocks, and so few that some are preempted.
+    for num_blocks in [64, 20] {
+        let limits = Limits { num_blocks, ..limits() };
+        let engine = || Engine::with_kv_type(&model, limits, KvType::Q8).unwrap();
+        let mut together = engine();
+        let ids: Vec<SequenceId> = (0..20).map(|index| together.add(request(index)).unwrap()).collect();
+        let found = run(&mut together);
+        for (index, id) in ids.into_iter().enumerate() {
+            let mut alone = engine();
+            let own = alone.add(request(index)).unwrap();
+            assert_eq!(found[&id], run(&mut alone)[&own], "{index}");
+        }
+        let of_token = PagedKvCache::bytes_per_token(model.decoder.config(), DType::Q8);
+        assert_eq!((of_token, together.num_cache_bytes()), (2 * 2 * 34, of_token * num_blocks * 4));
+    }
+}
+
+#[test]
+fn a_model_whose_keys_are_no_whole_blocks_is_refused_in_8_bits() {
+    let model = model("olmoe");
+    let error = Engine::with_kv_type(&model, limits(), KvType::Q8).err().unwrap().to_string();
+    assert!(error.contains("kv_type") && error.contains("whole blocks of 32"), "{error}");
 }
