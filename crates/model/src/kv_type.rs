@@ -24,6 +24,18 @@ pub enum KvType {
 }
 
 impl KvType {
+    const ALL: [Self; 4] = [Self::Activations, Self::F32, Self::Bf16, Self::Q8];
+
+    /// Returns the number of this type in messages.
+    pub(crate) fn word(self) -> u32 {
+        self as u32
+    }
+
+    /// Returns the type of this number.
+    pub(crate) fn of_word(word: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|kv_type| kv_type.word() == word)
+    }
+
     /// Returns the type of stored numbers in a model with activations of type `activations`.
     #[must_use]
     pub fn dtype(self, activations: DType) -> DType {

@@ -69,6 +69,12 @@ impl PagedKvCache {
         self
     }
 
+    /// Returns the type of keys and values.
+    #[must_use]
+    pub fn kv_type(&self) -> KvType {
+        self.layers.first().map_or(KvType::Activations, |layer| layer.kv_type)
+    }
+
     /// Returns the number of blocks.
     #[must_use]
     pub fn num_blocks(&self) -> usize {

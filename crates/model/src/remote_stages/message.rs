@@ -1,5 +1,6 @@
 //! Messages from stage to stage: a header of fixed size, words that describe the pass, then the residual stream.
 
+use crate::KvType;
 use crate::layers::Sequences;
 use crate::layers::segments::Segment;
 use crate::paged_kv_cache::BlockCopy;
@@ -64,6 +65,7 @@ pub(super) enum CacheUse {
         number: u32,
         num_blocks: usize,
         block_len: usize,
+        kv_type: KvType,
         copies: Vec<BlockCopy>,
     },
 }
@@ -85,8 +87,8 @@ impl PassMessage {
             CacheUse::Growing { number, num_sequences, len } => {
                 words.extend([1, *number, *num_sequences as u32, *len as u32]);
             }
-            CacheUse::Paged { number, num_blocks, block_len, copies } => {
-                words.extend([2, *number, *num_blocks as u32, *block_len as u32]);
+            CacheUse::Paged { number, num_blocks, block_len, kv_type, copies } => {
+                words.extend([2, *number, *num_blocks as u32, *block_len as u32, kv_type.word()]);
                 let pairs: Vec<u32> = copies.iter().flat_map(|copy| [copy.from, copy.to]).collect();
                 write_list(&mut words, &pairs);
             }
@@ -175,7 +177,8 @@ impl Reader<'_> {
                 Some(CacheUse::Growing { number, num_sequences, len })
             }
             2 => {
-                let (number, [num_blocks, block_len], pairs) = (self.word()?, self.numbers()?, self.list()?);
+                let (number, [num_blocks, block_len]) = (self.word()?, self.numbers()?);
+                let (kv_type, pairs) = (KvType::of_word(self.word()?)?, self.list()?);
                 let (pairs, odd) = pairs.as_chunks();
                 let copies = pairs.iter().map(|&[from, to]| BlockCopy { from, to }).collect();
                 odd.is_empty().then_some(CacheUse::Paged { number, num_blocks, block_len, copies })
@@ -201,6 +204,7 @@ mod tests {
                 number: 6,
                 num_blocks: 8,
                 block_len: 4,
+                kv_type: KvType::Q8,
                 copies: vec![BlockCopy { from: 2, to: 5 }],
             },
             forgotten: vec![4],

@@ -199,8 +199,8 @@ impl RemoteStages {
                 CacheUse::Growing { number, num_sequences: sequences.count, len: sequences.start }
             }
             PassCache::Paged { cache, copies } => {
-                let (num_blocks, block_len) = (cache.num_blocks(), cache.block_len());
-                CacheUse::Paged { number: self.number_of(cache.identity()), num_blocks, block_len, copies }
+                let (num_blocks, block_len, kv_type) = (cache.num_blocks(), cache.block_len(), cache.kv_type());
+                CacheUse::Paged { number: self.number_of(cache.identity()), num_blocks, block_len, kv_type, copies }
             }
         }
     }

@@ -156,8 +156,8 @@ fn cache_of<'c>(
             cache.truncate_layers(stage.part().layers.clone(), len);
             Some(cache.layers_mut())
         }
-        CacheUse::Paged { number, num_blocks, block_len, ref copies } => {
-            let new = || StageCache::Paged(PagedKvCache::new(config, num_blocks, block_len));
+        CacheUse::Paged { number, num_blocks, block_len, kv_type, ref copies } => {
+            let new = || StageCache::Paged(PagedKvCache::new(config, num_blocks, block_len).with_type(kv_type));
             let StageCache::Paged(cache) = caches.entry(number).or_insert_with(new) else { return None };
             for copy in copies {
                 cache.copy_block(ctx, copy.from, copy.to);
