@@ -9,7 +9,7 @@ use crate::args::GatewayArgs;
 use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::host::Call;
-use crate::listening::{Address, bind, check_metrics_prefix, seconds};
+use crate::listening::{Address, bind, check_metrics_prefix, client_tls, scheme, seconds, server_tls};
 
 /// The shortest time between two looks at a server, in seconds.
 const LEAST_INTERVAL: f64 = 0.01;
@@ -19,7 +19,7 @@ pub(crate) fn run(args: &GatewayArgs, call: &Call<'_>) -> Result<ExitCode, Failu
     let listener = bind(&Address { host: &args.host, port: args.port })?;
     let (address, count) = (listener.local_addr()?, options.replicas.len());
     let servers = if count == 1 { "1 server" } else { &format!("{count} servers") };
-    println!("gateway at http://{address} to {servers}");
+    println!("gateway at {}://{address} to {servers}", scheme(options.tls.as_ref()));
     crate::output::flush();
     let stop = StopSignal::default();
     let _receiving = call.interrupts().give_to_server(&stop);
@@ -32,8 +32,14 @@ fn options(args: &GatewayArgs) -> Result<GatewayOptions, Failure> {
     if args.max_requests == 0 {
         return Err(Failure::input("--max-requests 0: must be at least 1"));
     }
+    let (replicas, replica_tls) = (replicas(&args.to)?, client_tls(args.tls_ca.as_deref())?);
+    if let (Some(server), None) = (replicas.iter().find(|replica| replica.is_tls), &replica_tls) {
+        return Err(Failure::input(format!("--to {server}: give the certificate to trust by --tls-ca FILE")));
+    }
     Ok(GatewayOptions {
-        replicas: replicas(&args.to)?,
+        replicas,
+        tls: server_tls(&args.tls)?,
+        replica_tls,
         allowed_hosts: args.allowed_host.clone(),
         metrics_prefix: args.metrics_prefix.clone(),
         prefix_bytes: args.prefix_bytes,

@@ -2,8 +2,12 @@
 
 use std::io;
 use std::net::TcpListener;
+use std::path::Path;
 use std::time::Duration;
 
+use moeworks_serve::tls::{ClientTls, ServerTls, TlsError, certificates, private_key};
+
+use crate::args::TlsArgs;
 use crate::failure::Failure;
 
 /// The most seconds of an option.
@@ -42,4 +46,32 @@ pub(crate) fn check_metrics_prefix(prefix: &str) -> Result<(), Failure> {
         return Err(Failure::input(format!("--metrics-prefix {prefix:?}: must be letters, digits, _ and :")));
     }
     Ok(())
+}
+
+/// Reads the certificate and the key of the command line, if there are any.
+pub(crate) fn server_tls(args: &TlsArgs) -> Result<Option<ServerTls>, Failure> {
+    let (Some(cert), Some(key)) = (&args.tls_cert, &args.tls_key) else { return Ok(None) };
+    let chain = certificates(cert).map_err(|error| of_file("--tls-cert", cert, &error))?;
+    let own_key = private_key(key).map_err(|error| of_file("--tls-key", key, &error))?;
+    let tls = ServerTls::new(chain, own_key).map_err(|error| {
+        let (cert, key) = (cert.display(), key.display());
+        Failure::input(format!("--tls-cert {cert} --tls-key {key}: the two do not go together: {error}"))
+    });
+    tls.map(Some)
+}
+
+/// The scheme of the address of a program with this certificate.
+pub(crate) fn scheme(tls: Option<&ServerTls>) -> &'static str {
+    if tls.is_some() { "https" } else { "http" }
+}
+
+/// Reads the certificates that are trusted of servers, if there are any.
+pub(crate) fn client_tls(file: Option<&Path>) -> Result<Option<ClientTls>, Failure> {
+    let Some(path) = file else { return Ok(None) };
+    let tls = certificates(path).and_then(ClientTls::new);
+    tls.map(Some).map_err(|error| of_file("--tls-ca", path, &error))
+}
+
+fn of_file(option: &str, path: &Path, error: &TlsError) -> Failure {
+    Failure::input(format!("{option} {}: {error}", path.display()))
 }

@@ -18,7 +18,7 @@ use crate::exit_code::ExitCode;
 use crate::failure::Failure;
 use crate::files::text_of;
 use crate::host::Call;
-use crate::listening::{Address, bind, check_metrics_prefix, seconds};
+use crate::listening::{Address, bind, check_metrics_prefix, scheme, seconds, server_tls};
 use crate::log;
 use crate::model_ranks::{LastWords, ModelOptions, ModelRank, on_model_ranks};
 use crate::record;
@@ -50,7 +50,7 @@ fn one_rank(
     log::set_json(args.log_format == LogFormat::Json);
     // The address is bound first, so that one in use is reported before the model is loaded.
     let listener = listen(args)?;
-    let loading = Loading::begin(&listener)?;
+    let loading = Loading::begin(&listener, options.tls.clone())?;
     let source = Source::open(&args.model)?;
     let defaults = source.sampling_defaults()?;
     let model = Arc::new(rank.open(&source)?);
@@ -71,7 +71,8 @@ fn one_rank(
     };
     let kv_cache = kv_cache(&limits, kv_type, &model);
     drop(loading);
-    say_ready(&listener, &served, &limits, &kv_cache)?;
+    let scheme = scheme(options.tls.as_ref());
+    say_ready(&format!("{scheme}://{}", listener.local_addr()?), &served, &limits, &kv_cache);
     let options = ServerOptions { num_blocks: limits.num_blocks, kv_cache, ..options };
     let stop = StopSignal::default();
     let _receiving = call.interrupts().give_to_server(&stop);
@@ -82,19 +83,12 @@ fn one_rank(
 }
 
 /// Prints the address at which requests are accepted.
-fn say_ready(
-    listener: &TcpListener,
-    served: &ServedModel,
-    limits: &Limits,
-    kv_cache: &KvCacheInfo,
-) -> Result<(), Failure> {
-    let address = listener.local_addr()?;
+fn say_ready(url: &str, served: &ServedModel, limits: &Limits, kv_cache: &KvCacheInfo) {
     let Limits { num_blocks, block_len, .. } = *limits;
-    println!("serving {} at http://{address} ({num_blocks} blocks of {block_len} tokens)", served.name());
+    println!("serving {} at {url} ({num_blocks} blocks of {block_len} tokens)", served.name());
     crate::output::flush();
     let KvCacheInfo { dtype, bytes_per_token, .. } = kv_cache;
     tracing::info!("keys and values in {dtype}: {bytes_per_token} bytes a token");
-    Ok(())
 }
 
 /// Facts about keys and values, for metrics.
@@ -124,6 +118,7 @@ fn server_options(args: &ServeArgs) -> Result<ServerOptions, Failure> {
     let request_timeout = seconds("--request-timeout", request_timeout)?;
     Ok(ServerOptions {
         keys: keys(&args.access)?,
+        tls: server_tls(&args.tls)?,
         allowed_hosts: args.access.allowed_host.clone(),
         max_running,
         max_waiting,

@@ -14,6 +14,7 @@ mod hash;
 mod rebalance;
 mod scheduler;
 pub mod server;
+pub mod tls;
 
 pub use blocks::{BlockId, BlockPool};
 pub use engine::{Engine, EngineError, Output, PromptOutput, Request, WantedLogprobs};

@@ -1,6 +1,10 @@
 //! The options of `gateway`.
 
+use std::path::PathBuf;
+
 use clap::Args;
+
+use super::TlsArgs;
 
 #[derive(Debug, Args)]
 #[command(
@@ -8,7 +12,7 @@ use clap::Args;
                          moeworks gateway --host 0.0.0.0 --port 80 --to http://10.0.0.2:8000 http://10.0.0.3:8000"
 )]
 pub(crate) struct GatewayArgs {
-    /// The servers, as http://HOST:PORT; all of the same model
+    /// The servers, as http://HOST:PORT or https://HOST:PORT; all of the same model
     #[arg(long, value_name = "URL", num_args = 1.., required = true)]
     pub(crate) to: Vec<String>,
     /// The address to listen at; 0.0.0.0 for all of this machine
@@ -41,4 +45,10 @@ pub(crate) struct GatewayArgs {
     /// Stands before the names of metrics
     #[arg(long, value_name = "TEXT", default_value = "moeworks_")]
     pub(crate) metrics_prefix: String,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+    /// File with the certificates that are trusted of servers at https:// (PEM): that of their authority, or their
+    /// own where they signed it themselves
+    #[arg(long, value_name = "FILE", help_heading = "TLS")]
+    pub(crate) tls_ca: Option<PathBuf>,
 }

@@ -17,6 +17,7 @@ mod record;
 mod routing;
 mod serve;
 mod simulate;
+mod tls;
 mod train;
 
 use clap::{Args, Parser, Subcommand};
@@ -42,6 +43,7 @@ pub(crate) use record::RecordArgs;
 pub(crate) use routing::{RoutingArgs, RoutingCommand, RoutingExportArgs, RoutingPageArgs, RoutingStatsArgs};
 pub(crate) use serve::{AccessArgs, KvTypeChoice, LoadArgs, LogFormat, RebalanceArgs, ServeArgs};
 pub(crate) use simulate::{PathChoice, PrecisionChoice, SimulateArgs, StepArgs, WireChoice};
+pub(crate) use tls::TlsArgs;
 pub(crate) use train::{ConfigArgs, LayoutCheckArgs, ReportArgs, StudyArgs, TrainArgs};
 
 /// Train, balance and run Mixture-of-Experts language models.

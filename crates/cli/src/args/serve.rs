@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::{ComputeArgs, RankArgs, RecordArgs};
+use super::{ComputeArgs, RankArgs, RecordArgs, TlsArgs};
 
 #[derive(Debug, Args)]
 #[command(
     before_help = "Usual use:\n  moeworks serve MODEL                                        on this machine's port 8000\n  \
                          moeworks serve MODEL --host 0.0.0.0 --api-key-file keys.txt   for other machines\n  \
+                         moeworks serve MODEL --tls-cert server.pem --tls-key server.key       https://\n  \
                          moeworks serve MODEL --max-running 16 --kv-memory 4"
 )]
 pub(crate) struct ServeArgs {
@@ -32,6 +33,8 @@ pub(crate) struct ServeArgs {
     pub(crate) log_format: LogFormat,
     #[command(flatten)]
     pub(crate) access: AccessArgs,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     #[command(flatten)]
     pub(crate) load: LoadArgs,
     #[command(flatten)]

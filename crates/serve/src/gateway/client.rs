@@ -9,8 +9,12 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1::{SendRequest, handshake};
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+
+use super::replicas::Endpoint;
+use crate::tls::ClientTls;
 
 /// Idle connections that are kept.
 const MAX_IDLE: usize = 64;
@@ -19,7 +23,8 @@ const MAX_IDLE_TIME: Duration = Duration::from_secs(10);
 
 /// Makes requests to one server.
 pub(crate) struct Client {
-    authority: String,
+    endpoint: Endpoint,
+    tls: Option<ClientTls>,
     idle: Mutex<Vec<Idle>>,
 }
 
@@ -59,8 +64,8 @@ impl ClientResponse {
 }
 
 impl Client {
-    pub(crate) fn new(authority: String) -> Self {
-        Self { authority, idle: Mutex::new(Vec::new()) }
+    pub(crate) fn new(endpoint: Endpoint, tls: Option<ClientTls>) -> Self {
+        Self { endpoint, tls, idle: Mutex::new(Vec::new()) }
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<Idle>> {
@@ -110,16 +115,25 @@ impl Client {
 
     async fn connect(&self, time: Duration) -> Result<Connection, ClientError> {
         let connect = async {
-            let stream = TcpStream::connect(&self.authority).await.map_err(|_| ClientError::Connect)?;
+            let stream = TcpStream::connect(&self.endpoint.authority).await.ok()?;
             // Requests are to arrive as they come.
             let _ = stream.set_nodelay(true);
-            handshake(TokioIo::new(stream)).await.map_err(|_| ClientError::Connect)
+            if !self.endpoint.is_tls {
+                return speak_http(stream).await;
+            }
+            let (host, _) = self.endpoint.authority.rsplit_once(':')?;
+            speak_http(self.tls.as_ref()?.connect(host, stream).await.ok()?).await
         };
-        let (sender, connection) = timeout(time, connect).await.map_err(|_| ClientError::Connect)??;
-        tokio::spawn(async move {
-            // Whoever waits for an answer is told what went wrong.
-            let _ = connection.await;
-        });
-        Ok(sender)
+        timeout(time, connect).await.ok().flatten().ok_or(ClientError::Connect)
     }
+}
+
+/// Begins HTTP on a connection; none if it is closed.
+async fn speak_http(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) -> Option<Connection> {
+    let (sender, connection) = handshake(TokioIo::new(stream)).await.ok()?;
+    tokio::spawn(async move {
+        // Whoever waits for an answer is told what went wrong.
+        let _ = connection.await;
+    });
+    Some(sender)
 }

@@ -30,6 +30,7 @@ use crate::api::{ApiError, ErrorKind};
 use crate::server::StopSignal;
 use crate::server::access::Hosts;
 use crate::server::connections::{self, Serving};
+use crate::tls::{ClientTls, ServerTls};
 use metrics::Metrics;
 use replicas::Replicas;
 
@@ -41,6 +42,10 @@ const IO_THREADS: usize = 2;
 pub struct GatewayOptions {
     /// The servers; at least one.
     pub replicas: Vec<Endpoint>,
+    /// The certificate that is shown to clients; none for plain connections.
+    pub tls: Option<ServerTls>,
+    /// The certificates that are trusted of servers at `https://`; without them there is no connection to these.
+    pub replica_tls: Option<ClientTls>,
     /// Names in the `Host` header that are accepted besides those of this machine.
     pub allowed_hosts: Vec<String>,
     /// Stands before the names of metrics.
@@ -73,6 +78,8 @@ impl Default for GatewayOptions {
     fn default() -> Self {
         Self {
             replicas: Vec::new(),
+            tls: None,
+            replica_tls: None,
             allowed_hosts: Vec::new(),
             metrics_prefix: "moeworks_".to_owned(),
             prefix_bytes: 1024,
@@ -113,7 +120,7 @@ impl Drop for Ticket {
 
 impl Gateway {
     fn new(options: GatewayOptions, hosts: Hosts) -> Self {
-        let replicas = Arc::new(Replicas::new(&options.replicas));
+        let replicas = Arc::new(Replicas::new(&options.replicas, options.replica_tls.as_ref()));
         let metrics = Metrics::new(&options.metrics_prefix, options.replicas.len());
         Self {
             options,
@@ -157,6 +164,10 @@ fn no_replica() -> ApiError {
 impl Serving for Gateway {
     fn max_connections(&self) -> usize {
         self.options.max_connections
+    }
+
+    fn tls(&self) -> Option<&ServerTls> {
+        self.options.tls.as_ref()
     }
 
     fn head_timeout(&self) -> Duration {

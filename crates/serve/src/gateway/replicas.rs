@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::affinity::Key;
 use super::client::Client;
+use crate::tls::ClientTls;
 
 /// Requests that a replica may have before others must have nearly as many.
 const FREE_REQUESTS: usize = 4;
@@ -16,19 +17,21 @@ const FREE_REQUESTS: usize = 4;
 pub struct Endpoint {
     /// Host and port.
     pub authority: String,
+    /// Says whether it speaks TLS.
+    pub is_tls: bool,
 }
 
 /// A text that is no address of a server.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EndpointError {
-    /// It does not begin with `http://`.
-    #[error("must begin with http://, as in http://10.0.0.2:8000; put a proxy between for https")]
+    /// It begins with neither `http://` nor `https://`.
+    #[error("must begin with http:// or https://, as in http://10.0.0.2:8000")]
     Scheme,
     /// There is something behind the port.
     #[error("must end with the port: requests keep their own paths")]
     Path,
     /// There is no host, or the port is none.
-    #[error("must be http://HOST:PORT")]
+    #[error("must be http://HOST:PORT or https://HOST:PORT")]
     Authority,
 }
 
@@ -36,7 +39,9 @@ impl FromStr for Endpoint {
     type Err = EndpointError;
 
     fn from_str(text: &str) -> Result<Self, EndpointError> {
-        let rest = text.strip_prefix("http://").ok_or(EndpointError::Scheme)?;
+        let plain = text.strip_prefix("http://");
+        let is_tls = plain.is_none();
+        let rest = plain.or_else(|| text.strip_prefix("https://")).ok_or(EndpointError::Scheme)?;
         let authority = rest.strip_suffix('/').unwrap_or(rest);
         if authority.contains(['/', '?', '#', '@']) {
             return Err(EndpointError::Path);
@@ -45,18 +50,19 @@ impl FromStr for Endpoint {
         let is_bracketed = authority.ends_with(']');
         let (host, port) = match authority.rsplit_once(':').filter(|_| !is_bracketed) {
             Some((host, port)) => (host, port.parse::<u16>().map_err(|_| EndpointError::Authority)?),
-            None => (authority, 80),
+            None => (authority, if is_tls { 443 } else { 80 }),
         };
         if !is_host(host) || port == 0 {
             return Err(EndpointError::Authority);
         }
-        Ok(Self { authority: format!("{host}:{port}") })
+        Ok(Self { authority: format!("{host}:{port}"), is_tls })
     }
 }
 
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}", self.authority)
+        let scheme = if self.is_tls { "https" } else { "http" };
+        write!(f, "{scheme}://{}", self.authority)
     }
 }
 
@@ -106,9 +112,9 @@ impl Drop for Chosen {
 }
 
 impl Replicas {
-    pub(crate) fn new(endpoints: &[Endpoint]) -> Self {
+    pub(crate) fn new(endpoints: &[Endpoint], tls: Option<&ClientTls>) -> Self {
         let replica = |endpoint: &Endpoint| {
-            let client = Client::new(endpoint.authority.clone());
+            let client = Client::new(endpoint.clone(), tls.cloned());
             let (is_up, num_requests) = (AtomicBool::new(false), AtomicUsize::new(0));
             Arc::new(Replica { endpoint: endpoint.clone(), client, is_up, num_requests })
         };

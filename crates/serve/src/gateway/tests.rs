@@ -89,7 +89,8 @@ fn addresses_of_replicas_are_read() {
     assert_eq!(read("http://one/"), Ok("one:80".to_owned()));
     assert_eq!(read("http://[::1]:8000"), Ok("[::1]:8000".to_owned()));
     assert_eq!(read("http://[::1]"), Ok("[::1]:80".to_owned()));
-    assert_eq!(read("https://one"), Err(EndpointError::Scheme));
+    assert_eq!(read("https://one"), Ok("one:443".to_owned()));
+    assert_eq!("https://one:8443".parse::<Endpoint>().unwrap().to_string(), "https://one:8443");
     assert_eq!(read("one:8000"), Err(EndpointError::Scheme));
     assert_eq!(read("http://one:8000/v1"), Err(EndpointError::Path));
     for wrong in ["http://", "http://:80", "http://one:0", "http://one:x", "http://o ne"] {

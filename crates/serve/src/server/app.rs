@@ -16,6 +16,7 @@ use super::forms::Forms;
 use super::metrics::Metrics;
 use super::served::ServedModel;
 use crate::api::{ApiError, ErrorKind};
+use crate::tls::ServerTls;
 
 /// The state that all requests share.
 pub(crate) struct App {
@@ -148,6 +149,10 @@ impl App {
 impl Serving for App {
     fn max_connections(&self) -> usize {
         self.options.max_connections
+    }
+
+    fn tls(&self) -> Option<&ServerTls> {
+        self.options.tls.as_ref()
     }
 
     fn head_timeout(&self) -> Duration {

@@ -10,10 +10,12 @@ use futures_util::future::{Either, select};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
 use super::StopSignal;
+use crate::tls::ServerTls;
 
 /// Bytes of the head of a request at most, and lines of it.
 const MAX_HEAD_BYTES: usize = 64 << 10;
@@ -33,6 +35,8 @@ const PAUSE: Duration = Duration::from_millis(50);
 pub(crate) trait Serving: Send + Sync + 'static {
     /// Connections at a time.
     fn max_connections(&self) -> usize;
+    /// The certificate of this program; none where connections are plain.
+    fn tls(&self) -> Option<&ServerTls>;
     /// The time that the head of a request takes at most, and the silence on a connection before it.
     fn head_timeout(&self) -> Duration;
     /// The time that requests have to end when the program is told to.
@@ -103,18 +107,30 @@ async fn accept<S: Serving>(
             continue;
         };
         let (router, is_closing) = (router.clone(), is_closing.clone());
-        let head_timeout = app.head_timeout();
+        let (head_timeout, tls) = (app.head_timeout(), app.tls().cloned());
         tokio::spawn(async move {
-            converse(stream, router, head_timeout, is_closing).await;
+            // Tokens are to arrive as they come.
+            let _ = stream.set_nodelay(true);
+            match tls {
+                None => converse(stream, router, head_timeout, is_closing).await,
+                Some(tls) => {
+                    if let Some(stream) = tls.accept(stream, head_timeout).await {
+                        converse(stream, router, head_timeout, is_closing).await;
+                    }
+                }
+            }
             drop(place);
         });
     }
 }
 
 /// Serves the requests of a connection, until the client or the server ends.
-async fn converse(stream: TcpStream, router: Router, head_timeout: Duration, mut is_closing: watch::Receiver<bool>) {
-    // Tokens are to arrive as they come.
-    let _ = stream.set_nodelay(true);
+async fn converse(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    router: Router,
+    head_timeout: Duration,
+    mut is_closing: watch::Receiver<bool>,
+) {
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(head_timeout);
     builder.max_buf_size(MAX_HEAD_BYTES).max_headers(MAX_HEADERS);

@@ -12,10 +12,12 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 
 use crate::api::{ApiError, ErrorKind};
+use crate::tls::ServerTls;
 
 /// Connections at a time.
 const MAX_CONNECTIONS: usize = 64;
@@ -33,18 +35,18 @@ pub struct Loading {
 }
 
 impl Loading {
-    /// Begins to answer the requests of a listener.
+    /// Begins to answer the requests of a listener, with the certificate that the server will have.
     ///
     /// # Errors
     /// If the system gives no thread, or the listener cannot be used.
-    pub fn begin(listener: &TcpListener) -> io::Result<Self> {
+    pub fn begin(listener: &TcpListener, tls: Option<ServerTls>) -> io::Result<Self> {
         let listener = listener.try_clone()?;
         listener.set_nonblocking(true)?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
         let guard = runtime.enter();
         let listener = tokio::net::TcpListener::from_std(listener)?;
         drop(guard);
-        runtime.spawn(accept(listener));
+        runtime.spawn(accept(listener, tls));
         Ok(Self { runtime: Some(runtime) })
     }
 }
@@ -57,7 +59,7 @@ impl Drop for Loading {
     }
 }
 
-async fn accept(listener: tokio::net::TcpListener) {
+async fn accept(listener: tokio::net::TcpListener, tls: Option<ServerTls>) {
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
@@ -65,14 +67,26 @@ async fn accept(listener: tokio::net::TcpListener) {
             tokio::time::sleep(PAUSE).await;
             continue;
         };
+        let tls = tls.clone();
         tokio::spawn(async move {
-            let mut builder = http1::Builder::new();
-            builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
-            // What goes wrong on a connection concerns the client alone.
-            let _ = builder.serve_connection(TokioIo::new(stream), service_fn(answer)).await;
+            match tls {
+                None => converse(stream).await,
+                Some(tls) => {
+                    if let Some(stream) = tls.accept(stream, HEAD_TIMEOUT).await {
+                        converse(stream).await;
+                    }
+                }
+            }
             drop(place);
         });
     }
+}
+
+async fn converse(stream: impl AsyncRead + AsyncWrite + Unpin) {
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
+    // What goes wrong on a connection concerns the client alone.
+    let _ = builder.serve_connection(TokioIo::new(stream), service_fn(answer)).await;
 }
 
 async fn answer(_: Request<Incoming>) -> Result<Response<String>, Infallible> {

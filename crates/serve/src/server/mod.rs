@@ -42,6 +42,7 @@ use self::access::Hosts;
 use self::app::{App, EngineLink};
 use self::driver::Driver;
 use self::metrics::Metrics;
+use crate::tls::ServerTls;
 
 /// Threads that read and write connections. The engine needs the cores.
 const IO_THREADS: usize = 2;
@@ -53,6 +54,8 @@ const READING_THREADS: usize = 4;
 pub struct ServerOptions {
     /// The keys of clients; none for everybody.
     pub keys: ApiKeys,
+    /// The certificate that is shown to clients; none for plain connections.
+    pub tls: Option<ServerTls>,
     /// Names in the `Host` header that are accepted besides those of this machine.
     pub allowed_hosts: Vec<String>,
     /// Sequences that are answered at a time.
@@ -87,6 +90,7 @@ impl Default for ServerOptions {
     fn default() -> Self {
         Self {
             keys: ApiKeys::default(),
+            tls: None,
             allowed_hosts: Vec::new(),
             max_running: 64,
             max_waiting: 1024,

@@ -327,7 +327,7 @@ fn a_port_answers_while_the_model_is_loaded_and_no_connection_is_refused_in_betw
         write!(stream, "GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
         Answer::read(&mut BufReader::new(stream))
     };
-    let loading = Loading::begin(&listener).unwrap();
+    let loading = Loading::begin(&listener, None).unwrap();
     for path in ["/health", "/ready", "/v1/models"] {
         let answer = ask(path);
         assert_eq!((answer.status, answer.code().as_str()), (503, "loading"), "{path}");

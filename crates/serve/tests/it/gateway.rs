@@ -21,7 +21,8 @@ struct TestGateway {
 
 impl TestGateway {
     fn start(replicas: &[SocketAddr], options: GatewayOptions) -> Self {
-        let replicas = replicas.iter().map(|address| Endpoint { authority: address.to_string() }).collect();
+        let replicas =
+            replicas.iter().map(|address| Endpoint { authority: address.to_string(), is_tls: false }).collect();
         let options = GatewayOptions { replicas, check_interval: Duration::from_millis(20), ..options };
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (address, stop) = (listener.local_addr().unwrap(), StopSignal::default());

@@ -1,6 +1,6 @@
 //! A server with an engine that answers with the alphabet, and a client that writes bytes.
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -161,7 +161,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    pub(crate) fn read(from: &mut BufReader<TcpStream>) -> Self {
+    pub(crate) fn read(from: &mut BufReader<impl Read>) -> Self {
         let head = read_head(from);
         let status = head.first().and_then(|line| line.split(' ').nth(1)?.parse().ok()).unwrap_or(0);
         let field = |name: &str| head.iter().find_map(|line| line.to_lowercase().strip_prefix(name).map(str::to_owned));
@@ -200,7 +200,7 @@ impl Answer {
 }
 
 /// Reads the head of an answer, up to the empty line.
-pub(crate) fn read_head(from: &mut BufReader<TcpStream>) -> Vec<String> {
+pub(crate) fn read_head(from: &mut BufReader<impl Read>) -> Vec<String> {
     let mut head = Vec::new();
     loop {
         let mut line = String::new();
@@ -212,7 +212,7 @@ pub(crate) fn read_head(from: &mut BufReader<TcpStream>) -> Vec<String> {
 }
 
 /// Reads a chunk; none at the end, or where the connection ended.
-pub(crate) fn read_chunk(from: &mut BufReader<TcpStream>) -> Option<Vec<u8>> {
+pub(crate) fn read_chunk(from: &mut BufReader<impl Read>) -> Option<Vec<u8>> {
     let mut line = String::new();
     from.read_line(&mut line).ok()?;
     let len = usize::from_str_radix(line.trim(), 16).ok()?;

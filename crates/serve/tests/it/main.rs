@@ -14,4 +14,5 @@ mod logprobs;
 mod random_turns;
 mod scheduler;
 mod simulated;
+mod tls;
 mod tools;
