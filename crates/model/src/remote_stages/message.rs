@@ -181,7 +181,7 @@ impl Reader<'_> {
                 let (kv_type, pairs) = (KvType::of_word(self.word()?)?, self.list()?);
                 let (pairs, odd) = pairs.as_chunks();
                 let copies = pairs.iter().map(|&[from, to]| BlockCopy { from, to }).collect();
-                odd.is_empty().then_some(CacheUse::Paged { number, num_blocks, block_len, copies })
+                odd.is_empty().then_some(CacheUse::Paged { number, num_blocks, block_len, kv_type, copies })
             }
             _ => None,
         }
