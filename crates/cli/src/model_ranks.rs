@@ -22,7 +22,6 @@ use crate::args::{ComputeArgs, MachineArgs, RankArgs};
 use crate::exit_code::ExitCode;
 use crate::failure::{Failure, say_error};
 use crate::host::Call;
-use crate::interrupts::Receiving;
 use crate::model::{context, open, open_options};
 use crate::ranks::{FAILED, GRACE, MAX_THREADS, is_one_of_many, too_many_ranks};
 
@@ -72,17 +71,15 @@ pub(crate) fn on_model_ranks(
             return Err(Failure::input(format!("{option} 0: must be at least 1")));
         }
     }
-    // Held until a process has taken leave of the others, for whom it would have died if a signal ended it before.
-    let held: Mutex<Option<Receiving<'_>>> = Mutex::default();
     let as_rank = |comm: &dyn Communicator, layout: SpreadLayout| {
         let rank = ModelRank { options, among: Some(AmongRanks { comm, layout }) };
         if comm.rank() == 0 {
             return work(rank);
         }
         if is_one_of_many() {
-            // What a first signal means is up to rank 0.
-            let receiving = call.interrupts().give_to_server(&StopSignal::default());
-            *held.lock().unwrap_or_else(PoisonError::into_inner) = Some(receiving);
+            // What a first signal means is up to rank 0. The claim is never given back: a signal on the way to the end
+            // of the process would look like a lost rank, and a process is a rank only once.
+            std::mem::forget(call.interrupts().give_to_server(&StopSignal::default()));
         }
         rank.serve_root(path)
     };

@@ -5,7 +5,6 @@
 use std::io::Read as _;
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -140,22 +139,6 @@ fn clients_that_go_away_leave_nothing_on_ranks() {
     );
 }
 
-#[test]
-fn a_signal_that_comes_to_a_rank_while_it_ends_changes_nothing() {
-    let work = with_model();
-    for (mpirun, _) in launchers() {
-        for delay_ms in [3, 9, 20] {
-            let mut server = on_processes(&work, &mpirun, 2, &[]);
-            let pids = [0, 1].map(|rank| process_of(&work.path(""), rank).expect("a process"));
-            signal("-TERM", pids[0]);
-            std::thread::sleep(Duration::from_millis(delay_ms));
-            // It may be gone.
-            let _ = Command::new("kill").args(["-TERM", &pids[1].to_string()]).stderr(Stdio::null()).status();
-            assert_eq!(server.child.wait().expect("ended").code(), Some(0), "{} after {delay_ms} ms", mpirun.display());
-        }
-    }
-}
-
 /// The part of a core that a process uses in three seconds, by its own account of time.
 fn share_of_a_core(pids: &[u32]) -> Vec<f64> {
     const PAUSE: Duration = Duration::from_secs(3);
@@ -190,7 +173,7 @@ fn ranks_without_requests_leave_the_cores_to_others() {
         let server = on_processes(&work, &mpirun, 2, &[]);
         let pids = [0, 1].map(|rank| process_of(&work.path(""), rank).expect("a process"));
         assert_rests(&server, &pids, &mpirun.display().to_string());
-        assert_eq!(end_processes(&work, server, 2), Some(0));
+        end_processes(&work, server, 2);
     }
 }
 
