@@ -77,8 +77,8 @@ pub(crate) fn on_model_ranks(
             return work(rank);
         }
         if is_one_of_many() {
-            // What a first signal means is up to rank 0. The claim is never given back: a signal on the way to the end
-            // of the process would look like a lost rank, and a process is a rank only once.
+            // What a first signal means is up to rank 0. The claim is never given back: a signal on the way to the
+            // end of the process would look like a lost rank, and a process is a rank only once.
             std::mem::forget(call.interrupts().give_to_server(&StopSignal::default()));
         }
         rank.serve_root(path)

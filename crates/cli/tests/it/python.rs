@@ -12,8 +12,8 @@ pub(crate) fn python_with(modules: &str, what: &str) -> Option<PathBuf> {
     has_modules(path, modules, what)
 }
 
-/// Finds the interpreter in `.venv-lmeval`, which `./test full` makes, or the one that `MOEWORKS_LMEVAL_PYTHON` names.
-/// Without `MOEWORKS_FULL` nobody asks for it.
+/// Finds the interpreter in `.venv-lmeval`, which `./test full` makes, or the one that `MOEWORKS_LMEVAL_PYTHON`
+/// names. Without `MOEWORKS_FULL` nobody asks for it.
 pub(crate) fn python_with_lm_eval() -> Option<PathBuf> {
     let named = std::env::var_os("MOEWORKS_LMEVAL_PYTHON").map(PathBuf::from);
     let is_wanted = named.is_some() || is_full();

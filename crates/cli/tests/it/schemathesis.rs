@@ -1,6 +1,7 @@
 //! Random requests, good and bad, that schemathesis makes from `/openapi.json`.
 //!
-//! Needs a Python with the package `schemathesis`: `MOEWORKS_PYTHON`, or `.venv-test/bin/python`, which `./test` makes.
+//! Needs a Python with the package `schemathesis`: `MOEWORKS_PYTHON`, or `.venv-test/bin/python`, which `./test`
+//! makes.
 #![cfg(unix)]
 
 use std::process::Command;

@@ -51,8 +51,8 @@ pub fn prompt_ids(model: &Model, text: &str, reads_special: bool) -> Result<Vec<
 /// token adds, which may be empty.
 ///
 /// # Errors
-/// Fails as [`generate`] does, and if no token continues the form that `sampler` holds the answer to. If a result is not a number, the error names the tensor with NaN or infinity, if there
-/// is one.
+/// Fails as [`generate`] does, and if no token continues the form that `sampler` holds the answer to. If a result is
+/// not a number, the error names the tensor with NaN or infinity, if there is one.
 pub fn answer(
     model: &Model,
     sequence: &mut CachedSequence,

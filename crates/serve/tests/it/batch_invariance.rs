@@ -1,6 +1,6 @@
-//! Batch invariance of the engine: the tokens and the bits of the log-probabilities of a request are those that it has
-//! alone, whatever is in the batch, whatever pieces its prompt is read in, whatever the prefix cache had of it, and
-//! however often it was preempted.
+//! Batch invariance of the engine: the tokens and the bits of the log-probabilities of a request are those that it
+//! has alone, whatever is in the batch, whatever pieces its prompt is read in, whatever the prefix cache had of it,
+//! and however often it was preempted.
 //!
 //! `./test full` takes OLMoE's own shape and a thousand requests.
 

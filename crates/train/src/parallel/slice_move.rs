@@ -105,8 +105,8 @@ impl<'a> SliceRanks<'a> {
         self.runs(placement, size).iter().filter(|run| run.rank == own).map(|run| run.elements.len()).sum()
     }
 
-    /// Starts to move the slices of `tensors` from those of placement `from` to those of `to`. They keep their values.
-    /// All ranks make this call.
+    /// Starts to move the slices of `tensors` from those of placement `from` to those of `to`. They keep their
+    /// values. All ranks make this call.
     pub(super) fn start(
         &self,
         ctx: &Context,
