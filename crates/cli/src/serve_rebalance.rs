@@ -32,6 +32,10 @@ pub(crate) fn options(args: &RebalanceArgs, model: &Model) -> Result<RebalanceOp
     let Some(remote) = model.decoder.remote_experts() else {
         return Err(Failure::input(format!("--rebalance {rebalance}: there is one rank; it needs --ep above 1")));
     };
+    if model.decoder.remote_stages().is_some() {
+        let problem = "experts of a model over stages do not move; leave --pp out";
+        return Err(Failure::input(format!("--rebalance {rebalance}: {problem}")));
+    }
     if rebalance == "online" {
         return Ok(RebalanceOptions { source: RebalanceSource::Online, ..off() });
     }
