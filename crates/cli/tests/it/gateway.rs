@@ -95,7 +95,7 @@ fn sigterm_ends_a_gateway_well_and_truncates_no_stream() {
 fn addresses_that_cannot_be_are_refused_with_what_would_be_right() {
     let work = Workplace::new();
     refused(&work, &["gateway"], &["--to"]);
-    refused(&work, &["gateway", "--to", "https://one"], &["--to https://one", "http://"]);
+    refused(&work, &["gateway", "--to", "https://one"], &["--to https://one", "--tls-ca"]);
     refused(&work, &["gateway", "--to", "http://one:1/v1"], &["--to http://one:1/v1", "port"]);
     refused(&work, &["gateway", "--to", "http://one:1", "http://one:1/"], &["twice"]);
     refused(&work, &["gateway", "--to", "http://one:1", "--answer-timeout", "nan"], &["--answer-timeout", "86400"]);
