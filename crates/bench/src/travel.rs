@@ -70,7 +70,7 @@ pub fn measure() -> Result<Travel, CommError> {
     // On the two-hop path a relay hands its own tokens and those of its partner to the other rank of its node.
     let links = Links { node: link(2.0 * bytes), cluster: link(bytes) };
     let two_hops = Exchange { algorithm: Algorithm::TwoHop, ..Exchange::plain(Wire::F32) };
-    let hops = [1, 0].map(|hop_parts| EpOptions { hop_parts, ..two_hops.into() });
+    let hops = [1, 4].map(|hop_parts| EpOptions { hop_parts, ..two_hops.into() });
     let pace = Pace { shared_forward_s: SHARED_S, shared_backward_s: SHARED_S, ..Pace::default() };
     let shared = [false, true].map(|shared_under_dispatch| EpOptions {
         pace: Some(pace),

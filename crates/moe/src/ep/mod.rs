@@ -51,7 +51,7 @@ use turns::Turns;
 
 /// The fewest tokens of a part on the two-hop path, so that messages stay long beside their latency, and the most
 /// parts: with four, three quarters of the shorter hop are hidden.
-const PART_TOKENS: usize = 64;
+const PART_TOKENS: usize = 2048;
 const MOST_PARTS: usize = 4;
 
 /// One rank's handle to all expert-parallel layers. Clones share it.
