@@ -7,9 +7,9 @@
 //! not depend on placements but for rounding.
 //!
 //! A move takes part of two steps. In the update of a step the experts that move are updated first, and sent while
-//! the others are updated ([`Rebalancer::start`]). After the step their weights must have arrived, and the placement
-//! is put in force ([`Rebalancer::after_step`]). Their moments travel on under the next step's passes, until its
-//! update ([`Rebalancer::finish_moments`]).
+//! the others are updated (`Rebalancer::start`). After the step their weights must have arrived, and the placement
+//! is put in force (`Rebalancer::after_step`). Their moments travel on under the next step's passes, until its
+//! update (`Rebalancer::finish_moments`).
 
 mod log;
 mod settings;
