@@ -1,4 +1,4 @@
-//! What the fuzz targets share: the bytes at hand as a file in memory, and a context of one thread.
+//! Shared parts of the fuzz targets: the bytes at hand as a file in memory, and a context of one thread.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};

@@ -13,7 +13,7 @@
 //! is_tied = false                # the embedding is the head too (false)
 //! has_embedding = true           # false: only a head, as in a vision model (true)
 //! is_causal = true               # a token sees half of the others on average (true)
-//! mtp_layers = 0                 # layers that predict further tokens: a layer of the last kind, a projection and the head
+//! mtp_layers = 0                 # layers that predict further tokens: one of the last kind, a projection, the head
 //! other_params = 0               # parameters outside the layers besides embedding and head
 //!
 //! [[layers]]                     # in order
