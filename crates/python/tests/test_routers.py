@@ -9,7 +9,8 @@ except ImportError as error:
     raise SkipTest(str(error)) from error
 
 from moeworks.nn import MoE, entropy_loss, importance_loss, l1_loss
-from moeworks.routers import SCHEMES, balanced_assignment, make_router, sinkhorn_factors
+from moeworks._balanced_choices import balanced_assignment, sinkhorn_factors
+from moeworks.routers import SCHEMES, make_router
 
 T, D, E, K = 24, 16, 8, 2
 ONE = {"switch", "base"}

@@ -11,18 +11,27 @@ use crate::ranks::{launchers, process_command};
 
 /// A workplace with a small trained model of four experts, whose matrices can be quantized.
 fn with_model() -> Workplace {
+    with_small_model("model.expert_width=32")
+}
+
+/// Makes a workplace with a small trained model with the setting `setting`.
+pub(crate) fn with_small_model(setting: &str) -> Workplace {
     let work = Workplace::new();
-    let settings = ["model.max_seq_len=256", "train.lr=1e-2", "model.expert_width=32"];
+    let settings = ["model.max_seq_len=256", "train.lr=1e-2", setting];
     let settings: Vec<&str> = settings.iter().flat_map(|setting| ["--set", setting]).collect();
     assert_success(&work.train("run", 8, &settings));
     work
 }
 
-const GREEDY: [&str; 8] = ["generate", "run", "--prompt", "Line 3", "--max-tokens", "40", "--temperature", "0"];
-const DRAWN: [&str; 10] =
+/// The arguments of a greedy answer.
+pub(crate) const GREEDY: [&str; 8] =
+    ["generate", "run", "--prompt", "Line 3", "--max-tokens", "40", "--temperature", "0"];
+/// The arguments of an answer whose tokens are drawn.
+pub(crate) const DRAWN: [&str; 10] =
     ["generate", "run", "--prompt", "Line 3", "--max-tokens", "40", "--temperature", "1.3", "--seed", "5"];
 
-fn said(work: &Workplace, args: &[&str]) -> String {
+/// Runs a command that must succeed, and returns what it says.
+pub(crate) fn said(work: &Workplace, args: &[&str]) -> String {
     let output = work.run(args);
     assert_success(&output);
     stdout(&output)

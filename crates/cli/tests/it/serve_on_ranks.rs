@@ -34,8 +34,13 @@ fn end_processes(work: &Workplace, mut server: Server, num_ranks: usize) -> Opti
 
 /// Sends 50 greedy requests at once and returns their texts.
 fn answers(server: &Server) -> Vec<String> {
-    let body = |i: usize| json!({"prompt": format!("Line {i} of"), "max_tokens": 10, "temperature": 0});
-    let streams: Vec<TcpStream> = (0..50).map(|i| server.send("/v1/completions", &body(i))).collect();
+    greedy_texts(server, (0..50).map(|i| format!("Line {i} of")))
+}
+
+/// Sends a greedy request for ten tokens for each prompt, all at once, and returns the texts.
+pub(crate) fn greedy_texts(server: &Server, prompts: impl Iterator<Item = String>) -> Vec<String> {
+    let body = |prompt: String| json!({"prompt": prompt, "max_tokens": 10, "temperature": 0});
+    let streams: Vec<TcpStream> = prompts.map(|prompt| server.send("/v1/completions", &body(prompt))).collect();
     let text = |stream: TcpStream| {
         stream.set_read_timeout(Some(PATIENCE)).expect("set");
         let answer: Value = serde_json::from_str(&read(stream)).expect("JSON");

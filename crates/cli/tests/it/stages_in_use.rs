@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::bad_input::refused;
+use crate::expert_ranks::{DRAWN, GREEDY, said, with_small_model};
 use crate::program::{Workplace, assert_success, stderr, stdout};
 use crate::rank_failures::{process_of, signal, wait_for};
 use crate::ranks::{launchers, process_command};
-use crate::serve::{Server, read};
+use crate::serve::Server;
+use crate::serve_on_ranks::greedy_texts;
 
 /// The time in which requests end with errors once a rank is lost.
 const PROMPTLY: Duration = Duration::from_secs(30);
@@ -22,21 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A workplace with a small trained model of four layers with four experts each.
 fn with_model() -> Workplace {
-    let work = Workplace::new();
-    let settings = ["model.max_seq_len=256", "train.lr=1e-2", "model.num_layers=4"];
-    let settings: Vec<&str> = settings.iter().flat_map(|setting| ["--set", setting]).collect();
-    assert_success(&work.train("run", 8, &settings));
-    work
-}
-
-const GREEDY: [&str; 8] = ["generate", "run", "--prompt", "Line 3", "--max-tokens", "40", "--temperature", "0"];
-const DRAWN: [&str; 10] =
-    ["generate", "run", "--prompt", "Line 3", "--max-tokens", "40", "--temperature", "1.3", "--seed", "5"];
-
-fn said(work: &Workplace, args: &[&str]) -> String {
-    let output = work.run(args);
-    assert_success(&output);
-    stdout(&output)
+    with_small_model("model.num_layers=4")
 }
 
 #[test]
@@ -117,14 +105,7 @@ fn what_stages_cannot_do_is_refused_with_what_would_be_right() {
 /// Sends greedy requests at once, many of which begin alike, and returns their texts.
 fn answers(server: &Server) -> Vec<String> {
     let prompt = |i: usize| format!("{} {i} of", "Line 3 of a text that is easy to learn, number. ".repeat(i % 3));
-    let body = |i: usize| json!({"prompt": prompt(i), "max_tokens": 10, "temperature": 0});
-    let streams: Vec<TcpStream> = (0..24).map(|i| server.send("/v1/completions", &body(i))).collect();
-    let text = |stream: TcpStream| {
-        stream.set_read_timeout(Some(PATIENCE)).expect("set");
-        let answer: Value = serde_json::from_str(&read(stream)).expect("JSON");
-        answer["choices"][0]["text"].as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
-    };
-    streams.into_iter().map(text).collect()
+    greedy_texts(server, (0..24).map(prompt))
 }
 
 #[test]

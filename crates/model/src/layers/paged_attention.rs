@@ -1,7 +1,7 @@
 //! Attention to keys and values in the blocks of a paged cache, whatever type they are kept in.
 //!
-//! Those in 8 bits are decoded for some sequences at a time, so that memory for decoded rows is bounded. A sequence
-//! gets the same bits whichever others there are: a decoded row depends on its own numbers alone.
+//! Keys and values in 8 bits are decoded for some sequences at a time, so that memory for decoded rows is bounded. A
+//! sequence gets the same bits whichever others there are: a decoded row depends on its own numbers alone.
 
 use moeworks_ops::Context;
 use moeworks_ops::attention::{

@@ -221,10 +221,15 @@ impl RemoteStages {
     /// Returns the numbers of the caches that are no more, each once.
     fn forgotten(&self) -> Vec<u32> {
         let mut caches = lock(&self.inner.caches);
-        let (live, dead): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut caches.known).into_iter().partition(|cache| cache.identity.strong_count() > 0);
-        caches.known = live;
-        dead.into_iter().map(|cache| cache.number).collect()
+        let mut forgotten = Vec::new();
+        caches.known.retain(|cache| {
+            let is_live = cache.identity.strong_count() > 0;
+            if !is_live {
+                forgotten.push(cache.number);
+            }
+            is_live
+        });
+        forgotten
     }
 
     /// Runs `call` unless a communication failed before, and notes the first failure.

@@ -12,7 +12,7 @@ use moeworks_plan::{Placement, Placements};
 use crate::common::fixture;
 
 /// Families of experts with their ways to store them: one by one, stacked, transposed, interleaved, in FP8 and MXFP4.
-const FOLDERS: [&str; 11] = [
+pub(crate) const FOLDERS: [&str; 11] = [
     "mixtral",
     "olmoe",
     "qwen2_moe",
@@ -25,12 +25,13 @@ const FOLDERS: [&str; 11] = [
     "phimoe",
     "switch",
 ];
-const GGUFS: [&str; 6] = ["mixtral_q4_k_m", "qwen3moe", "qwen2moe", "olmoe", "gptoss", "deepseek2"];
+/// GGUF files of various architectures.
+pub(crate) const GGUFS: [&str; 6] = ["mixtral_q4_k_m", "qwen3moe", "qwen2moe", "olmoe", "gptoss", "deepseek2"];
 
-type Loaded = (ModelConfig, DecoderWeights);
+pub(crate) type Loaded = (ModelConfig, DecoderWeights);
 
 /// A way to load a part of a model.
-type Load<'a> = &'a (dyn Fn(&Context, &ModelPart) -> Loaded + Sync);
+pub(crate) type Load<'a> = &'a (dyn Fn(&Context, &ModelPart) -> Loaded + Sync);
 
 fn num_bytes(weights: &DecoderWeights) -> usize {
     weights.tensors().iter().map(|(_, tensor)| tensor.num_bytes()).sum()

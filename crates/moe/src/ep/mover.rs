@@ -153,7 +153,7 @@ impl ExpertRows {
     }
 
     /// Turns `tensor [held, ..]`, number `index` of the move, into that of the placement to which experts moved.
-    /// Where the number of experts stays, only the rows that change are written. Panics if the memory is shared.
+    /// Writes only the rows that change if the number of experts stays. Panics if the memory is shared.
     pub fn place(&self, ctx: &Context, index: usize, tensor: &mut Tensor) {
         let size = self.sizes[index];
         let Some(changed) = self.changed_rows() else {

@@ -3,6 +3,7 @@
 
 use moeworks_tensor::{DType, Tensor};
 
+use super::activations;
 use super::e4m3::{self, Packed};
 use super::grouped::{COMBINE_ARGS, Epilogue, FEW_ROWS, Groups, RowsProduct};
 use super::scattered::Scattered;
@@ -24,36 +25,8 @@ use moeworks_gpu::{
 
 /// Returns whether there are kernels for the forward pass with these weights.
 pub(crate) fn takes(weights: ExpertWeights<'_>) -> bool {
-    kind_of(weights.activation).is_some() && [weights.gate_up, weights.down].iter().all(|w| takes_weights(w.dtype()))
-}
-
-/// An activation as kernels know it: its number and two settings.
-struct Kind {
-    number: u32,
-    alpha: f32,
-    limit: f32,
-}
-
-/// Returns what kernels know an activation by. The host computes those that they do not have.
-fn kind_of(activation: Activation) -> Option<Kind> {
-    let plain = |number| Some(Kind { number, alpha: 0.0, limit: 0.0 });
-    match activation {
-        Activation::SwiGlu => plain(0),
-        Activation::Gelu => plain(1),
-        Activation::GeluTanh => plain(2),
-        Activation::Relu => plain(3),
-        Activation::ClampedSwiGlu { alpha, limit } => Some(Kind { number: 4, alpha, limit }),
-        Activation::ClampedSilu { .. }
-        | Activation::GegluTanh
-        | Activation::SquaredRelu
-        | Activation::SoftcappedSwiGlu { .. } => None,
-    }
-}
-
-/// Returns the arguments by which kernels know an activation.
-fn shape(activation: Activation) -> [Arg<'static>; 3] {
-    let Kind { number, alpha, limit } = kind_of(activation).expect("an activation that kernels have");
-    [Arg::from(number), alpha.into(), limit.into()]
+    activations::has_kernels(weights.activation)
+        && [weights.gate_up, weights.down].iter().all(|w| takes_weights(w.dtype()))
 }
 
 /// The map of rows to experts, on the GPU.
@@ -354,7 +327,7 @@ fn activation<'a>(
     let bias = on.read_or_none(biases.map(|biases| biases.gate_up));
     let to_h = h.map_or(Arg::none(), |h| on.write(h));
     let mut args = vec![to_h, on.write(a), bias, types[0], types[1], weights.down.cols().into()];
-    args.extend(shape(weights.activation));
+    args.extend(activations::args(weights.activation));
     Epilogue { kernels, args, stored: None }
 }
 
@@ -556,7 +529,7 @@ pub(crate) fn backward(
         (dtype == DType::BF16).into(),
         f.into(),
     ];
-    args.extend(shape(weights.activation));
+    args.extend(activations::args(weights.activation));
     args.push(on.write(&mut parts));
     // SAFETY: `h`, `dh`, `weighed` and `parts` have a row for each row, `parts` a column for each tile of columns.
     unsafe { first.run(on, &Epilogue { kernels: ["pull_back_rows", "plain_pull_back_rows", ""], args, stored: None }) };

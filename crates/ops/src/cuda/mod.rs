@@ -4,6 +4,7 @@
 //! The CPU version has checked shapes before it calls these. Each launch's safety rests on that: kernels stay inside
 //! the sizes that they are given.
 
+mod activations;
 pub(crate) mod attention;
 mod batched_gemm;
 pub(crate) mod blocks;

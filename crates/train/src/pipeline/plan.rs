@@ -115,7 +115,7 @@ fn layers_by_hand(config: &RunConfig) -> Result<Option<Vec<usize>>, ConfigError>
     let num_layers = config.model.num_layers;
     let expected = || {
         let form = "must be a number of layers, at least 1, for each stage, with commas between";
-        wrong(STAGES, quoted(text), format!("{form}, together model.num_layers, {num_layers}"))
+        wrong(STAGES, quoted(text), format!("{form}; their sum must be model.num_layers, {num_layers}"))
     };
     let counts: Result<Vec<usize>, _> = text.split(',').map(|count| count.trim().parse()).collect();
     let counts = counts.map_err(|_| expected())?;
