@@ -115,3 +115,31 @@ impl CaseResult {
         self.least_seconds / self.seconds
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PEAKS: Peaks = Peaks {
+        f32_flops: 100.0,
+        f32_in_tiles_flops: None,
+        bf16_flops: Some(400.0),
+        fp8_flops: None,
+        read_bytes_per_s: 10.0,
+        copy_bytes_per_s: Some(5.0),
+    };
+
+    #[test]
+    fn the_slower_of_products_and_memory_limits_a_case() {
+        // 40 bytes are read and 10 of them have a written one beside them: 20 / 5 + 30 / 10 seconds.
+        let cost = Cost { flops: 1000.0, bytes: 50.0, written: 10.0, dtype: DType::F32 };
+        assert_eq!(cost.limit(&PEAKS), (10.0, Limit::Products));
+        assert_eq!(Cost { dtype: DType::BF16, ..cost }.limit(&PEAKS), (7.0, Limit::Memory));
+    }
+
+    #[test]
+    fn bytes_without_a_rate_of_copying_count_at_the_rate_of_reading() {
+        let peaks = Peaks { copy_bytes_per_s: None, ..PEAKS };
+        assert_eq!(Cost::from_bytes(30, 20).limit(&peaks), (5.0, Limit::Memory));
+    }
+}
