@@ -12,20 +12,49 @@ use pyo3::prelude::*;
 const NAME: &CStr = c"dltensor";
 
 /// DLPack's number of the CPU.
-const CPU: i32 = 1;
+pub(crate) const CPU: i32 = 1;
 
+/// DLPack's number of signed integers.
+pub(crate) const INT: u8 = 0;
+/// DLPack's number of unsigned integers.
+const UNSIGNED: u8 = 1;
+/// DLPack's number of IEEE floats.
+pub(crate) const FLOAT: u8 = 2;
+/// DLPack's number of bfloats.
+pub(crate) const BFLOAT: u8 = 4;
+
+/// The most dims of a result.
+const MAX_DIMS: usize = 3;
+
+/// The place, type and sizes of a tensor.
 #[repr(C)]
-struct DlTensor {
-    data: *mut c_void,
-    device_type: i32,
-    device_id: i32,
-    ndim: i32,
-    code: u8,
-    bits: u8,
-    lanes: u16,
-    shape: *mut i64,
-    strides: *mut i64,
-    byte_offset: u64,
+pub(crate) struct DlTensor {
+    pub(crate) data: *mut c_void,
+    pub(crate) device_type: i32,
+    pub(crate) device_id: i32,
+    pub(crate) ndim: i32,
+    pub(crate) code: u8,
+    pub(crate) bits: u8,
+    pub(crate) lanes: u16,
+    pub(crate) shape: *mut i64,
+    pub(crate) strides: *mut i64,
+    pub(crate) byte_offset: u64,
+}
+
+impl DlTensor {
+    /// A tensor without memory, for a function that fills it in.
+    pub(crate) const EMPTY: Self = Self {
+        data: ptr::null_mut(),
+        device_type: 0,
+        device_id: 0,
+        ndim: 0,
+        code: 0,
+        bits: 0,
+        lanes: 0,
+        shape: ptr::null_mut(),
+        strides: ptr::null_mut(),
+        byte_offset: 0,
+    };
 }
 
 #[repr(C)]
@@ -39,8 +68,8 @@ struct Managed {
 /// interpreter's lock.
 struct Export {
     managed: Managed,
-    dims: Vec<i64>,
-    strides: Vec<i64>,
+    dims: [i64; MAX_DIMS],
+    strides: [i64; MAX_DIMS],
     _tensor: Tensor,
 }
 
@@ -69,38 +98,31 @@ unsafe extern "C" fn forget(capsule: *mut ffi::PyObject) {
 /// Returns a capsule with the memory of `tensor`, which must not be shared.
 pub(crate) fn capsule(py: Python<'_>, mut tensor: Tensor) -> PyResult<Py<PyAny>> {
     let (code, bits) = match tensor.dtype() {
-        DType::F32 => (2, 32),
-        DType::F16 => (2, 16),
-        DType::BF16 => (4, 16),
-        DType::U32 => (1, 32),
+        DType::F32 => (FLOAT, 32),
+        DType::F16 => (FLOAT, 16),
+        DType::BF16 => (BFLOAT, 16),
+        DType::U32 => (UNSIGNED, 32),
         other => return Err(PyValueError::new_err(format!("{other:?} has no DLPack type"))),
     };
-    let dims: Vec<i64> = tensor.shape().iter().map(|&dim| dim as i64).collect();
-    let mut strides = vec![1; dims.len()];
-    for i in (1..dims.len()).rev() {
+    let num_dims = tensor.shape().len();
+    if num_dims > MAX_DIMS {
+        return Err(PyValueError::new_err(format!("a result of {num_dims} dims: at most {MAX_DIMS} are passed on")));
+    }
+    let (mut dims, mut strides) = ([1; MAX_DIMS], [1; MAX_DIMS]);
+    dims.iter_mut().zip(tensor.shape()).for_each(|(to, &dim)| *to = dim as i64);
+    for i in (1..num_dims).rev() {
         strides[i - 1] = strides[i] * dims[i].max(1);
     }
     let data = tensor.bytes_mut().as_mut_ptr().cast::<c_void>();
-    let tensor_fields = DlTensor {
-        data,
-        device_type: CPU,
-        device_id: 0,
-        ndim: dims.len() as i32,
-        code,
-        bits,
-        lanes: 1,
-        shape: ptr::null_mut(),
-        strides: ptr::null_mut(),
-        byte_offset: 0,
-    };
-    let managed = Managed { tensor: tensor_fields, owner: ptr::null_mut(), deleter: Some(delete) };
+    let fields = DlTensor { data, device_type: CPU, ndim: num_dims as i32, code, bits, lanes: 1, ..DlTensor::EMPTY };
+    let managed = Managed { tensor: fields, owner: ptr::null_mut(), deleter: Some(delete) };
     let export = Box::into_raw(Box::new(Export { managed, dims, strides, _tensor: tensor }));
     // SAFETY: the box was just leaked, so that its fields have their places until `delete`; the capsule has the only
     // pointer to it.
     unsafe {
         (*export).managed.owner = export.cast();
-        (*export).managed.tensor.shape = (*export).dims.as_mut_ptr();
-        (*export).managed.tensor.strides = (*export).strides.as_mut_ptr();
+        (*export).managed.tensor.shape = (&raw mut (*export).dims).cast();
+        (*export).managed.tensor.strides = (&raw mut (*export).strides).cast();
         let managed = (&raw mut (*export).managed).cast::<c_void>();
         Ok(Bound::from_owned_ptr_or_err(py, ffi::PyCapsule_New(managed, NAME.as_ptr(), Some(forget)))?.unbind())
     }

@@ -3,7 +3,6 @@
 //! T tokens, D width, F expert width, E experts, K experts a token, A F columns before the activation, R rows
 //! (token-expert pairs whose id is an expert's).
 
-use moeworks_ops::counting_sort::{SortedChoices, sort_choices};
 use moeworks_ops::elementwise::into_type;
 use moeworks_ops::experts::{
     ExpertBiases, ExpertGrads, ExpertWeights, ExpertsSaved, ForwardOptions, WeightGradTarget,
@@ -18,6 +17,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::calls::{object, unlocked};
+use crate::choices::{ChoiceMemory, Choices};
 use crate::{context, dlpack, memory};
 
 /// E, D, F, the weights' type, the activation with its two numbers, and the layout of the weights.
@@ -36,7 +36,7 @@ type BackwardArguments = (PlanArguments, CallArguments, BackwardMemory, (bool, b
 
 /// The layout of stacked weights.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Layout {
+pub(crate) enum Layout {
     /// `[E, A F, D]` and `[E, D, F]`.
     Stacked,
     /// `[E, D, A F]` and `[E, F, D]`.
@@ -47,30 +47,22 @@ enum Layout {
 
 /// The sizes, types and activation of experts.
 #[derive(Clone, Copy)]
-struct Plan {
-    num_experts: usize,
-    width: usize,
-    expert_width: usize,
-    dtype: DType,
-    activation: Activation,
-    layout: Layout,
-}
-
-/// The sizes of a call.
-#[derive(Clone, Copy)]
-struct Call {
-    num_tokens: usize,
-    num_choices: usize,
-    is_saved: bool,
-    num_threads: usize,
+pub(crate) struct Plan {
+    pub(crate) num_experts: usize,
+    pub(crate) width: usize,
+    pub(crate) expert_width: usize,
+    pub(crate) dtype: DType,
+    pub(crate) activation: Activation,
+    pub(crate) layout: Layout,
 }
 
 /// The addresses of the weights.
 #[derive(Clone, Copy)]
-struct WeightMemory {
-    gate_up: usize,
-    down: usize,
-    biases: [usize; 2],
+pub(crate) struct WeightMemory {
+    pub(crate) gate_up: usize,
+    pub(crate) down: usize,
+    /// Both biases; 0 for none.
+    pub(crate) biases: [usize; 2],
 }
 
 /// The weights and biases over PyTorch's memory.
@@ -101,6 +93,22 @@ pub(crate) fn dtype(name: &str) -> PyResult<DType> {
     }
 }
 
+/// Returns the activation by its name, with its two numbers.
+pub(crate) fn activation_of(name: &str, alpha: f32, limit: f32) -> PyResult<Activation> {
+    match name {
+        "swiglu" => Ok(Activation::SwiGlu),
+        "gelu" => Ok(Activation::Gelu),
+        "gelu_tanh" => Ok(Activation::GeluTanh),
+        "relu" => Ok(Activation::Relu),
+        "relu_squared" => Ok(Activation::SquaredRelu),
+        "geglu_tanh" => Ok(Activation::GegluTanh),
+        "clamped_swiglu" => Ok(Activation::ClampedSwiGlu { alpha, limit }),
+        "clamped_silu" => Ok(Activation::ClampedSilu { limit }),
+        "softcapped_swiglu" => Ok(Activation::SoftcappedSwiGlu { gate_cap: alpha, up_cap: limit }),
+        _ => Err(PyValueError::new_err(format!("activation {name:?} has no kernel"))),
+    }
+}
+
 impl Plan {
     fn new(
         (num_experts, width, expert_width, name, activation, alpha, limit, layout): PlanArguments,
@@ -111,18 +119,7 @@ impl Plan {
             "interleaved" => Layout::Interleaved,
             _ => return Err(PyValueError::new_err(format!("layout {layout:?} is unknown"))),
         };
-        let activation = match &*activation {
-            "swiglu" => Activation::SwiGlu,
-            "gelu" => Activation::Gelu,
-            "gelu_tanh" => Activation::GeluTanh,
-            "relu" => Activation::Relu,
-            "relu_squared" => Activation::SquaredRelu,
-            "geglu_tanh" => Activation::GegluTanh,
-            "clamped_swiglu" => Activation::ClampedSwiGlu { alpha, limit },
-            "clamped_silu" => Activation::ClampedSilu { limit },
-            "softcapped_swiglu" => Activation::SoftcappedSwiGlu { gate_cap: alpha, up_cap: limit },
-            _ => return Err(PyValueError::new_err(format!("activation {activation:?} has no kernel"))),
-        };
+        let activation = activation_of(&activation, alpha, limit)?;
         Ok(Self { num_experts, width, expert_width, dtype: dtype(&name)?, activation, layout })
     }
 
@@ -168,6 +165,7 @@ impl Plan {
         let (gate_up, down) = (transposed(gate_up, is_interleaved)?, transposed(down, false)?);
         let biases = match memory.biases {
             [0, 0] => None,
+            [0, _] | [_, 0] => return Err(PyValueError::new_err("experts take both biases or none")),
             // SAFETY: the function's condition.
             [first, second] => Some(unsafe {
                 [memory::tensor(first, &[e, af], DType::F32)?, memory::tensor(second, &[e, d], DType::F32)?]
@@ -177,50 +175,48 @@ impl Plan {
     }
 }
 
-impl Call {
-    fn new((num_tokens, num_choices, is_saved, num_threads): CallArguments) -> Self {
-        Self { num_tokens, num_choices, is_saved, num_threads }
-    }
+/// The memory and options of a forward pass.
+#[derive(Clone, Copy)]
+pub(crate) struct ForwardInputs {
+    /// The address of x, `[T, D]`.
+    pub(crate) x: usize,
+    pub(crate) choices: ChoiceMemory,
+    pub(crate) weights: WeightMemory,
+    /// True if `h` is kept.
+    pub(crate) is_saved: bool,
+    pub(crate) num_threads: usize,
+}
 
-    /// Sorts the choices by expert. An id that is not an expert's has no row.
-    ///
-    /// # Safety
-    /// As for [`memory::values`]: `ids` are i64, `weights` f32, both `[T, K]`.
-    unsafe fn sorted(&self, ctx: &Context, plan: &Plan, ids: usize, weights: usize) -> PyResult<SortedChoices> {
-        let shape = [self.num_tokens, self.num_choices];
-        let len = self.num_tokens * self.num_choices;
-        // SAFETY: the function's condition.
-        let (ids, weights) = unsafe { (memory::values::<i64>(ids, len), memory::tensor(weights, &shape, DType::F32)?) };
-        let mut narrow = ctx.empty(&shape, DType::U32);
-        let outside = plan.num_experts as u32;
-        for (to, &id) in narrow.u32s_mut().iter_mut().zip(ids) {
-            *to = u32::try_from(id).map_or(outside, |id| id.min(outside));
-        }
-        Ok(sort_choices(ctx, &narrow, &weights, plan.num_experts, None))
-    }
+/// Computes experts: y `[T, D]`, and h `[T K, A F]` if it is kept.
+///
+/// # Safety
+/// As for [`memory::tensor`], for all addresses.
+pub(crate) unsafe fn compute(plan: &Plan, inputs: &ForwardInputs) -> PyResult<(Tensor, Option<Tensor>)> {
+    let ForwardInputs { x, choices, weights, is_saved, num_threads } = *inputs;
+    let ctx = &context::shared(num_threads);
+    // SAFETY: the function's condition.
+    let (x, sorted, weights) = unsafe {
+        let x = memory::tensor(x, &[choices.num_tokens, plan.width], plan.activations())?;
+        (x, Choices::new(ctx, choices, plan.num_experts)?, plan.weights(ctx, weights)?)
+    };
+    let options = ForwardOptions { biases: weights.biases(), base: None, is_forward_only: !is_saved };
+    let (y, saved) = experts_forward_with(ctx, &x, weights.weights(), sorted.rows(), options);
+    let num_rows = choices.num_tokens * choices.num_choices;
+    let h = saved.map(|saved| padded(ctx, saved.h, num_rows));
+    Ok((into_type(ctx, y, plan.activations()), h))
 }
 
 /// `experts_forward(plan, call, memory) -> (y, h | None)`, as capsules: y `[T, D]`, h `[T K, A F]`.
 pub(crate) fn forward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
     let (plan, call, memory): ForwardArguments = args.extract()?;
-    let (plan, call) = (Plan::new(plan)?, Call::new(call));
-    let (y, h) = unlocked(py, || {
-        let ctx = &context::shared(call.num_threads);
-        let (x, ids, weights, gate_up, down, first, second) = memory;
-        let stacks = WeightMemory { gate_up, down, biases: [first, second] };
-        // SAFETY: the Python code that calls this has checked the tensors and keeps them alive.
-        let (x, sorted, weights) = unsafe {
-            let x = memory::tensor(x, &[call.num_tokens, plan.width], plan.activations())?;
-            (x, call.sorted(ctx, &plan, ids, weights)?, plan.weights(ctx, stacks)?)
-        };
-        let (rows, is_forward_only) = (sorted.rows(), !call.is_saved);
-        let options = ForwardOptions { biases: weights.biases(), base: None, is_forward_only };
-        let (y, saved) = experts_forward_with(ctx, &x, weights.weights(), rows, options);
-        let num_rows = call.num_tokens * call.num_choices;
-        let h = saved.map(|saved| padded(ctx, saved.h, num_rows));
-        PyResult::Ok((into_type(ctx, y, plan.activations()), h))
-    })??;
+    let (plan, (num_tokens, num_choices, is_saved, num_threads)) = (Plan::new(plan)?, call);
+    let (x, ids, weights, gate_up, down, first, second) = memory;
+    let choices = ChoiceMemory { ids, weights, num_tokens, num_choices };
+    let weights = WeightMemory { gate_up, down, biases: [first, second] };
+    let inputs = ForwardInputs { x, choices, weights, is_saved, num_threads };
+    // SAFETY: the Python code that calls this has checked the tensors and keeps them alive.
+    let (y, h) = unlocked(py, || unsafe { compute(&plan, &inputs) })??;
     object(py, (dlpack::capsule(py, y)?, dlpack::some(py, h)?))
 }
 
@@ -255,10 +251,10 @@ struct Gradients {
 pub(crate) fn backward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
     let py = args.py();
     let (plan, call, memory, wanted): BackwardArguments = args.extract()?;
-    let (plan, call) = (Plan::new(plan)?, Call::new(call));
+    let plan = Plan::new(plan)?;
     let wanted = Wanted { stacks: wanted.0, biases: wanted.1 };
     // SAFETY: the Python code that calls this has checked the tensors and keeps them alive.
-    let grads = unlocked(py, || unsafe { gradients(&plan, &call, memory, wanted) })??;
+    let grads = unlocked(py, || unsafe { gradients(&plan, call, memory, wanted) })??;
     let Gradients { dx, d_weights, stacks: [gate_up, down], biases: [first, second] } = grads;
     let (dx, d_weights) = (dlpack::capsule(py, dx)?, dlpack::capsule(py, d_weights)?);
     let stacks = (dlpack::some(py, gate_up)?, dlpack::some(py, down)?);
@@ -269,15 +265,17 @@ pub(crate) fn backward(args: &Bound<'_, PyTuple>) -> PyResult<Py<PyAny>> {
 ///
 /// # Safety
 /// As for [`memory::tensor`], for all addresses.
-unsafe fn gradients(plan: &Plan, call: &Call, memory: BackwardMemory, wanted: Wanted) -> PyResult<Gradients> {
-    let ctx = &context::shared(call.num_threads);
+unsafe fn gradients(plan: &Plan, call: CallArguments, memory: BackwardMemory, wanted: Wanted) -> PyResult<Gradients> {
+    let (num_tokens, num_choices, _, num_threads) = call;
+    let ctx = &context::shared(num_threads);
     let (dy, x, ids, weights, gate_up, down, h, first, second) = memory;
-    let shape = [call.num_tokens, plan.width];
+    let shape = [num_tokens, plan.width];
+    let choices = ChoiceMemory { ids, weights, num_tokens, num_choices };
     let stacks = WeightMemory { gate_up, down, biases: [first, second] };
     // SAFETY: the function's condition.
     let (dy, x, sorted, weights) = unsafe {
         let (dy, x) = (memory::tensor(dy, &shape, plan.dtype)?, memory::tensor(x, &shape, plan.dtype)?);
-        (dy, x, call.sorted(ctx, plan, ids, weights)?, plan.weights(ctx, stacks)?)
+        (dy, x, Choices::new(ctx, choices, plan.num_experts)?, plan.weights(ctx, stacks)?)
     };
     let rows = sorted.rows();
     // SAFETY: the function's condition; `h` has a row for each choice, of which the first R are used.
@@ -306,7 +304,7 @@ unsafe fn gradients(plan: &Plan, call: &Call, memory: BackwardMemory, wanted: Wa
         grads
     });
     let d_weights = choice_weight_grads(ctx, rows, &back.d_row_weights);
-    let d_weights = d_weights.reshaped(&[call.num_tokens, call.num_choices]);
+    let d_weights = d_weights.reshaped(&[num_tokens, num_choices]);
     let dx = into_type(ctx, back.dx, plan.dtype);
     Ok(Gradients { dx, d_weights, stacks: each(stacks), biases: each(biases) })
 }

@@ -7,10 +7,13 @@
 #![allow(unsafe_code)] // The interpreter's module table, and memory of PyTorch's tensors.
 
 mod calls;
+mod choices;
 mod context;
+mod direct;
 mod dlpack;
 mod errors;
 mod evaluate;
+mod exchange;
 mod experts;
 mod generate;
 mod grouped;
@@ -34,8 +37,9 @@ use pyo3::types::{PyCFunction, PyDict, PyModule, PyTuple};
 type Function = fn(&Bound<'_, PyTuple>) -> PyResult<Py<PyAny>>;
 
 /// The functions by name; `_native.pyi` has their types.
-const FUNCTIONS: [(&CStr, Function); 14] = [
+const FUNCTIONS: [(&CStr, Function); 15] = [
     (c"describe", context::describe),
+    (c"experts_direct", direct::direct),
     (c"experts_forward", experts::forward),
     (c"experts_backward", experts::backward),
     (c"grouped", grouped::grouped),

@@ -1,6 +1,9 @@
 """Layers and losses, against the blocks of five model families (made by crates/moe/tests/fixtures/make.py)."""
 
+import copy
+import io
 import json
+import pickle
 from pathlib import Path
 from unittest import SkipTest
 
@@ -105,6 +108,32 @@ def test_shapes_types_scores_and_devices():
     assert y.dtype == torch.bfloat16 and logits.dtype == torch.float32
 
 
+def test_layers_are_copied_pickled_and_loaded_with_the_same_results():
+    torch.manual_seed(0)
+    for settings in ({}, {"router": "top_p"}, {"router": "cosine", "bias": True}, {"shared_intermediate_size": 6}):
+        layer = MoE(8, 6, 4, 2, **settings).eval()
+        again = MoE(8, 6, 4, 2, **settings).eval()
+        again.load_state_dict(layer.state_dict())
+        buffer = io.BytesIO()
+        torch.save(layer, buffer)
+        buffer.seek(0)
+        copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(buffer, weights_only=False), again]
+        x = torch.randn(5, 8)
+        assert all(torch.equal(of(x), layer(x)) for of in copies), settings
+
+
+def test_one_graph_serves_all_numbers_of_tokens():
+    torch.manual_seed(0)
+    layer = MoE(8, 6, 4, 2)
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True)
+    for num_tokens in (3, 7, 1, 0):
+        x = torch.randn(num_tokens, 8)
+        assert torch.equal(compiled(x), layer(x))
+    exported = torch.export.export(layer, (x.new_ones(5, 8),), dynamic_shapes={"x": {0: torch.export.Dim("t")}}).module()
+    x = torch.randn(9, 8)
+    assert torch.equal(exported(x), layer(x))
+
+
 def test_a_layer_learns():
     torch.manual_seed(0)
     layer = MoE(16, 32, 8, 2)
@@ -134,3 +163,6 @@ def test_wrong_arguments_raise_clear_exceptions():
     raises(TypeError, "x: must be a tensor", lambda: MoE(8, 6, 4, 2)([1.0]))
     raises(TypeError, "gate_up: is torch.float32", lambda: MoE(8, 6, 4, 2)(torch.randn(3, 8).bfloat16()))
     raises(ValueError, "logits", lambda: load_balancing_loss(torch.randn(3), 1))
+    raises(ValueError, "logits", lambda: load_balancing_loss(None, 1))
+    raises(ValueError, "logits", lambda: z_loss(3))
+    raises(ValueError, "activation ['relu']", lambda: Experts(4, 8, 6, activation=["relu"]))

@@ -362,11 +362,16 @@ def test_grouped_products_match_a_loop():
 def test_wrong_arguments_raise_clear_exceptions():
     tensors, ids = case()
     x, gate_up, down, weights = (tensors[name] for name in ("x", "gate_up", "down", "weights"))
+
+    def softcapped(**settings):
+        return ops.experts(x, gate_up, down, ids, weights, activation="softcapped_swiglu", **settings)
+
     wrong = [
         (TypeError, "x: must be a tensor", lambda: ops.experts([1.0], gate_up, down, ids, weights)),
         (TypeError, "gate_up: is torch.bfloat16", lambda: ops.experts(x, gate_up.bfloat16(), down, ids, weights)),
         (TypeError, "whole numbers", lambda: ops.experts(x, gate_up, down, ids.float(), weights)),
-        (TypeError, "must be floats", lambda: ops.experts(x.int(), gate_up.int(), down.int(), ids, weights)),
+        (TypeError, "x: must be f32", lambda: ops.experts(x.int(), gate_up.int(), down.int(), ids, weights)),
+        (TypeError, "float8", lambda: ops.experts(x.to(torch.float8_e4m3fn), gate_up, down, ids, weights)),
         (TypeError, "must be floats", lambda: ops.experts(x, gate_up, down, ids, ids)),
         (ValueError, "2 dims", lambda: ops.experts(x[0], gate_up, down, ids, weights)),
         (ValueError, "does not fit x", lambda: ops.experts(x[:, 1:], gate_up, down, ids, weights)),
@@ -376,6 +381,13 @@ def test_wrong_arguments_raise_clear_exceptions():
         (ValueError, "must be that of expert_ids", lambda: ops.experts(x, gate_up, down, ids, weights[:, :1])),
         (ValueError, "at least one expert", lambda: ops.experts(x, gate_up, down, ids[:, :0], weights[:, :0])),
         (ValueError, "activation 'tanh'", lambda: ops.experts(x, gate_up, down, ids, weights, activation="tanh")),
+        (ValueError, "activation ['relu']", lambda: ops.experts(x, gate_up, down, ids, weights, activation=["relu"])),
+        (TypeError, "alpha: must be a number", lambda: ops.experts(x, gate_up, down, ids, weights, alpha="1")),
+        (ValueError, "limit -1.0", lambda: ops.experts(x, gate_up, down, ids, weights, limit=-1.0)),
+        (ValueError, "limit: is not a number", lambda: ops.experts(x, gate_up, down, ids, weights, limit=float("nan"))),
+        (TypeError, "softcaps: must be two numbers", lambda: softcapped(softcaps=(1.0,))),
+        (TypeError, "softcaps: must be two numbers", lambda: softcapped(softcaps=3)),
+        (ValueError, "softcaps 0.0, 1.0: must be above 0", lambda: softcapped(softcaps=(0, 1))),
         (ValueError, "layout 'x'", lambda: ops.experts(x, gate_up, down, ids, weights, layout="x")),
         (
             ValueError,
@@ -384,13 +396,134 @@ def test_wrong_arguments_raise_clear_exceptions():
         ),
         (ValueError, "one device", lambda: ops.experts(x, gate_up.to("meta"), down, ids, weights)),
         (TypeError, "dense", lambda: ops.experts(x.detach().to_sparse(), gate_up, down, ids, weights)),
+        (TypeError, "nested", lambda: ops.experts(torch.nested.nested_tensor([x]), gate_up, down, ids, weights)),
         (TypeError, "int32", lambda: ops.grouped_mm(x, gate_up.mT, offs=torch.tensor([1, 2, 3, 4]))),
     ]
     for ends in ([1, 5, 4, 7], [-1, 2, 3, 4], [1, 2, 3, 99]):
         offs = torch.tensor(ends, dtype=torch.int32)
-        wrong.append((ValueError, "offs[", lambda offs=offs: ops.grouped_mm(x, gate_up.mT, offs=offs)))
+        for dtype in (torch.float32, torch.float64):
+            a, b = x.to(dtype), gate_up.to(dtype).mT
+            wrong.append((ValueError, "offs[", lambda a=a, b=b, offs=offs: ops.grouped_mm(a, b, offs=offs)))
     for kind, words, call in wrong:
         raises(kind, words, call)
+
+
+def test_the_dispatchers_operators_refuse_what_kernels_cannot_read():
+    tensors, ids = case()
+    x, gate_up, down, weights = (tensors[name].detach() for name in ("x", "gate_up", "down", "weights"))
+
+    def forward(x=x, gate_up=gate_up, down=down, ids=ids, weights=weights, biases=(None, None), activation="swiglu"):
+        settings = (activation, 1.702, 7.0, "stacked", False)
+        return torch.ops.moeworks.experts(x, gate_up, down, ids, weights, *biases, *settings)
+
+    def backward(dy=x, h=torch.zeros(14, 2 * F), needs_biases=False):
+        settings = ("swiglu", 1.702, 7.0, "stacked", True, needs_biases)
+        return torch.ops.moeworks.experts_backward(dy, x, gate_up, down, ids, weights, h, None, None, *settings)
+
+    def grouped(a=x, b=gate_up.mT, offs=torch.tensor([1, 2, 3, 4], dtype=torch.int32)):
+        return torch.ops.moeworks.grouped_mm(a, b, offs)
+
+    bias = torch.zeros(E, 2 * F)
+    for kind, words, call in (
+        (ValueError, "down: shape", lambda: forward(down=down[..., 1:])),
+        (ValueError, "expert_ids: shape", lambda: forward(ids=ids[:3])),
+        (ValueError, "activation 'tanh'", lambda: forward(activation="tanh")),
+        (TypeError, "expert_ids: moeworks::experts takes torch.int64", lambda: forward(ids=ids.int())),
+        (TypeError, "expert_weights: moeworks::experts takes", lambda: forward(weights=weights.bfloat16())),
+        (TypeError, "gate_up: is torch.bfloat16", lambda: forward(gate_up=gate_up.bfloat16())),
+        (TypeError, "f64", lambda: forward(x.double(), gate_up.double(), down.double())),
+        (ValueError, "both biases or none", lambda: forward(biases=(bias, None))),
+        (ValueError, "h: shape [13, 32] must be [14, 32]", lambda: backward(h=torch.zeros(13, 2 * F))),
+        (TypeError, "h is torch.bfloat16", lambda: backward(h=torch.zeros(14, 2 * F).bfloat16())),
+        (ValueError, "dy: shape", lambda: backward(dy=x[1:])),
+        (ValueError, "there are no biases", lambda: backward(needs_biases=True)),
+        (ValueError, "mat_b: shape", lambda: grouped(b=gate_up.mT[:, 1:])),
+        (TypeError, "int32", lambda: grouped(offs=torch.tensor([1, 2, 3, 4]))),
+        (TypeError, "takes f32 and bf16", lambda: grouped(x.half(), gate_up.half().mT)),
+    ):
+        raises(kind, words, call)
+    assert torch.equal(forward()[0], ours(tensors, ids)) and len(backward()) == 6
+
+
+def test_tensors_on_another_device_are_refused_in_one_line():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, gate_up, down = (torch.empty(size, device="cuda") for size in ((7, D), (E, 2 * F, D), (E, D, F)))
+        ids, weights = torch.empty(7, 2, dtype=torch.int64, device="cuda"), torch.empty(7, 2, device="cuda")
+    words = "x: is on cuda:0; the operators of moeworks compute on the CPU"
+    raises(NotImplementedError, words, lambda: ops.experts(x, gate_up, down, ids, weights))
+
+
+def test_all_ways_of_a_call_have_the_same_bits():
+    """Without gradients from the tensors themselves, with them past the dispatcher, and through it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for num_tokens, k in ((0, 2), (1, 1), (1, 4), (2, 3), (40, 2)):
+            for activation in ACTIVATIONS:
+                tensors, ids = case(num_tokens, k, dtype, activation, num_ids=E + 1)
+                numbers = SETTINGS.get(activation, {})
+                numbers = numbers.get("softcaps", (numbers.get("alpha", 1.702), numbers.get("limit", 7.0)))
+                inputs = [tensors[name] for name in ("x", "gate_up", "down")] + [ids, tensors["weights"], None, None]
+                wanted = torch.ops.moeworks.experts(*inputs, activation, *numbers, "stacked", True)[0]
+                trained = ours(tensors, ids, activation=activation)
+                with torch.no_grad():
+                    assert torch.equal(ours(tensors, ids, activation=activation), wanted), (activation, num_tokens)
+                assert torch.equal(trained, wanted), (activation, num_tokens)
+                dy = torch.randn(num_tokens, D).to(dtype)
+                exact = grads(wanted, tensors, dy)
+                for name, grad in grads(trained, tensors, dy).items():
+                    assert torch.equal(grad, exact[name]), (activation, num_tokens, name)
+
+
+def test_plain_tensors_take_the_way_past_the_dispatcher():
+    tensors, ids = case(1, 2)
+    taken = []
+    direct, apply = ops._kernels.direct_forward, ops._kernels.PlainExperts.apply
+    ops._kernels.direct_forward = lambda *inputs: taken.append("direct") or direct(*inputs)
+    ops._kernels.PlainExperts.apply = lambda *inputs: taken.append("trained") or apply(*inputs)
+    try:
+        ours(tensors, ids)
+        with torch.no_grad():
+            assert torch.equal(ours(tensors, ids), ours(tensors, ids.int()))
+    finally:
+        ops._kernels.direct_forward, ops._kernels.PlainExperts.apply = direct, apply
+    assert taken == ["trained", "direct", "direct"], taken
+    assert direct(tensors["x"][:, 1:], *(tensors[name] for name in ("gate_up", "down")), ids, ids, "relu", 1.0, 7.0) is None
+
+
+def test_one_token_skips_and_repeats_choices():
+    tensors, _ = case(1, 6)
+    for ids in ([3, E, 0, 3, -1, 2**40], [E] * 6, [1] * 6):
+        assert_alike(tensors, torch.tensor([ids]))
+
+
+def test_forward_mode_derivatives_are_refused():
+    tensors, ids = case()
+    x, gate_up, down, weights = (tensors[name].detach() for name in ("x", "gate_up", "down", "weights"))
+    words = "no forward-mode derivatives"
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        raises(NotImplementedError, words, lambda: ops.experts(dual, gate_up, down, ids, weights))
+        assert torch.equal(ops.experts(x, gate_up, down, ids, weights), ours(tensors, ids))
+    call = lambda x: ops.experts(x, gate_up, down, ids, weights)
+    raises(NotImplementedError, words, lambda: torch.func.jvp(call, (x,), (x,)))
+
+
+def test_vmap_computes_each_of_a_batch():
+    tensors, ids = case()
+    x, gate_up, down, weights = (tensors[name].detach() for name in ("x", "gate_up", "down", "weights"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = torch.vmap(lambda x: ops.experts(x, gate_up, down, ids, weights))(torch.stack([x, 2 * x]))
+    assert torch.equal(found, torch.stack([ops.experts(f * x, gate_up, down, ids, weights) for f in (1, 2)]))
+
+
+def test_negated_views_are_read_with_their_sign():
+    tensors, ids = case()
+    x = torch.complex(tensors["x"].detach(), tensors["x"].detach()).conj().imag
+    assert x.is_neg()
+    with torch.no_grad():
+        assert torch.equal(ours(dict(tensors, x=x), ids), ours(dict(tensors, x=x.resolve_neg().contiguous()), ids))
 
 
 def test_the_sizes_of_scattermoe():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _native, _threads
+from ._checks import ACTIVATIONS, check_experts, check_grouped, check_settings, check_types_of_kernels
 from ._torch import torch
 
 Tensor = torch.Tensor
@@ -15,19 +16,8 @@ Tensor = torch.Tensor
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _tensor_of = torch._C._from_dlpack
 
-# Columns before the activation for each after it.
-ACTIVATIONS = {
-    "swiglu": 2,
-    "geglu_tanh": 2,
-    "clamped_swiglu": 2,
-    "clamped_silu": 2,
-    "softcapped_swiglu": 2,
-    "gelu": 1,
-    "gelu_tanh": 1,
-    "relu": 1,
-    "relu_squared": 1,
-}
-LAYOUTS = ("stacked", "transposed", "interleaved")
+# PyTorch's table of C functions for tensors, if this version has it.
+EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
 _LIBRARY = torch.library.Library("moeworks", "DEF")
 _LIBRARY.define(
@@ -115,25 +105,80 @@ def experts_forward(
 
 
 def direct_forward(
-    tensors: tuple[Tensor, ...],
-    sizes: tuple[int, int, int],
-    call: tuple[int, int],
-    settings: tuple[str, float, float],
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float,
 ) -> Tensor | None:
-    """Computes stacked experts without biases; ``None`` if the memory of a tensor is not aligned.
+    """Computes stacked experts without biases and gradients; ``None`` unless types, shapes and memory are usual.
 
-    Args:
-        tensors: x, gate_up, down, weights and ids, in order and checked.
-        sizes: E, D and F.
-        call: T and K.
-        settings: the activation with its numbers.
+    All must be plain tensors of PyTorch.
     """
-    x, gate_up, down, weights, ids = (tensor.data_ptr() for tensor in tensors)
-    if (x | gate_up | down | weights) & 3 or ids & 7:
-        return None
-    plan = (*sizes, _NAMES[tensors[0].dtype], *settings, "stacked")
-    memory = (x, ids, weights, gate_up, down, 0, 0)
-    return _tensor_of(_native.experts_forward(plan, (*call, False, threads()), memory)[0])
+    y = _native.experts_direct(
+        EXCHANGE,
+        x,
+        gate_up,
+        down,
+        expert_ids,
+        expert_weights,
+        activation,
+        alpha,
+        limit,
+        _threads.chosen() or torch.get_num_threads(),
+    )
+    return None if y is None else _tensor_of(y)
+
+
+def _checked_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    layout: str,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """Computes experts for the dispatcher, whose callers nobody has checked."""
+    biases = gate_up_bias, down_bias
+    _check_dispatched(x, gate_up, down, expert_ids, expert_weights, biases, activation, layout)
+    return experts_forward(
+        x,
+        gate_up,
+        down,
+        expert_ids,
+        expert_weights,
+        gate_up_bias,
+        down_bias,
+        activation,
+        alpha,
+        limit,
+        layout,
+        save,
+    )
+
+
+def _check_dispatched(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: str,
+    layout: str,
+) -> None:
+    check_settings(activation, layout)
+    check_experts(x, gate_up, down, expert_ids, expert_weights, biases, activation, layout)
+    check_types_of_kernels(x, expert_ids, expert_weights, biases)
 
 
 def _experts_backward(
@@ -173,6 +218,55 @@ def _experts_backward(
         (needs_stacks, needs_biases),
     )
     return tuple(x.new_empty(0) if grad is None else _tensor_of(grad) for grad in grads)
+
+
+def _checked_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    h: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    layout: str,
+    needs_stacks: bool,
+    needs_biases: bool,
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of experts for the dispatcher, whose callers nobody has checked."""
+    biases = gate_up_bias, down_bias
+    _check_dispatched(x, gate_up, down, expert_ids, expert_weights, biases, activation, layout)
+    if x.dtype == torch.float16:
+        raise TypeError("x: moeworks::experts_backward takes f32 and bf16, not torch.float16")
+    rows = (expert_ids.numel(), _columns(gate_up, layout))
+    for name, tensor, shape in (("dy", dy, x.shape), ("h", h, rows)):
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: shape {list(tensor.shape)} must be {list(shape)}")
+    if h.dtype != x.dtype or not dy.is_floating_point():
+        raise TypeError(f"h is {h.dtype} and dy {dy.dtype}: must be floats, and h {x.dtype}")
+    if needs_biases and gate_up_bias is None:
+        raise ValueError("needs_biases: there are no biases")
+    return _experts_backward(
+        dy,
+        x,
+        gate_up,
+        down,
+        expert_ids,
+        expert_weights,
+        h,
+        gate_up_bias,
+        down_bias,
+        activation,
+        alpha,
+        limit,
+        layout,
+        needs_stacks,
+        needs_biases,
+    )
 
 
 def _experts_fake(
@@ -238,11 +332,14 @@ def _experts_autograd(ctx: Any, dy: Tensor | None, _dh: Tensor | None) -> tuple[
         return (None,) * 12
     if not ctx.is_saved:
         raise RuntimeError("moeworks::experts was called with save=False: it has no backward pass")
+    return *_gradients(ctx, dy, torch.ops.moeworks.experts_backward), None
+
+
+def _gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Any, ...]:
+    """Returns a gradient for each input but the last, by a function that computes those of the tensors."""
     needs = ctx.needs_input_grad
     *tensors, gate_up_bias, down_bias = ctx.saved_tensors
-    grads = torch.ops.moeworks.experts_backward(
-        dy, *tensors, gate_up_bias, down_bias, *ctx.numbers, needs[1] or needs[2], needs[5] or needs[6]
-    )
+    grads = backward(dy, *tensors, gate_up_bias, down_bias, *ctx.numbers, needs[1] or needs[2], needs[5] or needs[6])
     dx, d_weights, d_gate_up, d_down, d_first, d_second = grads
     first = d_first.to(gate_up_bias.dtype) if needs[5] else None
     second = d_second.to(down_bias.dtype) if needs[6] else None
@@ -258,8 +355,29 @@ def _experts_autograd(ctx: Any, dy: Tensor | None, _dh: Tensor | None) -> tuple[
         None,
         None,
         None,
-        None,
     )
+
+
+class PlainExperts(torch.autograd.Function):
+    """Experts with gradients on plain tensors, without the dispatcher, which takes most of the time of a small call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, gate_up, down, expert_ids, expert_weights, gate_up_bias, down_bias, *numbers = inputs
+        y, h = experts_forward(*inputs, True)
+        ctx.set_materialize_grads(False)
+        ctx.numbers = numbers
+        ctx.save_for_backward(x, gate_up, down, expert_ids, expert_weights, h, gate_up_bias, down_bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+        if dy is None:
+            return (None,) * 11
+        # With gradients of gradients the operator says that there are none; a compiler sees the operator.
+        is_plain = type(dy) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        is_plain = is_plain and torch._C._len_torch_dispatch_stack() == 0
+        return _gradients(ctx, dy, _experts_backward if is_plain else torch.ops.moeworks.experts_backward)
 
 
 def _no_second(name: str) -> Any:
@@ -284,6 +402,28 @@ def grouped_forward(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     transposed tensor."""
     _, k, n = b.shape
     return _grouped("nt", a, b.mT, offs, k, n) if _is_transposed(b) else _grouped("nn", a, b, offs, k, n)
+
+
+def _checked_grouped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Multiplies groups for the dispatcher, whose callers nobody has checked."""
+    _check_dispatched_grouped(a, b, offs)
+    return grouped_forward(a, b, offs)
+
+
+def _check_dispatched_grouped(a: Tensor, b: Tensor, offs: Tensor) -> None:
+    check_grouped(a, b, offs)
+    if a.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"moeworks::grouped_mm takes f32 and bf16, not {a.dtype}; use moeworks.ops.grouped_mm")
+
+
+def _checked_grouped_backward(
+    dy: Tensor, a: Tensor, b: Tensor, offs: Tensor, needs_a: bool, needs_b: bool
+) -> tuple[Tensor, Tensor]:
+    """Computes gradients of a grouped product for the dispatcher, whose callers nobody has checked."""
+    _check_dispatched_grouped(a, b, offs)
+    if dy.dtype != a.dtype or dy.shape != (a.shape[0], b.shape[2]):
+        raise ValueError(f"dy: is {dy.dtype} {list(dy.shape)}, must be {a.dtype} {[a.shape[0], b.shape[2]]}")
+    return _grouped_backward(dy, a, b, offs, needs_a, needs_b)
 
 
 def _grouped_backward(
@@ -321,10 +461,10 @@ def _grouped_autograd(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     return da if needs_a else None, db if needs_b else None, None
 
 
-_LIBRARY.impl("experts", experts_forward, "CPU")
-_LIBRARY.impl("experts_backward", _experts_backward, "CPU")
-_LIBRARY.impl("grouped_mm", grouped_forward, "CPU")
-_LIBRARY.impl("grouped_mm_backward", _grouped_backward, "CPU")
+_LIBRARY.impl("experts", _checked_experts, "CPU")
+_LIBRARY.impl("experts_backward", _checked_backward, "CPU")
+_LIBRARY.impl("grouped_mm", _checked_grouped, "CPU")
+_LIBRARY.impl("grouped_mm_backward", _checked_grouped_backward, "CPU")
 
 torch.library.register_fake("moeworks::experts", _experts_fake, lib=_LIBRARY)
 torch.library.register_fake("moeworks::experts_backward", _experts_backward_fake, lib=_LIBRARY)

@@ -10,6 +10,19 @@ _Call = tuple[int, int, bool, int]
 _Capsule = object
 
 def describe() -> tuple[str, int]: ...
+def experts_direct(
+    exchange: _Capsule,
+    x: object,
+    gate_up: object,
+    down: object,
+    expert_ids: object,
+    expert_weights: object,
+    activation: str,
+    alpha: float,
+    limit: float,
+    num_threads: int,
+    /,
+) -> _Capsule | None: ...
 def experts_forward(
     plan: _Plan, call: _Call, memory: tuple[int, int, int, int, int, int, int], /
 ) -> tuple[_Capsule, _Capsule | None]: ...

@@ -1,7 +1,7 @@
 """Mixture-of-Experts layers and losses on routers, for PyTorch.
 
-Routing schemes are in :mod:`moeworks.routers`. Parameters have the names and layouts of transformers, so that state dicts move between the two. Losses are functions of
-router logits; nothing is kept in global state.
+Routing schemes are in :mod:`moeworks.routers`. Parameters have the names and layouts of transformers, so that state
+dicts move between the two. Losses are functions of router logits; nothing is kept in global state.
 
 T tokens, D hidden size, F intermediate size, E experts, K experts a token.
 """
@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import _kernels, ops
+from . import ops
+from ._checks import ACTIVATIONS, check_settings
 from ._torch import torch
 from .routers import Choice, Router, make_router
 from .routing import Routing
@@ -66,11 +67,10 @@ class Experts(torch.nn.Module):
         sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
         for name, value in sizes.items():
             _positive(name, value)
-        if activation not in _kernels.ACTIVATIONS:
-            raise ValueError(f"activation {activation!r}: must be one of {', '.join(_kernels.ACTIVATIONS)}")
+        check_settings(activation, "stacked")
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.activation, self.alpha, self.limit, self.softcaps = activation, alpha, limit, softcaps
-        rows = _kernels.ACTIVATIONS[activation] * intermediate_size
+        rows = ACTIVATIONS[activation] * intermediate_size
 
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -240,7 +240,7 @@ class _Shared(torch.nn.Module):
     def __init__(self, hidden_size: int, size: int, activation: str, **options: Any) -> None:
         super().__init__()
         _positive("shared_intermediate_size", size)
-        rows = _kernels.ACTIVATIONS[activation] * size
+        rows = ACTIVATIONS[activation] * size
         self.activation = activation
         self.gate_up_proj_weight = torch.nn.Parameter(torch.empty(rows, hidden_size, **options))
         self.down_proj_weight = torch.nn.Parameter(torch.empty(hidden_size, size, **options))
@@ -289,9 +289,7 @@ def load_balancing_loss(
         top_k: K.
         mask: ``[T]`` of one layer: 0 for tokens that do not count, such as padding.
     """
-    layers = [logits] if isinstance(logits, Tensor) else list(logits)
-    if not layers or any(not isinstance(layer, Tensor) or layer.dim() != 2 for layer in layers):
-        raise ValueError("logits: give a tensor [tokens, experts], or a list of these")
+    layers = _layers(logits)
     num_experts = layers[0].shape[1]
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k {top_k}: must be from 1 to the number of experts, {num_experts}")
@@ -311,9 +309,7 @@ def z_loss(logits: Tensor | Sequence[Tensor]) -> Tensor:
     Args:
         logits: ``[T, E]``, or a list of these.
     """
-    layers = [logits] if isinstance(logits, Tensor) else list(logits)
-    if not layers:
-        raise ValueError("logits: give a tensor [tokens, experts], or a list of these")
+    layers = _layers(logits)
     return torch.cat([layer.float().logsumexp(-1) for layer in layers]).square().mean()
 
 
@@ -351,11 +347,17 @@ def entropy_loss(logits: Tensor | Sequence[Tensor]) -> Tensor:
     Args:
         logits: ``[T, E]``, or a list of these.
     """
-    layers = [logits] if isinstance(logits, Tensor) else list(logits)
-    if not layers:
-        raise ValueError("logits: give a tensor [tokens, experts], or a list of these")
+    layers = _layers(logits)
     logs = [layer.float().log_softmax(-1) for layer in layers]
     return torch.cat([-(log.exp() * log).sum(-1) for log in logs]).mean()
+
+
+def _layers(logits: Any) -> list[Tensor]:
+    """Returns the router logits of each layer."""
+    layers = [logits] if isinstance(logits, Tensor) else list(logits) if isinstance(logits, Sequence) else []
+    if not layers or any(not isinstance(layer, Tensor) or layer.dim() != 2 for layer in layers):
+        raise ValueError("logits: give a tensor [tokens, experts], or a list of these")
+    return layers
 
 
 def _positive(name: str, value: Any) -> None:

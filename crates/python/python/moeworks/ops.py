@@ -13,14 +13,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import _kernels
+from ._checks import ACTIVATIONS, check_ends, check_experts, check_grouped, check_settings, check_tensors
 from ._torch import torch
 
+forward_ad = torch.autograd.forward_ad
 Tensor = torch.Tensor
 
 __all__ = ["experts", "grouped_mm"]
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+# Those whose two numbers have defaults; a tuple, in which everything can be looked for.
+_DIRECT_ACTIVATIONS = tuple(name for name in ACTIVATIONS if name != "softcapped_swiglu")
 
 
 def experts(
@@ -69,15 +73,12 @@ def experts(
         ValueError: if shapes do not fit, or a setting is unknown.
         NotImplementedError: if a tensor is not on the CPU.
     """
-    if gate_up_bias is None and down_bias is None and layout == "stacked" and activation in _kernels.ACTIVATIONS:
-        numbers = _numbers(activation, alpha, limit, softcaps)
+    if gate_up_bias is None and down_bias is None and layout == "stacked" and softcaps is None:
+        numbers = (alpha, 7.0 if limit is None else limit)
         y = _direct(x, gate_up, down, expert_ids, expert_weights, activation, *numbers)
         if y is not None:
             return y
-    if layout not in _kernels.LAYOUTS:
-        raise ValueError(f"layout {layout!r}: must be one of {', '.join(_kernels.LAYOUTS)}")
-    if activation not in _kernels.ACTIVATIONS:
-        raise ValueError(f"activation {activation!r}: must be one of {', '.join(_kernels.ACTIVATIONS)}")
+    check_settings(activation, layout)
     alpha, limit = _numbers(activation, alpha, limit, softcaps)
     if torch.is_autocast_enabled("cpu") and isinstance(x, Tensor) and x.is_floating_point():
         dtype = torch.get_autocast_dtype("cpu")
@@ -91,62 +92,58 @@ def experts(
     )
 
 
-def _numbers(
-    activation: str, alpha: float, limit: float | None, softcaps: tuple[float, float] | None
-) -> tuple[float, float]:
+def _numbers(activation: str, alpha: Any, limit: Any, softcaps: Any) -> tuple[float, float]:
     """Returns the two numbers of an activation, as kernels take them."""
     if activation != "softcapped_swiglu":
-        return float(alpha), 7.0 if limit is None else float(limit)
-    gate_cap, up_cap = (4.0, 25.0) if softcaps is None else (float(cap) for cap in softcaps)
+        limit = 7.0 if limit is None else _number("limit", limit)
+        if not limit > 0.0:
+            raise ValueError(f"limit {limit}: must be above 0")
+        return _number("alpha", alpha), limit
+    if softcaps is None:
+        return 4.0, 25.0
+    if not isinstance(softcaps, (tuple, list)) or len(softcaps) != 2:
+        raise TypeError(f"softcaps: must be two numbers, for gate and up, not {softcaps!r}")
+    gate_cap, up_cap = (_number("softcaps", cap) for cap in softcaps)
     if not (gate_cap > 0.0 and up_cap > 0.0):
         raise ValueError(f"softcaps {gate_cap}, {up_cap}: must be above 0")
     return gate_cap, up_cap
 
 
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name}: must be a number, not {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name}: must be a number, not {value!r}") from None
+    if number != number:
+        raise ValueError(f"{name}: is not a number")
+    return number
+
+
 def _direct(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    activation: str,
-    alpha: float,
-    limit: float,
+    x: Any,
+    gate_up: Any,
+    down: Any,
+    expert_ids: Any,
+    expert_weights: Any,
+    activation: Any,
+    alpha: Any,
+    limit: Any,
 ) -> Tensor | None:
     """Computes the most usual call, with plain tensors in order and without gradients; ``None`` for any other.
 
     One token takes about as long as checking all that can be wrong. What is unusual here is checked by the caller.
     """
-    if torch.compiler.is_compiling():
+    if not is_plain() or torch.is_autocast_enabled("cpu") or _kernels.EXCHANGE is None:
         return None
-    tensors = (x, gate_up, down, expert_weights, expert_ids)
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+    has_grad = torch.is_grad_enabled()
+    for tensor in (x, gate_up, down, expert_ids, expert_weights):
+        if type(tensor) not in _PLAIN_TYPES or (has_grad and tensor.requires_grad) or tensor.is_neg():
             return None
-    dtype = x.dtype
-    if (
-        (dtype is not torch.float32 and dtype is not torch.bfloat16)
-        or gate_up.dtype is not dtype
-        or down.dtype is not dtype
-        or expert_weights.dtype is not torch.float32
-        or expert_ids.dtype is not torch.int64
-        or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
-        or torch.is_autocast_enabled("cpu")
-        or not is_plain()
-    ):
+    if activation not in _DIRECT_ACTIVATIONS or not (type(alpha) is type(limit) is float and alpha > 0.0 < limit):
         return None
-    try:
-        (num_tokens, width), (num_experts, columns, depth), (stacked, height, size) = x.shape, gate_up.shape, down.shape
-        num_rows, num_choices = shape = expert_ids.shape
-    except ValueError:
-        return None
-    fits = width == depth == height and columns == _kernels.ACTIVATIONS[activation] * size and stacked == num_experts
-    fits = fits and num_rows == num_tokens and expert_weights.shape == shape
-    if not fits or 0 in (width, size, num_experts, num_choices):
-        return None
-    return _kernels.direct_forward(
-        tensors, (num_experts, width, size), (num_tokens, num_choices), (activation, alpha, limit)
-    )
+    return _kernels.direct_forward(x, gate_up, down, expert_ids, expert_weights, activation, alpha, limit)
 
 
 def _experts(
@@ -163,14 +160,14 @@ def _experts(
     layout: str,
 ) -> Tensor:
     biases = (gate_up_bias, down_bias)
-    check(x, gate_up, down, expert_ids, expert_weights, biases, activation, layout)
+    check_experts(x, gate_up, down, expert_ids, expert_weights, biases, activation, layout)
+    _check_tangents(x, gate_up, down, expert_weights, *biases)
     if expert_ids.dtype != torch.int64:
         expert_ids = expert_ids.to(torch.int64)
     tensors = [x, gate_up, down, expert_weights, *(bias for bias in biases if bias is not None)]
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     has_kernel = x.dtype in _KERNEL_DTYPES and not (trains and x.dtype == torch.float16)
-    is_direct = not trains and has_kernel and is_plain(*tensors, expert_ids)
-    if layout == "interleaved" and _kernels.ACTIVATIONS[activation] == 1:
+    if layout == "interleaved" and ACTIVATIONS[activation] == 1:
         layout = "transposed"
     if not has_kernel:
         gate = gate_of(activation, alpha, limit, layout == "interleaved")
@@ -181,13 +178,18 @@ def _experts(
     if layout == "interleaved" and first_bias is not None:
         first_bias = torch.cat((first_bias[:, ::2], first_bias[:, 1::2]), 1)
     settings = (activation, alpha, limit, layout)
-    if is_direct:
-        return _kernels.experts_forward(
-            x, gate_up, down, expert_ids, weights, first_bias, second_bias, *settings, False
-        )[0]
-    return torch.ops.moeworks.experts(
-        x, gate_up, down, expert_ids, weights, first_bias, second_bias, *settings, trains
-    )[0]
+    inputs = (x, gate_up, down, expert_ids, weights, first_bias, second_bias, *settings)
+    if not is_plain(*tensors, expert_ids):
+        return torch.ops.moeworks.experts(*inputs, trains)[0]
+    return _kernels.PlainExperts.apply(*inputs) if trains else _kernels.experts_forward(*inputs, False)[0]
+
+
+def _check_tangents(*tensors: Tensor | None) -> None:
+    """Raises an exception if a tensor has a tangent, which kernels would lose."""
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        for tensor in tensors:
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError("the operators of moeworks have no forward-mode derivatives: use backward ones")
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -214,84 +216,11 @@ def is_plain(*tensors: Tensor) -> bool:
     """Returns whether nothing but the kernel has to see a call: no compiler, mode or transform, and plain tensors."""
     return (
         not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and all(type(tensor) in _PLAIN_TYPES and tensor.device.type == "cpu" for tensor in tensors)
     )
-
-
-def check(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    biases: tuple[Tensor | None, Tensor | None],
-    activation: str,
-    layout: str,
-) -> None:
-    """Raises an exception unless types, shapes and devices fit."""
-    given = {"x": x, "gate_up": gate_up, "down": down, "expert_ids": expert_ids, "expert_weights": expert_weights}
-    for name, bias in zip(("gate_up_bias", "down_bias"), biases, strict=True):
-        if bias is not None:
-            given[name] = bias
-    check_tensors(given)
-    for name, dims in (("x", 2), ("gate_up", 3), ("down", 3), ("expert_ids", 2), ("expert_weights", 2)):
-        if given[name].dim() != dims:
-            raise ValueError(f"{name}: must have {dims} dims, not shape {list(given[name].shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"x: must be floats, not {x.dtype}")
-    for name in ("gate_up", "down"):
-        if given[name].dtype != x.dtype:
-            raise TypeError(f"{name}: is {given[name].dtype}, but x is {x.dtype}; cast one of them")
-    if expert_ids.is_floating_point() or expert_ids.is_complex() or expert_ids.dtype == torch.bool:
-        raise TypeError(f"expert_ids: must be whole numbers, not {expert_ids.dtype}")
-    for name in ("expert_weights", "gate_up_bias", "down_bias"):
-        if name in given and not given[name].is_floating_point():
-            raise TypeError(f"{name}: must be floats, not {given[name].dtype}")
-    _check_shapes(given, _kernels.ACTIVATIONS[activation], layout)
-
-
-def check_tensors(given: dict[str, Any]) -> None:
-    """Raises an exception unless all are dense tensors on the CPU (or have no memory, as those of a compiler)."""
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: must be a tensor, not {type(tensor).__name__}")
-        if tensor.device.type not in ("cpu", "meta"):
-            raise NotImplementedError(f"{name}: is on {tensor.device}; moeworks.ops computes on the CPU")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name}: must be dense, not {tensor.layout}")
-    if len({tensor.device.type for tensor in given.values()}) > 1:
-        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
-        raise ValueError(f"all tensors must be on one device, not {places}")
-
-
-def _check_shapes(given: dict[str, Tensor], num_inputs: int, layout: str) -> None:
-    gate_up, down = given["gate_up"], given["down"]
-    num_experts, width = gate_up.shape[0], given["x"].shape[1]
-    first, second = (gate_up.shape[1:], down.shape[1:])
-    if layout != "stacked":
-        first, second = first[::-1], second[::-1]
-    size = second[1]
-    if num_experts == 0 or width == 0 or size == 0:
-        raise ValueError(f"gate_up: has no elements, shape {list(gate_up.shape)}")
-    if first[1] != width:
-        raise ValueError(f"gate_up: shape {list(gate_up.shape)} does not fit x of width {width} ({layout})")
-    if first[0] != num_inputs * size or second[0] != width or down.shape[0] != num_experts:
-        raise ValueError(
-            f"down: shape {list(down.shape)} does not fit gate_up of shape {list(gate_up.shape)} ({layout}, "
-            f"{num_inputs} columns before the activation for each after it)"
-        )
-    ids, weights = given["expert_ids"].shape, given["expert_weights"].shape
-    if ids[0] != given["x"].shape[0]:
-        raise ValueError(f"expert_ids: shape {list(ids)} does not fit x with {given['x'].shape[0]} tokens")
-    if ids != weights:
-        raise ValueError(f"expert_weights: shape {list(weights)} must be that of expert_ids, {list(ids)}")
-    if ids[1] == 0:
-        raise ValueError("expert_ids: each token needs at least one expert")
-    for name, columns in (("gate_up_bias", first[0]), ("down_bias", width)):
-        if name in given and given[name].shape != (num_experts, columns):
-            raise ValueError(f"{name}: shape {list(given[name].shape)} must be {[num_experts, columns]}")
 
 
 def grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
@@ -310,25 +239,15 @@ def grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
         ValueError: if shapes do not fit, or ``offs`` does not grow.
         NotImplementedError: if a tensor is not on the CPU.
     """
-    given = {"mat_a": mat_a, "mat_b": mat_b, "offs": offs}
-    check_tensors(given)
+    check_tensors({"mat_a": mat_a, "mat_b": mat_b, "offs": offs})
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         mat_a, mat_b = _cast(mat_a, dtype), _cast(mat_b, dtype)
-    for name, tensor, dims in (("mat_a", mat_a, 2), ("mat_b", mat_b, 3), ("offs", offs, 1)):
-        if tensor.dim() != dims:
-            raise ValueError(f"{name}: must have {dims} dims, not shape {list(tensor.shape)}")
-    if not mat_a.is_floating_point() or mat_a.dtype != mat_b.dtype:
-        raise TypeError(f"mat_a is {mat_a.dtype} and mat_b {mat_b.dtype}: must be floats of one type")
-    if offs.dtype != torch.int32:
-        raise TypeError(f"offs: must be int32, not {offs.dtype}")
-    if mat_a.shape[1] != mat_b.shape[1] or 0 in mat_b.shape:
-        raise ValueError(f"mat_b: shape {list(mat_b.shape)} does not fit mat_a of shape {list(mat_a.shape)}")
-    if offs.shape[0] != mat_b.shape[0]:
-        raise ValueError(f"offs: has {offs.shape[0]} groups, but mat_b {mat_b.shape[0]}")
-    trains = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
+    check_grouped(mat_a, mat_b, offs)
+    _check_tangents(mat_a, mat_b)
     if mat_a.dtype not in (torch.float32, torch.bfloat16):
         return _plain_grouped(mat_a, mat_b, offs)
+    trains = torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad)
     if not trains and is_plain(mat_a, mat_b, offs):
         return _kernels.grouped_forward(mat_a, mat_b, offs)
     return torch.ops.moeworks.grouped_mm(mat_a, mat_b, offs)
@@ -337,6 +256,7 @@ def grouped_mm(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor) -> Tensor:
 def _plain_grouped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """Computes :func:`grouped_mm` by PyTorch, for types that the kernels do not have."""
     ends = offs.tolist()
+    check_ends(ends, a.shape[0])
     starts = [0, *ends[:-1]]
     parts = [a[start:end] @ matrix for start, end, matrix in zip(starts, ends, b, strict=True)]
     return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
