@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,33 @@ def test_evaluation_inspection_and_conversion():
     assert moeworks.convert(RUN.path, FOLDER / "half", force=True)
 
 
+def test_a_gpu_that_is_missing_is_named_in_one_line():
+    if Path("/dev/nvidiactl").exists():
+        raise SkipTest("there is a GPU")
+    on_gpu = {"train.device": "cuda"}
+    raises(ValueError, "NVIDIA driver", lambda: moeworks.load(RUN.path, device="cuda"))
+    raises(ValueError, "NVIDIA driver", lambda: moeworks.train(TINY, data=TEXT, out=FOLDER / "x", overrides=on_gpu))
+    assert "threads" in moeworks.load(RUN.path, device="auto")[0].device
+
+
+def test_the_emulated_gpu_trains_and_generates_as_the_cpu_does():
+    if "MOEWORKS_NO_EMULATION" in os.environ:
+        raise SkipTest("MOEWORKS_NO_EMULATION is set")
+    if shutil.which("c++") is None:
+        raise SkipTest("the emulation needs a compiler for C++")
+    model, _ = moeworks.load(RUN.path, device="emulated")
+    assert "emulation" in model.device
+    wanted = moeworks.generate(MODEL, TOKENIZER, "the ", max_tokens=8)
+    assert moeworks.generate(model, TOKENIZER, "the ", max_tokens=8) == wanted
+    losses = []
+    for device in ("cpu", "emulated"):
+        small = {"train.steps": 2, "train.seq_len": 8, "train.batch_size": 1, "train.device": device}
+        events = []
+        moeworks.train(TINY, data=TEXT, out=FOLDER / f"on-{device}", overrides=small, on_event=events.append)
+        losses.append([event["loss"] for event in events if event["event"] == "step"])
+    assert len(losses[0]) == 2 and all(abs(a - b) < 1e-3 for a, b in zip(*losses, strict=True)), losses
+
+
 def test_wrong_arguments_raise_clear_exceptions():
     nowhere = str(FOLDER / "nowhere")
     model = (MODEL, TOKENIZER)
@@ -242,7 +270,8 @@ def test_ctrl_c_ends_the_program_and_a_run_in_python():
     time.sleep(1.0)
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=60)
-    assert child.returncode in (143, 0, 2), child.returncode
+    # A busy machine may not have come to its handlers, so that the signal itself ends the program.
+    assert child.returncode in (143, 0, 2, -signal.SIGTERM), child.returncode
 
 
 def test_a_forked_process_generates_and_ends():
