@@ -1,10 +1,12 @@
 """The examples, and the code of the manual's recipes, run as they stand."""
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import SkipTest
 
@@ -44,6 +46,42 @@ def test_two_processes_train_as_one():
     assert len(two) == 2 and two[1] < 0.8 * two[0], two
     # The balance losses of the parts of a batch are not that of the whole.
     assert all(abs(a - b) <= 0.01 for a, b in zip(one, two, strict=True)), (one, two)
+
+
+def shown(words):
+    """Returns the example of the manual that contains the words, and the output that the manual shows for it."""
+    found = re.findall(r"^```python\n((?:(?!```).)*)```\n\n```text\n((?:(?!```).)*)```", MANUAL.read_text(), re.M | re.S)
+    (pair,) = (pair for pair in found if words in pair[0])
+    return pair
+
+
+def assert_prints_what_the_manual_shows(words, command=()):
+    code, wanted = shown(words)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "hello.py"
+        script.write_text(code)
+        done = subprocess.run([sys.executable, *command, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted = "".join(line for line in wanted.splitlines(True) if not line.startswith("$"))
+    number = r"\d+\.\d+"
+    assert re.split(number, done.stdout) == re.split(number, wanted), done.stdout
+    # Other instruction sets round differently.
+    for a, b in zip(re.findall(number, done.stdout), re.findall(number, wanted), strict=True):
+        assert abs(float(a) - float(b)) <= 0.01 * max(1.0, float(b)), done.stdout
+
+
+def test_the_manuals_layer_trains_as_it_shows():
+    assert_prints_what_the_manual_shows("from moeworks.nn import MoE")
+
+
+def test_the_manuals_script_for_tutel_trains_as_it_shows():
+    assert_prints_what_the_manual_shows("from tutel import", ["-m", "moeworks.tutel"])
+
+
+def test_the_manuals_model_of_transformers_computes_what_it_shows():
+    if importlib.util.find_spec("transformers") is None:
+        raise SkipTest("transformers is not installed")
+    assert_prints_what_the_manual_shows("import moeworks.transformers")
 
 
 def recipe(name):

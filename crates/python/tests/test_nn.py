@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise SkipTest(str(error)) from error
 
-from moeworks.nn import Experts, MoE, load_balancing_loss, within_capacity, z_loss
+from moeworks.nn import Experts, MoE, importance_loss, l1_loss, load_balancing_loss, within_capacity, z_loss
 
 FIXTURES = Path(__file__).parents[2] / "moe/tests/fixtures"
 
@@ -165,4 +165,12 @@ def test_wrong_arguments_raise_clear_exceptions():
     raises(ValueError, "logits", lambda: load_balancing_loss(torch.randn(3), 1))
     raises(ValueError, "logits", lambda: load_balancing_loss(None, 1))
     raises(ValueError, "logits", lambda: z_loss(3))
+    raises(TypeError, "capacity_factor", lambda: MoE(8, 6, 4, 2, capacity_factor="1"))
+    raises(TypeError, "router: must be a name", lambda: MoE(8, 6, 4, 2, router=torch.nn.Linear(8, 4)))
+    raises(TypeError, "softcaps", lambda: Experts(4, 8, 6, activation="softcapped_swiglu", softcaps=(1,)))
+    raises(TypeError, "expert_ids: must be a tensor", lambda: importance_loss([1], [2], 4))
+    raises(TypeError, "logits: must be a tensor", lambda: l1_loss(None, 2))
+    hashed = MoE(8, 6, 4, 1, router="hash", router_settings={"vocab_size": 10})
+    for ids in ([1, 2, 30], [1, 2], [1.0, 2.0, 3.0]):
+        raises(ValueError, "token_ids", lambda ids=ids: hashed(torch.randn(3, 8), token_ids=torch.tensor(ids)))
     raises(ValueError, "activation ['relu']", lambda: Experts(4, 8, 6, activation=["relu"]))

@@ -37,6 +37,35 @@ def check_settings(activation: Any, layout: Any) -> None:
         raise ValueError(f"activation {activation!r}: must be one of {', '.join(ACTIVATIONS)}")
 
 
+def activation_numbers(activation: str, alpha: Any, limit: Any, softcaps: Any) -> tuple[float, float]:
+    """Returns the two numbers of an activation, as kernels take them."""
+    if activation != "softcapped_swiglu":
+        limit = 7.0 if limit is None else _number("limit", limit)
+        if not limit > 0.0:
+            raise ValueError(f"limit {limit}: must be above 0")
+        return _number("alpha", alpha), limit
+    if softcaps is None:
+        return 4.0, 25.0
+    if not isinstance(softcaps, (tuple, list)) or len(softcaps) != 2:
+        raise TypeError(f"softcaps: must be two numbers, for gate and up, not {softcaps!r}")
+    gate_cap, up_cap = (_number("softcaps", cap) for cap in softcaps)
+    if not (gate_cap > 0.0 and up_cap > 0.0):
+        raise ValueError(f"softcaps {gate_cap}, {up_cap}: must be above 0")
+    return gate_cap, up_cap
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name}: must be a number, not {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name}: must be a number, not {value!r}") from None
+    if number != number:
+        raise ValueError(f"{name}: is not a number")
+    return number
+
+
 def check_experts(
     x: Tensor,
     gate_up: Tensor,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import ops
-from ._checks import ACTIVATIONS, check_settings
+from ._checks import ACTIVATIONS, activation_numbers, check_settings, check_tensors
 from ._torch import torch
 from .routers import Choice, Router, make_router
 from .routing import Routing
@@ -68,6 +68,7 @@ class Experts(torch.nn.Module):
         for name, value in sizes.items():
             _positive(name, value)
         check_settings(activation, "stacked")
+        activation_numbers(activation, alpha, limit, softcaps)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.activation, self.alpha, self.limit, self.softcaps = activation, alpha, limit, softcaps
         rows = ACTIVATIONS[activation] * intermediate_size
@@ -167,6 +168,8 @@ class MoE(torch.nn.Module):
         _positive("top_k", top_k)
         if top_k > num_experts:
             raise ValueError(f"top_k {top_k}: must be at most num_experts, {num_experts}")
+        if isinstance(capacity_factor, bool) or not isinstance(capacity_factor, int | float):
+            raise TypeError(f"capacity_factor: must be a number, not {capacity_factor!r}")
         if not (capacity_factor >= 0.0 and math.isfinite(capacity_factor)):
             raise ValueError(f"capacity_factor {capacity_factor}: must be at least 0; 0 for no limit")
         self.top_k, self.num_experts, self.capacity_factor = top_k, num_experts, capacity_factor
@@ -174,6 +177,8 @@ class MoE(torch.nn.Module):
         if isinstance(router, str):
             rules = {"normalize_weights": normalize_weights, "score": score, **options}
             router = make_router(router, hidden_size, num_experts, top_k, router_settings, **rules)
+        elif not isinstance(router, Router):
+            raise TypeError(f"router: must be a name or a moeworks.routers.Router, not {type(router).__name__}")
         self.gate = router
         settings = {"activation": activation, **options}
         self.experts = Experts(num_experts, hidden_size, intermediate_size, bias=bias, **settings)
@@ -321,6 +326,7 @@ def importance_loss(expert_ids: Tensor, expert_weights: Tensor, num_experts: int
         expert_weights: ``[T, K]``.
         num_experts: E.
     """
+    check_tensors({"expert_ids": expert_ids, "expert_weights": expert_weights})
     ids, weights = expert_ids.reshape(-1), expert_weights.float().reshape(-1)
     ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
     sums = weights.new_zeros(num_experts + 1).index_add(0, ids, weights)[:num_experts]
@@ -336,6 +342,7 @@ def l1_loss(logits: Tensor, top_k: int, *, balanced: bool = True) -> Tensor:
         top_k: K, the experts that a token shall have on average.
         balanced: whether an expert's gates count by its load over its even share (equation 11).
     """
+    check_tensors({"logits": logits})
     gates = logits.relu()
     loads = (gates > 0).sum(0) * (logits.shape[1] / (top_k * max(logits.shape[0], 1)))
     return (gates * loads if balanced else gates).sum() / max(gates.numel(), 1)

@@ -13,7 +13,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import _kernels
-from ._checks import ACTIVATIONS, check_ends, check_experts, check_grouped, check_settings, check_tensors
+from ._checks import (
+    ACTIVATIONS,
+    activation_numbers,
+    check_ends,
+    check_experts,
+    check_grouped,
+    check_settings,
+    check_tensors,
+)
 from ._torch import torch
 
 forward_ad = torch.autograd.forward_ad
@@ -79,7 +87,7 @@ def experts(
         if y is not None:
             return y
     check_settings(activation, layout)
-    alpha, limit = _numbers(activation, alpha, limit, softcaps)
+    alpha, limit = activation_numbers(activation, alpha, limit, softcaps)
     if torch.is_autocast_enabled("cpu") and isinstance(x, Tensor) and x.is_floating_point():
         dtype = torch.get_autocast_dtype("cpu")
         x, gate_up, down = (_cast(tensor, dtype) for tensor in (x, gate_up, down))
@@ -90,35 +98,6 @@ def experts(
     return _experts(
         x, gate_up, down, expert_ids, expert_weights, gate_up_bias, down_bias, activation, alpha, limit, layout
     )
-
-
-def _numbers(activation: str, alpha: Any, limit: Any, softcaps: Any) -> tuple[float, float]:
-    """Returns the two numbers of an activation, as kernels take them."""
-    if activation != "softcapped_swiglu":
-        limit = 7.0 if limit is None else _number("limit", limit)
-        if not limit > 0.0:
-            raise ValueError(f"limit {limit}: must be above 0")
-        return _number("alpha", alpha), limit
-    if softcaps is None:
-        return 4.0, 25.0
-    if not isinstance(softcaps, (tuple, list)) or len(softcaps) != 2:
-        raise TypeError(f"softcaps: must be two numbers, for gate and up, not {softcaps!r}")
-    gate_cap, up_cap = (_number("softcaps", cap) for cap in softcaps)
-    if not (gate_cap > 0.0 and up_cap > 0.0):
-        raise ValueError(f"softcaps {gate_cap}, {up_cap}: must be above 0")
-    return gate_cap, up_cap
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name}: must be a number, not {value!r}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{name}: must be a number, not {value!r}") from None
-    if number != number:
-        raise ValueError(f"{name}: is not a number")
-    return number
 
 
 def _direct(

@@ -376,7 +376,14 @@ class Hash(_Equal):
     def forward(self, x: Tensor, token_ids: Tensor | None = None, progress: float = 1.0) -> Choice:
         if token_ids is None:
             raise ValueError("token_ids: router 'hash' needs the id of each token")
-        ids = self.table[token_ids.reshape(-1)]
+        token_ids = token_ids.reshape(-1)
+        if token_ids.shape[0] != x.shape[0]:
+            raise ValueError(f"token_ids: has {token_ids.shape[0]} ids for {x.shape[0]} tokens")
+        try:
+            ids = self.table[token_ids]
+        except IndexError:
+            message = f"token_ids: must be whole numbers from 0 to vocab_size - 1, {self.table.shape[0] - 1}"
+            raise ValueError(message) from None
         logits = torch.zeros(x.shape[0], self.num_experts, device=x.device)
         return Choice(logits, ids, torch.full(ids.shape, 1.0 / self.top_k, device=x.device))
 
