@@ -347,7 +347,7 @@ impl<'a, 'b> Engine<'a, 'b> {
         let of = self.times.stage(action.stage);
         let layers = f64::from(self.schedule.moe_layers_of(action.stage).max(1));
         let is_dispatch = matches!(action.kind, Kind::ForwardDispatch | Kind::BackwardDispatch);
-        let seconds = if is_dispatch { of.dispatch } else { of.combine } / layers / self.num_chunks() as f64;
+        let seconds = if is_dispatch { of.dispatch } else { of.combine } / layers / f64::from(self.num_chunks());
         let state = &mut self.ranks[rank as usize];
         state.queue.pop_front();
         state.is_exchanging = true;
