@@ -197,19 +197,20 @@ impl Replica<'_> {
         Some(self.cost(Phase::Prefill, batch, step, batch as f64 / step.total(), cache))
     }
 
-    /// Returns the cost of a decode step with as many sequences as memory and the limit on time allow.
-    fn decode(&self) -> Option<PhaseCost> {
+    /// Returns the cost of a decode step with as many sequences as memory and `is_fast_enough` allow.
+    fn decode(&self, is_fast_enough: &dyn Fn(&PhaseCost) -> bool) -> Option<PhaseCost> {
         let (input, output) = (self.job.input_len as f64, self.job.output_len.max(1) as f64);
         // Sequences are at all places of their answers; room is for whole ones.
         let (room, mean) = (self.cache_bytes(input + output), input + output / 2.0);
         let free = MEMORY_SHARE * self.fabric.rates.memory_bytes - self.weight_bytes();
-        let step = |sequences: usize| {
+        let cost = |sequences: usize| {
             let count = sequences as f64;
-            self.pass(count, count, mean, count * mean)
+            let step = self.pass(count, count, mean, count * mean);
+            let batch = sequences * self.num_groups();
+            let requests = batch as f64 / (step.total() * output);
+            self.cost(Phase::Decode, batch, step, requests, count * room)
         };
-        let is_allowed = |sequences: usize| {
-            sequences as f64 * room <= free && self.job.max_token_s.is_none_or(|limit| step(sequences).total() <= limit)
-        };
+        let is_allowed = |sequences: usize| sequences as f64 * room <= free && is_fast_enough(&cost(sequences));
         if !is_allowed(1) {
             return None;
         }
@@ -218,9 +219,7 @@ impl Replica<'_> {
             let middle = usize::midpoint(low, high);
             if is_allowed(middle) { low = middle } else { high = middle }
         }
-        let (step, batch) = (step(low), low * self.num_groups());
-        let requests = batch as f64 / (step.total() * output);
-        Some(self.cost(Phase::Decode, batch, step, requests, low as f64 * room))
+        Some(cost(low))
     }
 
     fn cost(&self, phase: Phase, batch: usize, step: Parts, requests_per_s: f64, cache_bytes: f64) -> PhaseCost {
@@ -251,10 +250,17 @@ fn costs(job: &ServingJob, fabric: &Fabric, phase: Phase) -> Vec<PhaseCost> {
             .filter(|tp| ranks.is_multiple_of(*tp) && parts.max_tp.max(1).is_multiple_of(*tp));
         for tp in sizes {
             let replica = Replica { job, fabric, ranks, tp, hot };
-            found.extend(if phase == Phase::Prefill { replica.prefill() } else { replica.decode() });
+            let is_fast_enough = |cost: &PhaseCost| is_within(job, cost.step_s);
+            let cost = if phase == Phase::Prefill { replica.prefill() } else { replica.decode(&is_fast_enough) };
+            found.extend(cost);
         }
     }
     found
+}
+
+/// Returns whether tokens of an answer may be so far apart.
+fn is_within(job: &ServingJob, token_s: f64) -> bool {
+    job.max_token_s.is_none_or(|limit| token_s <= limit)
 }
 
 /// Returns the best plans of serving: with prefill and decode apart if there are ranks for both, and on the same
@@ -301,27 +307,26 @@ fn split(job: &ServingJob, fabric: &Fabric, prefill: &PhaseCost, decode: &PhaseC
     (even.max(1)..=even + 1).filter(|&replicas| replicas <= most).map(plan).reduce(better)
 }
 
-/// Returns the plan in which replicas like `decode` do the prompts as well: while they do, answers wait.
-fn shared(job: &ServingJob, fabric: &Fabric, decode: &PhaseCost) -> Option<ServingPlan> {
-    let hot = job.skew.hot_rank(job.parts.num_experts, decode.ranks).time;
-    let replica = Replica { job, fabric, ranks: decode.ranks, tp: decode.tp, hot };
+/// Returns the plan in which replicas of the size of `alone` do the prompts as well: while they do, answers wait, so
+/// that a limit on their time allows fewer sequences.
+fn shared(job: &ServingJob, fabric: &Fabric, alone: &PhaseCost) -> Option<ServingPlan> {
+    let hot = job.skew.hot_rank(job.parts.num_experts, alone.ranks).time;
+    let replica = Replica { job, fabric, ranks: alone.ranks, tp: alone.tp, hot };
     let prefill = replica.prefill()?;
+    let token_s = |decode: &PhaseCost| decode.step_s * (1.0 + decode.requests_per_s / prefill.requests_per_s);
+    let decode = replica.decode(&|decode| is_within(job, token_s(decode)))?;
     let each = 1.0 / (1.0 / prefill.requests_per_s + 1.0 / decode.requests_per_s);
     let replicas = fabric.num_ranks / decode.ranks;
     let requests_per_s = each * replicas as f64;
-    let token_s = decode.step_s * decode.requests_per_s / each;
-    if job.max_token_s.is_some_and(|limit| token_s > limit) {
-        return None;
-    }
     Some(ServingPlan {
         prefill,
-        decode: *decode,
+        decode,
         prefill_replicas: 0,
         decode_replicas: replicas,
         idle_ranks: fabric.num_ranks - replicas * decode.ranks,
         requests_per_s,
         tokens_per_s: requests_per_s * job.output_len as f64,
         first_token_s: prefill.step_s,
-        token_s,
+        token_s: token_s(&decode),
     })
 }

@@ -3,6 +3,7 @@
 //!
 //! Everything here is a decision on plain values; [`Probe`] makes the steps, in a folder of its own.
 
+mod links;
 mod monitor;
 mod probe;
 
@@ -14,6 +15,7 @@ use crate::config::{PlacementChoice, RunConfig};
 use crate::error::TrainError;
 use crate::metrics::NamedFigure;
 
+pub use links::measured_topology;
 pub use monitor::Monitor;
 pub use probe::Probe;
 
@@ -34,6 +36,12 @@ pub struct Candidate {
 }
 
 impl Candidate {
+    /// Creates the candidate of the run of `config` in `layout`, without costs.
+    #[must_use]
+    pub fn in_layout(config: &RunConfig, layout: Layout) -> Self {
+        Self { config: in_layout(config, layout), estimate: None }
+    }
+
     /// Returns the layout.
     #[must_use]
     pub fn layout(&self) -> Layout {
@@ -46,10 +54,18 @@ impl Candidate {
 pub struct Measured {
     /// The layout.
     pub layout: Layout,
-    /// The median milliseconds of a step.
+    /// The median milliseconds of a step, on its slowest rank.
     pub step_ms: f64,
     /// The figures of the steps, as means, and of the estimate.
     pub figures: Vec<NamedFigure>,
+}
+
+impl Measured {
+    /// Creates the record of steps whose figures another rank has.
+    #[must_use]
+    pub fn elsewhere(layout: Layout) -> Self {
+        Self { layout, step_ms: f64::NAN, figures: Vec::new() }
+    }
 }
 
 /// Returns the layouts to try on the ranks of `topology`: that of `config`, if it has as many ranks, then the

@@ -72,6 +72,14 @@ impl<T: Task> Trainer<T> {
         self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.write_trace(path))
     }
 
+    /// Returns the largest of all ranks' values at each place. All ranks call this, with as many values.
+    pub(crate) fn most_of_ranks(&self, own: &[f64]) -> Result<Vec<f64>, TrainError> {
+        let Some(ranks) = &self.ranks else { return Ok(own.to_vec()) };
+        let all = ranks.all_values(own)?;
+        let most = |at: usize| all.iter().skip(at).step_by(own.len()).copied().fold(f64::NAN, f64::max);
+        Ok((0..own.len()).map(most).collect())
+    }
+
     /// Returns the newest checkpoint of the run.
     #[must_use]
     pub fn last_checkpoint(&self) -> Option<&Path> {

@@ -64,7 +64,8 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "WHEN")]
     pub(crate) rebalance: Option<String>,
     /// Try the planner's best few layouts of N ranks for some steps each, and train in the fastest (default N: that
-    /// of --dp, --ep, --tp and --pp, or one per core); each decision is a line of layouts.jsonl in the run
+    /// of --dp, --ep, --tp and --pp, or one per core; under `mpirun` its processes); each decision is a line of
+    /// layouts.jsonl in the run
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "0", conflicts_with = "trace")]
     pub(crate) auto_layout: Option<usize>,
     /// Share by which the median of ten steps may leave what was measured before layouts are tried again

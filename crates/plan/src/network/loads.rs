@@ -67,6 +67,14 @@ impl<'a> Loads<'a> {
         self
     }
 
+    /// Returns one of `chunks` equal chunks of the transfer. Each has the first seconds of the whole.
+    pub(crate) fn chunk_of(mut self, chunks: usize) -> Self {
+        let share = 1.0 / chunks.max(1) as f64;
+        self.bytes.values_mut().for_each(|bytes| *bytes *= share);
+        self.levels.iter_mut().flatten().for_each(|bytes| *bytes *= share);
+        self
+    }
+
     /// Adds bytes that `rank` sends to others of its unit at `level`, but not below.
     pub(super) fn add_out(&mut self, rank: usize, level: usize, bytes: f64) {
         self.levels[level][0] += bytes;

@@ -42,8 +42,7 @@ pub struct StepRequest<'a> {
     /// The layout; its stage groups are the ranks of the schedule.
     pub layout: Layout,
     /// The exchange of tokens with experts. Its wire format compresses rows to experts; results and their gradients
-    /// come back in no less than two bytes a number. Of several chunks what experts hide has passed before: the rest
-    /// is simulated.
+    /// come back in no less than two bytes a number. Chunks are simulated one by one on their links.
     pub exchange: Exchange,
     /// T, the tokens of each rank in a microbatch.
     pub tokens: usize,
@@ -255,7 +254,7 @@ pub struct StepReport<'a> {
     pub step_s: f64,
     /// Tokens of all ranks a second.
     pub tokens_per_s: f64,
-    /// Model operations a second over the peak of all devices.
+    /// Model operations a second over the peak of all devices; in FP8 over that of bf16.
     pub mfu: f64,
     /// The number of ranks.
     pub num_ranks: usize,
@@ -301,7 +300,7 @@ impl StepCosts<'_> {
             let right = "must be written out too where sends and receives are, or leave those out";
             return Err(wrong("all-to-alls of the schedule", "none", right));
         }
-        let most = MAX_ACTIONS / ACTIONS_OF_LAYER / num_moe_layers;
+        let most = MAX_ACTIONS / ACTIONS_OF_LAYER / num_moe_layers / self.request.exchange.chunks.max(1);
         if schedule.num_microbatches() > most {
             let right = format!("with {num_moe_layers} MoE layers there can be at most {most}");
             return Err(wrong("microbatches", schedule.num_microbatches(), right));
@@ -314,7 +313,6 @@ impl StepCosts<'_> {
     pub fn simulate<'a>(&'a self, checked: &Checked<'a>) -> Result<StepReport<'a>, StepError> {
         let schedule = checked.schedule();
         let transfers = self.transfers(schedule);
-        let covered_s = self.covered_seconds(schedule, &transfers);
         let simulation = checked.simulate(&self.times, &transfers)?;
         let num_ranks = self.request.layout.num_ranks();
         let stage_group = self.request.layout.stage_group_size() as u64;
@@ -327,9 +325,10 @@ impl StepCosts<'_> {
         let peak_memory = (0..schedule.num_ranks()).map(most).collect();
         let step_s = simulation.step;
         let tokens_per_s = if step_s > 0.0 { tokens as f64 / step_s } else { 0.0 };
-        let peak = self.request.cluster.device.peak_flops(self.request.precision) * num_ranks as f64;
+        // As papers count, and as the planner does, FP8 is compared with the peak of bf16.
+        let peak = self.request.cluster.device.peak_flops(self.request.precision.beside_fp8()) * num_ranks as f64;
         Ok(StepReport {
-            hidden: self.hidden(schedule, &simulation, covered_s),
+            hidden: self.hidden(schedule, &simulation),
             peak_memory,
             state_bytes,
             step_s,
@@ -342,15 +341,14 @@ impl StepCosts<'_> {
     }
 
     /// Returns the share of communication that is hidden. Computations have the sums of tensor parallelism in them,
-    /// and what attention does not hide of keys and values; chunks hide `covered_s` seconds of all-to-alls under
-    /// experts, which are not on the timeline.
-    fn hidden(&self, schedule: &Schedule, simulation: &Simulation<'_>, covered_s: f64) -> Option<f64> {
+    /// and what attention does not hide of keys and values.
+    fn hidden(&self, schedule: &Schedule, simulation: &Simulation<'_>) -> Option<f64> {
         let microbatches = |copy: usize| f64::from(schedule.copies[copy].num_microbatches);
         let held = (0..schedule.num_ranks()).flat_map(|rank| schedule.stages_of(rank));
         let of_stage = |stage: &Stage| 2.0 * stage.tensor_parallel_s + 3.0 * stage.context_s;
         let sums: f64 = held.map(|(copy, stage)| microbatches(copy) * of_stage(&self.stages[stage as usize])).sum();
         let timeline = &simulation.timeline;
-        let all = timeline.communication + sums + covered_s;
+        let all = timeline.communication + sums;
         (all > 0.0).then(|| 1.0 - (timeline.exposed + sums) / all)
     }
 }

@@ -32,8 +32,6 @@ pub(super) struct Stage {
     /// Seconds in a forward in which keys and values are under way and attention is done; twice as many in a
     /// backward.
     pub(super) context_s: f64,
-    /// Seconds of the experts of one layer in a forward.
-    pub(super) experts_s: f64,
     /// The rows of a token for experts, in numbers: experts a token times width, on average over its layers.
     pub(super) row_widths: Vec<(usize, f64)>,
 }
@@ -124,7 +122,6 @@ impl StepRequest<'_> {
             expert_params: total(&|layer| layer.expert_params as f64),
             tensor_parallel_s: sums,
             context_s,
-            experts_s: experts / num_moe.max(1) as f64,
             row_widths: layers
                 .iter()
                 .filter(|layer| layer.num_experts > 0)

@@ -3,11 +3,9 @@
 use std::collections::HashMap;
 
 use super::StepCosts;
-use super::StepRequest;
-use crate::cost::pipeline::overlapped_seconds;
 use crate::network::{Loads, Places, Rows, Traffic, TransferId, distinct_groups};
 use crate::schedule::{AllToAlls, Transfers};
-use crate::{Exchange, Schedule, Wire};
+use crate::{Schedule, Wire};
 
 /// Bytes of a gradient.
 const GRADIENT: f64 = 4.0;
@@ -23,7 +21,8 @@ impl StepCosts<'_> {
         let all_to_alls = (0..num_ranks).map(|rank| self.all_to_alls(schedule, rank, &places, &mut traffic)).collect();
         let sums = (0..num_ranks).map(|rank| self.sum(schedule, rank, &places, &mut traffic)).collect();
         let update_s = (0..num_ranks).map(|rank| self.update_s(schedule, rank)).collect();
-        Transfers { traffic: traffic.joined(), messages, all_to_alls, sums, update_s }
+        let chunks = u16::try_from(request.exchange.chunks).unwrap_or(u16::MAX);
+        Transfers { traffic: traffic.joined(), messages, all_to_alls, chunks, sums, update_s }
     }
 
     /// Returns the messages between neighbouring stages, both ways.
@@ -65,8 +64,7 @@ impl StepCosts<'_> {
             let bytes = request.tokens as f64 * rows.sum::<f64>() / widths.len() as f64;
             Rows { bytes, top_k: shape.top_k, num_experts: shape.num_experts }
         };
-        let experts_s = held.iter().map(|&stage| self.stages[stage].experts_s).fold(0.0, f64::max);
-        let mut one = |wire: Wire, is_back: bool, hides: f64, passes: f64| {
+        let mut one = |wire: Wire, is_back: bool, hides: f64| {
             let rows = rows(wire);
             let mut parts = match request.domain {
                 1 => places.all_to_all(&request.layout, rank, &request.exchange, &rows, &self.shares),
@@ -75,53 +73,17 @@ impl StepCosts<'_> {
             if is_back {
                 parts.reverse();
             }
-            let left = self.share_left(parts.iter().map(Loads::seconds).sum(), passes * experts_s);
-            let parts: Vec<Loads<'_>> = parts.into_iter().map(|part| part.scaled(left)).collect();
+            let parts: Vec<Loads<'_>> = parts.into_iter().map(|part| part.chunk_of(request.exchange.chunks)).collect();
             traffic.add(&parts)
         };
         let wire = request.exchange.wire;
         let [forward, backward] = self.seconds_before_experts(&held);
         Some(AllToAlls {
-            dispatch: one(wire, false, forward, 1.0),
-            combine: one(wire.of_sums(), true, f64::INFINITY, 1.0),
-            combine_grad: one(wire, false, f64::INFINITY, 2.0),
-            dispatch_grad: one(wire.of_sums(), true, backward, 2.0),
+            dispatch: one(wire, false, forward),
+            combine: one(wire.of_sums(), true, f64::INFINITY),
+            combine_grad: one(wire, false, f64::INFINITY),
+            dispatch_grad: one(wire.of_sums(), true, backward),
         })
-    }
-
-    /// Returns the share of an all-to-all that experts of `computed` seconds leave uncovered, if dispatch, experts
-    /// and combine go in chunks: the closed form of [`overlapped_seconds`].
-    fn share_left(&self, seconds: f64, computed: f64) -> f64 {
-        let chunks = self.request.exchange.chunks;
-        if chunks <= 1 || seconds <= 0.0 {
-            return 1.0;
-        }
-        let r = chunks as f64;
-        let uncovered = overlapped_seconds(chunks, seconds / r, computed / r) - computed;
-        (uncovered / (2.0 * seconds)).clamp(0.0, 1.0)
-    }
-
-    /// Returns the seconds of all-to-alls of all ranks that their chunks hide under experts.
-    pub(super) fn covered_seconds(&self, schedule: &Schedule, transfers: &Transfers) -> f64 {
-        if self.request.exchange.chunks <= 1 {
-            return 0.0;
-        }
-        let whole = StepRequest { exchange: Exchange { chunks: 1, ..self.request.exchange }, ..self.request.clone() };
-        let whole = StepCosts { request: &whole, ..self.clone() }.transfers(schedule);
-        let seconds = |of: &Transfers, rank: usize| {
-            let ids = of.all_to_alls[rank]
-                .as_ref()
-                .map(|ids| [ids.dispatch, ids.combine, ids.combine_grad, ids.dispatch_grad]);
-            ids.map_or(0.0, |ids| ids.iter().map(|&id| of.traffic.seconds(id)).sum::<f64>())
-        };
-        let covered = |rank: usize| {
-            let layers = schedule.stages_of(rank).into_iter().map(|(copy, stage)| {
-                let microbatches = f64::from(schedule.copies[copy].num_microbatches);
-                microbatches * f64::from(self.stages[stage as usize].moe_layers)
-            });
-            layers.sum::<f64>() * (seconds(&whole, rank) - seconds(transfers, rank))
-        };
-        (0..schedule.num_ranks()).map(covered).sum()
     }
 
     /// Returns the seconds that a rank computes outside experts in a layer, forward and for the input's gradient.

@@ -49,6 +49,23 @@ fn a_limit_on_the_time_between_tokens_is_kept_and_costs_throughput() {
     assert!(serving_plan(&ServingJob { max_token_s: Some(1e-9), ..job }, &fabric).is_empty());
 }
 
+/// Replicas that do prompts as well stop answering meanwhile: under a limit on the time between tokens they take fewer
+/// sequences, in the place of none.
+#[test]
+fn replicas_that_do_prompts_too_keep_a_limit_with_fewer_sequences() {
+    let (job, fabric) = (job("deepseek-v3"), fabric(128));
+    let together = |job: &ServingJob| {
+        serving_plan(job, &fabric).into_iter().find(|plan| plan.prefill_replicas == 0).expect("a plan")
+    };
+    let free = together(&job);
+    for share in [0.9, 0.6] {
+        let limit = share * free.token_s;
+        let plan = together(&ServingJob { max_token_s: Some(limit), ..job.clone() });
+        assert!(plan.token_s <= limit && plan.token_s > 0.8 * limit, "{} of {limit}", plan.token_s);
+        assert!(plan.requests_per_s < free.requests_per_s);
+    }
+}
+
 #[test]
 fn faster_memory_and_links_never_serve_fewer_requests_and_skew_never_more() {
     let (job, fabric) = (job("deepseek-v3"), fabric(64));

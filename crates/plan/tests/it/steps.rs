@@ -347,18 +347,24 @@ fn a_step_that_does_not_fit_is_refused_in_one_line() {
 }
 
 #[test]
-fn chunks_hide_all_to_alls_under_experts_and_send_the_same_bytes() {
+fn chunks_hide_all_to_alls_under_experts_and_send_the_same_bytes_with_more_latencies() {
     let model = tiny();
-    let cluster = cluster(&[4, 2]);
-    let whole = StepRequest::new(&model, &cluster, Layout::new(1, 8, 1), 4096);
-    let chunked = StepRequest { exchange: Exchange { chunks: 4, ..whole.exchange }, ..whole.clone() };
-    let [one, four] = [&whole, &chunked].map(|request| {
-        with_step(request, ScheduleKind::OneFOneB, 2, |report, _| {
+    let slow = cluster(&[4, 2]);
+    let mut prompt = slow.clone();
+    prompt.levels.iter_mut().for_each(|level| level.latency_s = 0.0);
+    let step = |cluster: &Cluster, chunks: usize| {
+        let request = StepRequest::new(&model, cluster, Layout::new(1, 8, 1), 4096);
+        let request = StepRequest { exchange: Exchange { chunks, ..request.exchange }, ..request };
+        with_step(&request, ScheduleKind::OneFOneB, 2, |report, _| {
             (report.step_s, report.simulation.levels[1].sent, report.hidden.unwrap())
         })
-    });
-    assert!(four.0 < one.0 && one.1 == four.1, "{one:?} {four:?}");
+    };
+    let (one, four) = (step(&prompt, 1), step(&prompt, 4));
+    assert!(four.0 < one.0 && (four.1 / one.1 - 1.0).abs() < 1e-12, "{one:?} {four:?}");
     assert!(four.2 > one.2, "{one:?} {four:?}");
+    // 12 layers with four all-to-alls in each of two microbatches; three more latencies of 10 us in each.
+    let added = (step(&slow, 4).0 - step(&slow, 1).0) - (four.0 - one.0);
+    assert!((added / (3.0 * 1e-5 * 12.0 * 4.0 * 2.0) - 1.0).abs() < 0.1, "{added}");
 }
 
 #[test]

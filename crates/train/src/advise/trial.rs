@@ -101,18 +101,14 @@ impl Trial {
     /// # Errors
     /// If the run has no checkpoint, the settings are invalid together, or a file cannot be written.
     pub fn prepare(options: TrialOptions<'_>) -> Result<Self, TrainError> {
-        let TrialOptions { run_dir, dir, .. } = options;
-        let checkpoint = Store::open(run_dir).latest()?.ok_or_else(|| TrainError::State {
-            path: run_dir.to_owned(),
-            problem: "has no complete checkpoint, from which settings could be tried".to_owned(),
-        })?;
-        let first_step = checkpoint.metadata.step;
-        let last_step = first_step + options.num_steps;
+        let dir = options.dir;
+        let checkpoint = last_checkpoint(options.run_dir)?;
         if dir.exists() {
             let problem = "is there already; name a new folder for the trials".to_owned();
             return Err(TrainError::State { path: dir.to_owned(), problem });
         }
-        let config = config(&options, last_step)?;
+        let trial = Self::from_checkpoint(&options, &checkpoint)?;
+        let config = &trial.config;
         fs::create_dir_all(dir).map_err(TrainError::io(dir))?;
         if let Some(placement) = options.placement {
             let path = dir.join(PLACEMENT_FILE);
@@ -121,11 +117,25 @@ impl Trial {
         let is_same_model = config.model == options.settings.model;
         Store::open_to_write(dir)?.save(&checkpoint.metadata, Keep::default(), |into| {
             copy(&checkpoint, into).map_err(TrainError::io(&checkpoint.path))?;
-            if is_same_model { Ok(()) } else { save_as(&checkpoint.path, &config, into) }
+            if is_same_model { Ok(()) } else { save_as(&checkpoint.path, config, into) }
         })?;
         let path = dir.join(CONFIG_FILE);
-        write_whole(&path, print_config(&config).as_bytes()).map_err(TrainError::io(&path))?;
-        Ok(Self { config, dir: dir.to_owned(), first_step, last_step })
+        write_whole(&path, print_config(config).as_bytes()).map_err(TrainError::io(&path))?;
+        Ok(trial)
+    }
+
+    /// Returns the trial in a folder that [`prepare`](Self::prepare) made, or would make, without writing anything.
+    ///
+    /// # Errors
+    /// If the run has no checkpoint, or the settings are invalid together.
+    pub fn describe(options: TrialOptions<'_>) -> Result<Self, TrainError> {
+        Self::from_checkpoint(&options, &last_checkpoint(options.run_dir)?)
+    }
+
+    fn from_checkpoint(options: &TrialOptions<'_>, checkpoint: &Checkpoint) -> Result<Self, TrainError> {
+        let first_step = checkpoint.metadata.step;
+        let last_step = first_step + options.num_steps;
+        Ok(Self { config: config(options, last_step)?, dir: options.dir.to_owned(), first_step, last_step })
     }
 
     /// Makes the steps. All ranks call this.
@@ -166,6 +176,14 @@ impl Trial {
         let path = self.dir.join(CHECKPOINTS_DIR);
         fs::remove_dir_all(&path).map_err(TrainError::io(&path))
     }
+}
+
+/// Returns the newest checkpoint of a run.
+fn last_checkpoint(run_dir: &Path) -> Result<Checkpoint, TrainError> {
+    Store::open(run_dir).latest()?.ok_or_else(|| TrainError::State {
+        path: run_dir.to_owned(),
+        problem: "has no complete checkpoint, from which settings could be tried".to_owned(),
+    })
 }
 
 /// Returns the settings of a trial that ends with an evaluation after `last_step`.

@@ -43,30 +43,21 @@ impl Probe {
         Self { config, dir: dir.to_owned(), from: from.map(Path::to_owned), is_resumed: false, last_step: STEPS }
     }
 
-    /// Creates the probe that goes on from the last checkpoint of the run in `run_dir`, whose settings are
-    /// `settings`, in the folder `dir`. The run is only read.
+    /// Writes the folder `dir` of the probe that goes on from the last checkpoint of the run in `run_dir`, whose
+    /// settings are `settings`. The run is only read.
     ///
     /// # Errors
     /// If the run has no checkpoint, or a file cannot be written.
+    pub fn write(candidate: &Candidate, dir: &Path, run_dir: &Path, settings: &RunConfig) -> Result<(), TrainError> {
+        on_trial(candidate, dir, run_dir, settings, |options| Trial::prepare(options).map(drop))
+    }
+
+    /// Creates the probe in the folder `dir` that [`write`](Self::write) wrote. Every rank calls this.
+    ///
+    /// # Errors
+    /// If the run has no checkpoint.
     pub fn of_run(candidate: &Candidate, dir: &Path, run_dir: &Path, settings: &RunConfig) -> Result<Self, TrainError> {
-        let parallel = &candidate.config.parallel;
-        let sizes = [
-            ("parallel.dp", parallel.dp),
-            ("parallel.ep", parallel.ep),
-            ("parallel.tp", parallel.tp),
-            ("parallel.pp", parallel.pp),
-        ];
-        let change =
-            |(setting, value): (&'static str, usize)| Change { setting, now: String::new(), value: value.to_string() };
-        let options = TrialOptions {
-            run_dir,
-            settings: &RunConfig { parallel: parallel.clone(), ..settings.clone() },
-            dir,
-            changes: &sizes.map(change),
-            placement: None,
-            num_steps: STEPS,
-        };
-        let Trial { config, dir, last_step, .. } = Trial::prepare(options)?;
+        let Trial { config, dir, last_step, .. } = on_trial(candidate, dir, run_dir, settings, Trial::describe)?;
         Ok(Self { config, dir, from: None, is_resumed: true, last_step })
     }
 
@@ -76,7 +67,8 @@ impl Probe {
         &self.config
     }
 
-    /// Makes the steps. All ranks call this. Returns false if a stop was asked for before they were made.
+    /// Makes the steps. All ranks call this. Returns the milliseconds of each step on its slowest rank, or `None` if a
+    /// stop was asked for before they were made.
     ///
     /// # Errors
     /// The errors of training.
@@ -86,7 +78,7 @@ impl Probe {
         machine: MachineOptions,
         watch: &Watch,
         requests: &Requests,
-    ) -> Result<bool, TrainError> {
+    ) -> Result<Option<Vec<f64>>, TrainError> {
         let (config, from) = (self.config.clone(), self.from.clone());
         let mut trainer = if self.is_resumed {
             LanguageModel::resume(LanguageModelResume { run_dir: self.dir.clone(), config, ranks, machine, watch })?
@@ -94,31 +86,65 @@ impl Probe {
             let folder = RunFolder::from(self.dir.clone());
             LanguageModel::start(LanguageModelStart { config, folder, from, ranks, machine, watch })?
         };
+        let mut times = Vec::new();
         let outcome = trainer.run(requests, &mut |event| {
-            if let Event::Step { record, .. } = event
-                && record.step >= self.last_step
-            {
+            let Event::Step { record, .. } = event else { return };
+            times.push(record.step_ms);
+            if record.step >= self.last_step {
                 requests.stop.store(true, Ordering::SeqCst);
             }
         })?;
-        Ok(outcome == Outcome::Finished || trainer.progress().step >= self.last_step)
+        let is_made = outcome == Outcome::Finished || trainer.progress().step >= self.last_step;
+        is_made.then(|| trainer.most_of_ranks(&times)).transpose()
     }
 
-    /// Reads the figures of the steps.
+    /// Reads the figures of the steps, which took `times` milliseconds each on the slowest rank.
     ///
     /// # Errors
     /// If they cannot be read.
-    pub fn measured(&self, candidate: &Candidate) -> Result<Measured, TrainError> {
+    pub fn measured(&self, candidate: &Candidate, times: &[f64]) -> Result<Measured, TrainError> {
         let records = read_records(&self.dir.join(METRICS_JSONL))?.collect::<Result<Vec<Record>, _>>()?;
         let counted = &records[1.min(records.len())..];
-        let mut times: Vec<f64> = counted.iter().map(|record| record.step_ms).collect();
-        times.sort_by(f64::total_cmp);
-        let step_ms = times.get(times.len() / 2).copied().unwrap_or(f64::NAN);
+        let step_ms = median(times[1.min(times.len())..].to_vec());
         let mut figures = figures(counted);
-        figures.insert(0, named("perf/step_ms", step_ms));
+        figures.insert(0, named("slowest rank, step_ms", step_ms));
+        figures.insert(1, named("perf/step_ms", median(counted.iter().map(|record| record.step_ms).collect())));
         figures.extend(estimated(candidate));
         Ok(Measured { layout: candidate.layout(), step_ms, figures })
     }
+}
+
+/// Calls `work` with the options of the trial that goes on from a run in the layout of a candidate.
+fn on_trial<R>(
+    candidate: &Candidate,
+    dir: &Path,
+    run_dir: &Path,
+    settings: &RunConfig,
+    work: impl FnOnce(TrialOptions<'_>) -> R,
+) -> R {
+    let parallel = &candidate.config.parallel;
+    let sizes = [
+        ("parallel.dp", parallel.dp),
+        ("parallel.ep", parallel.ep),
+        ("parallel.tp", parallel.tp),
+        ("parallel.pp", parallel.pp),
+    ];
+    let change =
+        |(setting, value): (&'static str, usize)| Change { setting, now: String::new(), value: value.to_string() };
+    work(TrialOptions {
+        run_dir,
+        settings: &RunConfig { parallel: parallel.clone(), ..settings.clone() },
+        dir,
+        changes: &sizes.map(change),
+        placement: None,
+        num_steps: STEPS,
+    })
+}
+
+/// Returns the median; NaN of nothing.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 fn named(name: &str, value: f64) -> NamedFigure {

@@ -8,6 +8,7 @@ use super::super::chains::chain_index;
 use super::super::check::{Checked, awaited, is_from_other_rank, message_peer, releases, source_stage};
 use super::super::makespan::{Arrival, Cost, Span, Timeline, cost_of};
 use super::super::times::Times;
+use super::chunks::ChunkedExperts;
 use super::under_way::{Event, Happening, ListPlace, Purpose, UnderWay};
 use super::{LinkRecord, Simulation, Transfers};
 use crate::network::{LevelBytes, LinkUse, Shares};
@@ -20,6 +21,10 @@ pub(super) struct ChainState {
     pub(super) end: f64,
     /// True while an all-to-all of the chain waits or is under way.
     pub(super) is_pending: bool,
+    /// The chunks of its all-to-alls that wait or are under way.
+    pub(super) num_left: u16,
+    /// The experts of its layer, if they are computed chunk by chunk.
+    pub(super) in_chunks: Option<ChunkedExperts>,
     /// True if a send follows as soon as nothing is pending.
     pub(super) has_send: bool,
     /// The place of that send in its rank's list.
@@ -37,11 +42,13 @@ struct Input {
     is_message: bool,
 }
 
-/// An all-to-all that waits for its turn.
+/// An all-to-all, or a chunk of it, that waits for its turn.
 #[derive(Clone, Copy)]
 pub(super) struct Waiting {
-    action: Action,
-    position: u32,
+    pub(super) action: Action,
+    pub(super) position: u32,
+    /// False of the chunks that follow another one.
+    pub(super) is_first: bool,
 }
 
 #[derive(Default)]
@@ -201,12 +208,7 @@ impl<'a, 'b> Engine<'a, 'b> {
             };
             let first = entry.first();
             match entry {
-                Entry::One(action) if action.kind.is_all_to_all() => {
-                    let chain = self.chain_id(action);
-                    self.chains[chain as usize].is_pending = true;
-                    self.ranks[rank as usize].queue.push_back(Waiting { action, position });
-                    self.try_exchange(rank);
-                }
+                Entry::One(action) if action.kind.is_all_to_all() => self.queue_all_to_all(rank, position, action),
                 Entry::One(action) if matches!(action.kind, Kind::SendOutput | Kind::SendGrad) => {
                     self.send_when_ready(rank, position, action);
                 }
@@ -229,6 +231,9 @@ impl<'a, 'b> Engine<'a, 'b> {
 
     /// Starts a computation whose inputs are there; returns whether they are.
     fn start_computation(&mut self, rank: u32, action: Action, with: Option<Action>) -> bool {
+        if let Some(chunk) = self.experts_in_chunks(action) {
+            return self.start_chunk(rank, action, chunk);
+        }
         let inputs = [self.input(action), with.and_then(|action| self.input(action))];
         if !inputs.iter().all(|&input| self.is_there(input)) {
             return false;
@@ -254,7 +259,7 @@ impl<'a, 'b> Engine<'a, 'b> {
     }
 
     /// Waits until a result is available; returns the time at which the rank goes on.
-    fn wait(&mut self, rank: u32, arrival: Option<Arrival>) -> f64 {
+    pub(super) fn wait(&mut self, rank: u32, arrival: Option<Arrival>) -> f64 {
         let now = self.ranks[rank as usize].now;
         match arrival {
             Some(Arrival { sent, at }) if at > now => {
@@ -269,6 +274,11 @@ impl<'a, 'b> Engine<'a, 'b> {
     fn end_computation(&mut self, rank: u32) {
         let state = &mut self.ranks[rank as usize];
         let position = state.position;
+        let first = self.schedule.ranks[rank as usize][position as usize].first();
+        if let Some(chunk) = self.experts_in_chunks(first) {
+            return self.end_chunk(rank, first, chunk);
+        }
+        let state = &mut self.ranks[rank as usize];
         state.position += 1;
         state.is_computing = false;
         state.now = self.now;
@@ -326,7 +336,7 @@ impl<'a, 'b> Engine<'a, 'b> {
     /// Starts the next all-to-all of a rank, if it can.
     pub(super) fn try_exchange(&mut self, rank: u32) {
         let state = &self.ranks[rank as usize];
-        let Some(&Waiting { action, position }) = state.queue.front() else { return };
+        let Some(&Waiting { action, position, is_first }) = state.queue.front() else { return };
         let index = self.layer_index(action);
         let input = if index == Some(0) { self.input(action) } else { None };
         if state.is_exchanging || !self.is_there(input) {
@@ -337,12 +347,14 @@ impl<'a, 'b> Engine<'a, 'b> {
         let of = self.times.stage(action.stage);
         let layers = f64::from(self.schedule.moe_layers_of(action.stage).max(1));
         let is_dispatch = matches!(action.kind, Kind::ForwardDispatch | Kind::BackwardDispatch);
-        let seconds = if is_dispatch { of.dispatch } else { of.combine } / layers;
+        let seconds = if is_dispatch { of.dispatch } else { of.combine } / layers / f64::from(self.num_chunks());
         let state = &mut self.ranks[rank as usize];
         state.queue.pop_front();
         state.is_exchanging = true;
         state.first.get_or_insert(self.now);
-        self.chains[chain as usize].start = arrival.map_or(self.now, |arrival| arrival.sent);
+        if is_first {
+            self.chains[chain as usize].start = arrival.map_or(self.now, |arrival| arrival.sent);
+        }
         let id = self.transfers.all_to_alls.get(rank as usize).copied().flatten().map(|of| of.of(action.kind));
         self.start_transfer(Purpose::AllToAll { rank, action }, id, seconds, Some(ListPlace { rank, position }));
     }

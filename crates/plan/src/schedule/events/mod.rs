@@ -9,6 +9,7 @@
 //! time. They are simulated once, so that the number of events does not depend on data, expert and tensor
 //! parallelism.
 
+mod chunks;
 mod engine;
 mod under_way;
 
@@ -27,8 +28,10 @@ pub struct Transfers {
     pub traffic: Traffic,
     /// The messages of each rank: the rank that they go to, and the transfer.
     pub messages: Vec<Vec<(u32, TransferId)>>,
-    /// The all-to-alls of each rank.
+    /// The all-to-alls of each rank: one chunk of each, if they go in chunks.
     pub all_to_alls: Vec<Option<AllToAlls>>,
+    /// The chunks of each all-to-all, of which one travels while experts compute another; 0 and 1 for whole ones.
+    pub chunks: u16,
     /// The sum of gradients of each rank, once its list is done.
     pub sums: Vec<Option<TransferId>>,
     /// Seconds of each rank after that: the update of its weights.

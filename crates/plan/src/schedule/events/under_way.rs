@@ -154,7 +154,9 @@ impl<'b> Engine<'_, 'b> {
         }
         let whole = Span { start, end: self.now };
         if let Some(ListPlace { rank, position }) = span {
-            self.spans[rank as usize][position as usize] = whole;
+            // Chunks of an all-to-all are one span.
+            let span = &mut self.spans[rank as usize][position as usize];
+            *span = Span { start: if span.end > 0.0 { span.start } else { start }, end: self.now };
         }
         match purpose {
             Purpose::Message { chain, to } => {
@@ -176,8 +178,15 @@ impl<'b> Engine<'_, 'b> {
         state.all_to_all = span.end;
         let chain = self.chain_id(action);
         let of = &mut self.chains[chain as usize];
-        of.is_pending = false;
         of.end = span.end;
+        of.num_left -= 1;
+        if of.arrived_in_part(action) {
+            // Experts that waited for the chunk go on before the next transfer begins.
+            self.go_on(rank);
+            self.try_exchange(rank);
+            return;
+        }
+        of.is_pending = false;
         if std::mem::take(&mut of.has_send) {
             let position = of.send_position;
             (of.start, of.end) = (span.end, span.end);

@@ -215,7 +215,11 @@ impl ScheduleKind {
         }
         let actions = num_ranks.checked_mul(num_microbatches).and_then(|each| each.checked_mul(virtual_stages * 3));
         if actions.is_none_or(|actions| actions > MAX_ACTIONS) {
-            let most = MAX_ACTIONS / 3 / virtual_stages.min(MAX_ACTIONS) / num_ranks.min(MAX_ACTIONS);
+            let each = MAX_ACTIONS / 3 / virtual_stages.min(MAX_ACTIONS);
+            let most = each / num_ranks.min(MAX_ACTIONS);
+            if most == 0 {
+                return wrong("ranks", num_ranks, format!("can be at most {each}"));
+            }
             return wrong("microbatches", num_microbatches, format!("{num_ranks} ranks can have at most {most}"));
         }
         let right = match self {

@@ -2,6 +2,7 @@
 
 mod carried_out;
 mod checked;
+mod chunks;
 mod mutated;
 mod pictures;
 mod published;

@@ -1,0 +1,89 @@
+//! The links between the processes of a run, measured for a moment.
+
+use std::time::Instant;
+
+use moeworks_comm::{CommError, Communicator, Reduce};
+use moeworks_plan::{Link, RankSpec, Topology};
+
+/// Bytes that each rank sends each other one.
+const BYTES: usize = 1 << 18;
+/// The number of measurements, of which the fastest counts.
+const NUM_TIMES: usize = 3;
+/// The latency assumed where there is nobody to send to.
+const LATENCY_S: f64 = 5e-6;
+
+/// Returns the cluster of the ranks of `comm`: their nodes, the speed and memory of the slowest of them, and the links
+/// as measured. `own` is this rank's speed and memory. All ranks call this, and have the same result.
+///
+/// # Errors
+/// If a rank died or hangs.
+pub fn measured_topology(comm: &dyn Communicator, own: RankSpec) -> Result<Topology, CommError> {
+    let (nodes, rank) = (comm.nodes(), comm.rank());
+    let num_nodes = nodes.iter().max().map_or(1, |last| last + 1);
+    let size_of = |node: usize| nodes.iter().filter(|&&of| of == node).count();
+    let node_sizes: Vec<usize> = (0..num_nodes).map(size_of).collect();
+    let mut slowest = [own.flops, own.memory_bytes, own.memory_bytes_per_s];
+    comm.all_reduce(&mut slowest, Reduce::Min)?;
+    let [flops, memory_bytes, memory_bytes_per_s] = slowest;
+    let node = comm.split(Some(nodes[rank] as u32), rank)?.expect("a rank with a color is in a group");
+    let copy = Link { latency_s: LATENCY_S, bytes_per_s: memory_bytes_per_s / 2.0 };
+    let mut links = [measured(&*node, node.size() - 1)?.unwrap_or(copy); 2];
+    if num_nodes > 1 {
+        links[1] = measured(comm, comm.size() - node.size())?.unwrap_or(copy);
+    }
+    // The slowest of all nodes.
+    let mut figures = links.map(|link| [link.latency_s, -link.bytes_per_s]).concat();
+    comm.all_reduce(&mut figures, Reduce::Max)?;
+    let link = |at: usize| Link { latency_s: figures[at], bytes_per_s: -figures[at + 1] };
+    let rank = RankSpec { flops, memory_bytes, memory_bytes_per_s };
+    Ok(Topology { node_sizes, rank, node_link: link(0), cluster_link: link(2), numa_cores: Vec::new() })
+}
+
+/// Measures the link of a rank to `num_far` of the ranks of `comm` while all send to all; none without any.
+fn measured(comm: &dyn Communicator, num_far: usize) -> Result<Option<Link>, CommError> {
+    if num_far == 0 || comm.size() < 2 {
+        return Ok(None);
+    }
+    let small = all_to_all(comm, 1)?;
+    let large = all_to_all(comm, BYTES)?;
+    let bytes_per_s = (BYTES * num_far) as f64 / (large - small).max(1e-9);
+    Ok(Some(Link { latency_s: small / (comm.size() - 1) as f64, bytes_per_s }))
+}
+
+/// Returns the seconds of an all-to-all of `bytes` for each pair of ranks, on the slowest rank.
+fn all_to_all(comm: &dyn Communicator, bytes: usize) -> Result<f64, CommError> {
+    let sent = vec![0_u8; bytes * comm.size()];
+    let (mut received, mut least) = (sent.clone(), f64::INFINITY);
+    for _ in 0..NUM_TIMES {
+        comm.barrier()?;
+        let start = Instant::now();
+        comm.all_to_all(&sent, &mut received)?;
+        let mut seconds = [start.elapsed().as_secs_f64()];
+        comm.all_reduce(&mut seconds, Reduce::Max)?;
+        least = least.min(seconds[0]);
+    }
+    Ok(least)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moeworks_comm::{RankOptions, try_run_ranks};
+
+    #[test]
+    fn all_ranks_measure_the_same_cluster_with_the_speed_of_the_slowest() {
+        let topologies = try_run_ranks(&RankOptions::new(3), |comm| {
+            let speed = 1e9 * (1 + comm.rank()) as f64;
+            let own = RankSpec { flops: speed, memory_bytes: 4e9, memory_bytes_per_s: 1e10 };
+            measured_topology(comm, own)
+        })
+        .unwrap();
+        assert!(topologies.iter().all(|topology| *topology == topologies[0]), "{topologies:?}");
+        let Topology { node_sizes, rank, node_link, cluster_link, .. } = &topologies[0];
+        assert_eq!((node_sizes.iter().sum::<usize>(), rank.flops), (3, 1e9));
+        for link in [node_link, cluster_link] {
+            assert!(link.latency_s > 0.0 && link.bytes_per_s > 0.0 && link.bytes_per_s.is_finite(), "{link:?}");
+        }
+        Topology::parse(&topologies[0].to_toml()).unwrap();
+    }
+}
