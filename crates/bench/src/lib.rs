@@ -21,6 +21,7 @@ pub mod overlap;
 pub mod pass;
 pub mod pipeline;
 pub mod ranks;
+pub mod rebalance;
 mod routing_parts;
 pub mod routing_schemes;
 pub mod timing;

@@ -6,6 +6,7 @@ mod decode;
 mod machine_file;
 mod overlap;
 mod pipeline;
+mod rebalance;
 
 use std::io::{BufRead as _, stdin};
 
@@ -38,6 +39,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode, Failure> {
         BenchKind::Overlap(args) => overlap::run(args),
         BenchKind::Comm(args) => comm::run(args),
         BenchKind::Pipeline(args) => pipeline::run(args),
+        BenchKind::Rebalance(args) => rebalance::run(args),
         BenchKind::Machine(args) => machine_file::run(args),
         BenchKind::Moe(args) => answer_moe_requests(args),
     }

@@ -78,8 +78,8 @@ pub use placements::Placements;
 pub use propose::propose;
 pub use reasons::{Alternative, Gain, Verdict, verdict};
 pub use rebalance::{
-    Bandit, ExpertTransfer, LayerChange, LayerLoads, RebalancePolicy, RebalanceRates, RebalanceRules, expert_transfers,
-    most_copies, placement_step, rebalance_layer,
+    Bandit, ExpertTransfer, LayerChange, LayerLoads, RebalancePolicy, RebalanceRates, RebalanceRules, ReplicaSharing,
+    expert_transfers, most_copies, placement_step, rebalance_layer,
 };
 pub use schedule::{Schedule, ScheduleError, ScheduleKind, ScheduleRequest, StageTimes, Times};
 pub use search::{Pins, Search, search};

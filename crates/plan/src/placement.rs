@@ -103,7 +103,7 @@ impl Placement {
 
     /// Returns the rank that computes `expert` for the tokens of rank `source`: `source` itself if it holds the
     /// expert, otherwise a holder of its node if there is one, otherwise any holder. Several holders share the
-    /// sources evenly.
+    /// other sources in turn.
     #[must_use]
     pub fn serving_rank(&self, nodes: &Nodes, source: usize, expert: usize) -> usize {
         let held = &self.ranks[expert];
@@ -112,10 +112,15 @@ impl Placement {
             _ if held.binary_search(&source).is_ok() => return source,
             _ => {}
         }
+        // The number of the source among those that do not hold the expert: of all ranks, or of its node.
+        let below = &held[..held.partition_point(|&rank| rank < source)];
         let is_near = |rank: &&usize| nodes.of(**rank) == nodes.of(source);
         match held.iter().filter(is_near).count() {
-            0 => held[source % held.len()],
-            num_near => *held.iter().filter(is_near).nth(source % num_near).unwrap_or(&held[0]),
+            0 => held[(source - below.len()) % held.len()],
+            num_near => {
+                let number = nodes.place(source) - below.iter().filter(is_near).count();
+                *held.iter().filter(is_near).nth(number % num_near).unwrap_or(&held[0])
+            }
         }
     }
 

@@ -10,8 +10,8 @@ use moeworks_infer::InferError;
 use moeworks_infer::open::Model;
 use moeworks_moe::{HeldLayer, RemoteExperts, bytes_of_expert, can_move};
 use moeworks_plan::{
-    LayerLoads, Placement, Placements, RebalancePolicy, RebalanceRates, RebalanceRules, expert_transfers, most_copies,
-    placement_step, rebalance_layer,
+    LayerLoads, Placement, Placements, RebalancePolicy, RebalanceRates, RebalanceRules, ReplicaSharing,
+    expert_transfers, most_copies, placement_step, rebalance_layer,
 };
 
 use crate::engine::EngineError;
@@ -82,7 +82,7 @@ impl<'a> Rebalancer<'a> {
         let layers = model.weights.held_layers(model.decoder.config());
         let placement = |layer: &HeldLayer<'_>| (layer.number, (*remote.placement(layer.number)).clone());
         let placements = Placements::per_layer(layers.iter().map(placement));
-        load.set_ranks(RankLoad::new(placements.clone()));
+        load.set_ranks(RankLoad::new(placements.clone(), remote.nodes()));
         let targets = match &options.source {
             RebalanceSource::Off => return Ok(None),
             RebalanceSource::Online => BTreeMap::new(),
@@ -162,16 +162,18 @@ impl<'a> Rebalancer<'a> {
         let (num_experts, num_ranks, spare) =
             (placement.num_experts(), placement.num_ranks(), self.options.spare_slots);
         let loads: Vec<f64> = loads.iter().take(num_experts).map(|&load| load as f64).collect();
-        let loads = LayerLoads { placement, loads: &loads, expert_bytes: bytes_of_expert(layer.weights) as f64 };
+        let expert_bytes = bytes_of_expert(layer.weights) as f64;
+        let loads = LayerLoads { placement, loads: &loads, steps: &[], expert_bytes, gradient_bytes: 0.0 };
         let rules = RebalanceRules {
             slots_per_rank: num_experts.div_ceil(num_ranks).saturating_add(spare).min(num_experts),
             max_moves: MAX_MOVES,
             may_replicate: spare > 0,
             num_steps: 1,
             min_gain: 0.0,
+            sharing: ReplicaSharing::Even,
         };
         let policy = if spare > 0 { RebalancePolicy::Anew } else { RebalancePolicy::Moves };
-        let rates = RebalanceRates { row_s: 1.0, bytes_per_s: 1.0 };
+        let rates = RebalanceRates { row_s: 1.0, bytes_per_s: 1.0, sum_bytes_per_s: 1.0 };
         let change = rebalance_layer(loads, policy, &rules, &rates, &self.remote.nodes());
         let change = change.map_err(|error| EngineError::Answer { why: error.to_string() })?;
         let pays = change.filter(|change| change.imbalance[0] - change.imbalance[1] >= LEAST_GAIN);

@@ -29,25 +29,25 @@ pub(crate) struct BalanceArgs {
     #[arg(value_name = "RUN|RECORD")]
     pub(crate) run: PathBuf,
     /// Ranks that hold the experts between them
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) ranks: usize,
     /// Nodes, each with as many of the ranks
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 1)]
     pub(crate) nodes: usize,
     /// Groups of consecutive experts, each on one node; EPLB packs them on nodes first
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 1)]
     pub(crate) groups: usize,
     /// Slots for copies of experts, on all ranks together
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 0)]
     pub(crate) spare: usize,
     /// The way in which the placement is found
     #[arg(long, value_enum, default_value_t = Policy::Eplb)]
     pub(crate) policy: Policy,
     /// Moves of experts in each layer at most, with --policy moves or beam
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 8)]
     pub(crate) moves: usize,
     /// Placements that --policy beam follows at a time
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 8)]
     pub(crate) beam: usize,
     /// Show the imbalance of single steps with rows of hot experts shared out over idle ranks, too (needs a record)
     #[arg(long)]
@@ -57,7 +57,7 @@ pub(crate) struct BalanceArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) from: Option<PathBuf>,
     /// Steps at the end of the run whose load counts; blocks of a record without loads of steps
-    #[arg(long, value_name = "N", default_value_t = 100)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 100)]
     pub(crate) last: usize,
     /// The file that is written (default: placement.txt in the run, or beside the record)
     #[arg(long, value_name = "FILE")]

@@ -41,6 +41,8 @@ pub(crate) enum BenchKind {
     /// Measure steps of pipelines beside the makespans of their schedules, and how much of their all-to-alls is
     /// hidden
     Pipeline(PipelineBenchArgs),
+    /// Measure training whose load changes: experts that stay, that are placed once, and that move while it goes on
+    Rebalance(RebalanceBenchArgs),
     /// Measure products, memory and links of this machine, and predict training steps from them
     Machine(MachineFileArgs),
     /// Time MoE layers that standard input describes line by line, for comparisons with other programs
@@ -167,6 +169,52 @@ pub(crate) struct PipelineBenchArgs {
 
 #[derive(Debug, Args)]
 #[command(
+    before_help = "Usual use:\n  moeworks bench rebalance --ranks 4                     ranks whose experts are waits, as threads\n  \
+                         moeworks bench rebalance off static moves --ranks 2 --computed   three modes, experts computed\n  \
+                         mpirun -n 4 moeworks bench rebalance                 ranks as processes of MPI"
+)]
+pub(crate) struct RebalanceBenchArgs {
+    /// Ways of placing experts, each a run: off, static (once, by the load of the first steps), moves, anew, auto
+    /// (default: all)
+    #[arg(value_name = "MODE")]
+    pub(crate) modes: Vec<String>,
+    /// Number of ranks, as threads (0: one per core, at least two); under mpirun the ranks are its processes
+    #[arg(long, default_value_t = 0)]
+    pub(crate) ranks: usize,
+    /// Steps of each run
+    #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) steps: u32,
+    /// Steps after which other experts are popular
+    #[arg(long, value_name = "N", default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) period: u32,
+    /// Steps between decisions, and before the placement of static
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) every: u32,
+    /// Slots of each rank for copies of experts, with static, anew and auto
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) spare: u16,
+    /// Tokens of a rank in a step, each of which chooses two of four experts a rank
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) tokens: u16,
+    /// Exponent of Zipf's law, by which experts are chosen
+    #[arg(long, value_name = "S", default_value_t = 1.0)]
+    pub(crate) zipf: f64,
+    /// Wait that stands for a row of an expert, forward and backward, in microseconds
+    #[arg(long, value_name = "US", default_value_t = 100.0)]
+    pub(crate) row_us: f64,
+    /// Compute experts of width 512 instead of waiting; for as many ranks as cores
+    #[arg(long, conflicts_with = "row_us")]
+    pub(crate) computed: bool,
+    /// Delay messages as this link would, such as 20,1250 for 20 us and 10 Gbit/s
+    #[arg(long, value_name = "LATENCY_US,MB_PER_S")]
+    pub(crate) link: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(
     before_help = "Usual use:\n  moeworks bench machine --out machine.toml                     measures this machine into a file\n  \
                          moeworks bench machine --out machine.toml --check             predicted against measured steps\n  \
                          moeworks bench machine --out machine.toml --predict --set parallel.ep=2   one predicted step"
@@ -209,12 +257,24 @@ pub(crate) struct MoeArgs {
 }
 
 /// The kinds that take the names of cases.
-const WITH_CASES: [&str; 4] = ["kernels", "layers", "routing", "pipeline"];
+const WITH_CASES: [&str; 5] = ["kernels", "layers", "routing", "pipeline", "rebalance"];
 /// The kinds without named cases.
 const WHOLE: [&str; 5] = ["decode", "overlap", "comm", "machine", "moe"];
 /// The options that take no value.
-const SWITCHES: [&str; 11] =
-    ["--json", "--endless", "--force", "--check", "--predict", "-q", "--quiet", "-v", "--verbose", "-h", "--help"];
+const SWITCHES: [&str; 12] = [
+    "--computed",
+    "--json",
+    "--endless",
+    "--force",
+    "--check",
+    "--predict",
+    "-q",
+    "--quiet",
+    "-v",
+    "--verbose",
+    "-h",
+    "--help",
+];
 
 /// Moves the kind of `bench` directly after the word `bench`. Options may then precede the kind, a case may share one
 /// argument with its kind (`bench "layers T 512"`), and the kind may be left out (`bench "attention forward"`).

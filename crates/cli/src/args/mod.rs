@@ -29,6 +29,7 @@ pub(crate) use advise::AdviseArgs;
 pub(crate) use balance::{BalanceArgs, Policy};
 pub(crate) use bench::{
     BenchArgs, BenchKind, CasesArgs, CommArgs, DecodeArgs, MachineFileArgs, MoeArgs, OverlapArgs, PipelineBenchArgs,
+    RebalanceBenchArgs,
 };
 pub(crate) use convert::{ConvertArgs, UpcycleArgs};
 pub(crate) use errors::OneLine;

@@ -64,8 +64,20 @@ pub(crate) struct RoutingStatsArgs {
     pub(crate) record: PathBuf,
     /// Steps of a window of time (tokens, where a record has no loads of steps; default: 1 step, or a twentieth of
     /// the tokens)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) window: Option<u64>,
+    /// Windows whose loads together are foretold: with --window 20 and --ahead 50 those of the next 1,000 steps
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
+    pub(crate) ahead: usize,
+    /// Also show the load of so many ranks, over which experts are sharded in their order
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) ranks: Option<usize>,
+    /// Also show the load of the ranks of this placement
+    #[arg(long, value_name = "FILE")]
+    pub(crate) placement: Option<PathBuf>,
+    /// Nodes, each with as many of the ranks (default: those of the record, or 1)
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) nodes: Option<usize>,
     /// Page with pictures to write
     #[arg(long, value_name = "PAGE.html")]
     pub(crate) page: Option<PathBuf>,

@@ -56,7 +56,7 @@ pub(crate) struct RebalanceArgs {
     #[arg(long, value_name = "WHEN", default_value = "off")]
     pub(crate) rebalance: String,
     /// Slots for experts on each rank beyond an even share, for copies of hot experts
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
     pub(crate) spare_slots: usize,
     /// Tokens between the decisions of `--rebalance online`
     #[arg(long, value_name = "TOKENS", default_value_t = 2048)]

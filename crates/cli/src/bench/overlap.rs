@@ -33,7 +33,7 @@ pub(super) fn run(args: &OverlapArgs) -> Result<ExitCode, Failure> {
 }
 
 /// Parses a link written as `LATENCY_US,MB_PER_S`.
-fn parse_link(text: &str) -> Result<Link, Failure> {
+pub(super) fn parse_link(text: &str) -> Result<Link, Failure> {
     let wrong = || Failure::input(format!("--link {text}: must be LATENCY_US,MB_PER_S, such as 1000,125"));
     let (latency, rate) = text.split_once(',').ok_or_else(wrong)?;
     let number = |text: &str| text.trim().parse::<f64>().ok().filter(|x| x.is_finite() && *x >= 0.0).ok_or_else(wrong);

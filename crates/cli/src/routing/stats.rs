@@ -1,9 +1,12 @@
 //! `moeworks routing stats`: how concentrated recorded routing is, how stable, and how well it can be foretold.
 
+mod on_ranks;
+
 use std::path::Path;
 
 use moeworks_infer::routing_record::{RecordHeader, RecordReader, RecordSource, is_record};
 use moeworks_infer::store::{METRICS_JSONL, ROUTING_RECORD};
+use moeworks_plan::ForecastMethod;
 use moeworks_train::metrics::read_records;
 use moeworks_train::routing::{
     RecordStats, RecordedLayer, StatsOptions, Window, record_stats, stats_json, stats_of_windows, stats_page,
@@ -21,13 +24,19 @@ use crate::tables;
 const MAX_STEPS: usize = 2000;
 
 pub(super) fn run(args: &RoutingStatsArgs) -> Result<ExitCode, Failure> {
-    if args.window == Some(0) {
-        return Err(Failure::input("--window 0: must be at least 1"));
+    for (option, value) in [("--window", args.window), ("--ahead", Some(args.ahead as u64))] {
+        if value == Some(0) {
+            return Err(Failure::input(format!("{option} 0: must be at least 1")));
+        }
     }
     if let Some(path) = &args.page {
         Target { option: "--page", path, mark: "Moeworks routing", is_forced: args.force }.check()?;
     }
-    let stats = read(args)?;
+    let mut stats = read(args)?;
+    if stats.num_windows == 0 {
+        return Err(Failure::input(format!("{}: the record has no whole block", args.record.display())));
+    }
+    on_ranks::place(args, &mut stats)?;
     if !stats.damage.is_none() {
         tracing::warn!("{}: {}", args.record.display(), stats.damage);
     }
@@ -49,13 +58,13 @@ fn read(args: &RoutingStatsArgs) -> Result<RecordStats, Failure> {
     let path = &args.record;
     let record = if path.is_dir() { path.join(ROUTING_RECORD) } else { path.clone() };
     if path.is_dir() && !is_record(&record) {
-        return stats_of_run(path, args.window);
+        return stats_of_run(path, args);
     }
-    Ok(record_stats(|| RecordReader::open(&record), StatsOptions { window: args.window })?)
+    Ok(record_stats(|| RecordReader::open(&record), StatsOptions { window: args.window, ahead: Some(args.ahead) })?)
 }
 
 /// Computes the statistics of the loads in a run's metrics.
-fn stats_of_run(run: &Path, window: Option<u64>) -> Result<RecordStats, Failure> {
+fn stats_of_run(run: &Path, args: &RoutingStatsArgs) -> Result<RecordStats, Failure> {
     let file = run.join(METRICS_JSONL);
     let mut steps = Vec::new();
     for record in read_records(&file)? {
@@ -72,7 +81,7 @@ fn stats_of_run(run: &Path, window: Option<u64>) -> Result<RecordStats, Failure>
     // Steps of another model, before the run was begun again, are left out.
     steps.retain(|layers| shape(layers) == last);
     steps.drain(..steps.len().saturating_sub(MAX_STEPS));
-    let size = window.map_or(1, |window| usize::try_from(window).unwrap_or(usize::MAX));
+    let size = args.window.map_or(1, |window| usize::try_from(window).unwrap_or(usize::MAX));
     let num_experts = last.iter().map(|(_, experts)| *experts).max().unwrap_or(0);
     let windows = |at: usize| -> Vec<Window> {
         let sum = |(index, group): (usize, &[Vec<moeworks_train::metrics::LayerRecord>])| {
@@ -97,11 +106,11 @@ fn stats_of_run(run: &Path, window: Option<u64>) -> Result<RecordStats, Failure>
         ranks_per_node: None,
     };
     let all: Vec<Vec<Window>> = (0..last.len()).map(windows).collect();
-    Ok(RecordStats { num_steps: steps.len() as u64, ..stats_of_windows(header, &all) })
+    Ok(RecordStats { num_steps: steps.len() as u64, ..stats_of_windows(header, &all, args.ahead) })
 }
 
 fn facts(stats: &RecordStats) -> Vec<String> {
-    let RecordStats { header, num_tokens, num_steps, num_windows, layers, damage, notes } = stats;
+    let RecordStats { header, num_tokens, num_steps, num_windows, num_ahead, layers, damage, notes } = stats;
     let mut facts = vec![format!("{} MoE layers of {} experts", layers.len(), header.num_experts)];
     if *num_tokens > 0 {
         facts.push(format!("choices of {} tokens", thousands(*num_tokens)));
@@ -110,6 +119,9 @@ fn facts(stats: &RecordStats) -> Vec<String> {
         facts.push(format!("loads of {} steps", thousands(*num_steps)));
     }
     facts.push(format!("{num_windows} windows of time"));
+    if *num_ahead > 1 {
+        facts.push(format!("forecasts of {num_ahead} windows together"));
+    }
     if !damage.is_none() {
         facts.push(damage.to_string());
     }
@@ -129,9 +141,25 @@ fn print(stats: &RecordStats) {
     tables::print(&["layer", "max/mean", "top 1", "top tenth", "entropy", "Gini", "Zipf", "unused"], &rows);
     println!();
     let rows: Vec<Vec<String>> = stats.layers.iter().map(foretold_row).collect();
-    let heads =
-        ["layer", "change", "by sampling", "drift", "best forecast", "error", "next layer", "base", "repeats", "base"];
+    let heads = [
+        "layer",
+        "change",
+        "by sampling",
+        "drift",
+        "best forecast",
+        "error",
+        "last value",
+        "true shares",
+        "next layer",
+        "base",
+        "repeats",
+        "base",
+    ];
     tables::print(&heads, &rows);
+    if stats.layers.iter().any(|layer| layer.on_ranks.is_some()) {
+        println!();
+        on_ranks::print(stats);
+    }
     if stats.layers.iter().any(|layer| !layer.pairs.is_empty()) {
         println!();
         let rows: Vec<Vec<String>> = stats.layers.iter().map(pair_row).collect();
@@ -159,6 +187,8 @@ fn foretold_row(layer: &RecordedLayer) -> Vec<String> {
         figure(stability.map(|stability| stability.drift)),
         best.map_or_else(|| "-".to_owned(), |best| best.method.name().to_owned()),
         figure(best.map(|best| best.mean)),
+        figure(layer.forecasts.iter().find(|error| error.method == ForecastMethod::LastValue).map(|last| last.mean)),
+        figure(layer.forecast_sampling),
         figure(layer.next_layer.map(|next| next.top_1)),
         figure(layer.next_layer.map(|next| next.top_1_base)),
         figure(layer.repeats.map(|repeats| repeats.share)),

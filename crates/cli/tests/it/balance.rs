@@ -61,6 +61,15 @@ fn sizes_runs_and_files_that_do_not_fit_are_refused() {
     refused(&work, &["balance", "run", "--ranks", "0"], &["--ranks 0: must be from 1 to"]);
     refused(&work, &["balance", "run", "--ranks", "3", "--nodes", "2"], &["nodes = 2: must divide the 3 ranks"]);
     refused(&work, &["balance", "nowhere", "--ranks", "2"], &["nowhere"]);
+    refused(&work, &["balance", "run", "--ranks", "2", "--spare", "-1"], &["'-1'", "--spare"]);
+    refused(&work, &["balance", "run", "--ranks", "2", "--spare", "99"], &["slots = 106: must be at most 12"]);
+    let placed = |text: &str, parts: &[&str]| {
+        work.file("bad.txt", text);
+        refused(&work, &["balance", "run", "--ranks", "2", "--from", "bad.txt"], parts);
+    };
+    placed("", &["--from bad.txt: line 1"]);
+    placed("placement experts=6 ranks=2\n0: 0\n1: 1\n", &["line 3: ends after 2 of 6 experts"]);
+    placed("placement experts=6 ranks=2\n0: 1 1\n", &["line 2: \"0: 1 1\": must be"]);
     work.file("other.txt", "placement experts=2 ranks=2\n0: 0\n1: 1\n");
     let from = ["balance", "run", "--ranks", "2", "--from", "other.txt"];
     refused(&work, &from, &["--from other.txt: is of 2 experts on 2 ranks; must be of 6 on 2"]);

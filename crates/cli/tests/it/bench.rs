@@ -184,3 +184,25 @@ fn files_and_options_of_a_machine_that_do_not_fit_are_refused() {
     refused(&work, &["bench", "machine", "--set", "train.steps=3"], &["--predict"]);
     refused(&work, &["bench", "machine", "--check", "--most", "0"], &["--most 0: must be from 1 to 10"]);
 }
+
+#[test]
+fn bench_rebalance_says_what_moving_experts_brings_and_refuses_what_cannot_be() {
+    let workplace = Workplace::new();
+    let quick = ["--ranks", "2", "--steps", "60", "--period", "40", "--every", "10", "--row-us", "50", "--json"];
+    let output = workplace.run(&[&["bench", "rebalance", "off", "anew"][..], &quick].concat());
+    assert_success(&output);
+    let value: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
+    let modes: Vec<&str> = value.as_array().expect("a list").iter().map(|run| run["mode"].as_str().unwrap()).collect();
+    assert_eq!(modes, ["off", "anew"]);
+    let imbalance = |run: usize| value[run]["imbalance"].as_f64().expect("a number");
+    assert!(imbalance(1) < 0.7 * imbalance(0), "{value}");
+    assert!(value[1]["copies"].as_u64().expect("a count") > 0, "{value}");
+    let decision = &value[1]["decisions"][0];
+    assert!(decision["foretold_s"].as_f64() < decision["before_s"].as_f64(), "{value}");
+    let rebalance =
+        |more: &[&str], parts: &[&str]| refused(&workplace, &[&["bench", "rebalance"], more].concat(), parts);
+    rebalance(&["sometimes"], &["\"sometimes\"", "off, static, moves, anew, auto"]);
+    rebalance(&["--zipf", "9"], &["--zipf 9", "from 0 to 4"]);
+    rebalance(&["--row-us", "0"], &["--row-us 0", "above 0"]);
+    rebalance(&["--link", "fast"], &["--link fast", "LATENCY_US,MB_PER_S"]);
+}

@@ -142,6 +142,12 @@ fn a_cut_record_is_read_up_to_the_cut_and_other_files_are_refused() {
     work.file("header.records", &bytes[..20]);
     refused(&work, &["routing", "stats", "empty.records"], &["empty.records: is no record of routing"]);
     refused(&work, &["routing", "stats", "header.records"], &["header.records: the header of the record is cut"]);
+    let header_len = 24 + u32::from_le_bytes(bytes[12..16].try_into().unwrap()) as usize;
+    work.file("whole-header.records", &bytes[..header_len]);
+    refused(&work, &["routing", "stats", "whole-header.records"], &["the record has no whole block"]);
+    refused(&work, &["balance", "whole-header.records", "--ranks", "2"], &["the record has no whole block"]);
+    work.file("newer.records", [&bytes[..8], &[9], &bytes[9..]].concat());
+    refused(&work, &["routing", "stats", "newer.records"], &["of version 9; this program reads version 1"]);
     refused(&work, &["routing", "stats", "text.txt"], &["text.txt: is no record of routing"]);
     refused(&work, &["routing", "stats", "nowhere"], &["nowhere"]);
     refused(&work, &["routing", "export", "text.txt", "--out", "x.jsonl"], &["text.txt: is no record of routing"]);
@@ -154,6 +160,38 @@ fn a_cut_record_is_read_up_to_the_cut_and_other_files_are_refused() {
     refused(&work, &dense, &["dense: is a dense model; it has no MoE layer"]);
     refused(&work, &["routing", "stats", "dense"], &["has no record of an MoE layer"]);
     refused(&work, &["routing", "export", "dense", "--out", "d.jsonl"], &["the run has no routing.records"]);
+}
+
+#[test]
+fn stats_show_the_load_of_ranks_and_nodes_and_refuse_other_placements() {
+    let work = Workplace::new();
+    assert_success(&work.train("run", 2, &["--set", "train.record_routing=1"]));
+    let stats = ["routing", "stats", "run"];
+    let found = json(&work, &[&stats[..], &["--ranks", "4", "--nodes", "2", "--json"]].concat());
+    let layer = &found["layers"][1];
+    let chosen = counts(&layer["chosen"]);
+    let of_node: f64 = chosen[..4].iter().sum::<u64>() as f64;
+    assert_eq!(
+        (layer["ranks"]["load"][0].as_f64(), layer["ranks"]["load_of_nodes"][0].as_f64()),
+        (Some((chosen[0] + chosen[1]) as f64), Some(of_node))
+    );
+    let shown = stdout(&work.run(&[&stats[..], &["--ranks", "4", "--nodes", "2"]].concat()));
+    assert!(shown.contains("imbalance of ranks") && shown.contains("% by node"), "{shown}");
+    assert_success(&work.run(&["balance", "run", "--ranks", "2", "--spare", "2", "--out", "two.txt"]));
+    let placed = json(&work, &[&stats[..], &["--placement", "two.txt", "--json"]].concat());
+    assert!(placed["layers"][0]["ranks"]["imbalance"].as_f64().unwrap() < 0.2, "{placed}");
+    refused(&work, &[&stats[..], &["--nodes", "2"]].concat(), &["--nodes 2: needs --ranks or --placement"]);
+    refused(&work, &[&stats[..], &["--ranks", "4", "--nodes", "3"]].concat(), &["--nodes 3: must divide the 4 ranks"]);
+    refused(&work, &[&stats[..], &["--ranks", "0"]].concat(), &["--ranks 0: must be from 1 to"]);
+    refused(&work, &[&stats[..], &["--ahead", "0"]].concat(), &["--ahead 0: must be at least 1"]);
+    work.file("other.txt", "placement experts=2 ranks=2\n0: 0\n1: 1\n");
+    refused(
+        &work,
+        &[&stats[..], &["--placement", "other.txt"]].concat(),
+        &["--placement other.txt: is of 2 experts; the record is of 8"],
+    );
+    let ranks = ["--placement", "two.txt", "--ranks", "3"];
+    refused(&work, &[&stats[..], &ranks].concat(), &["--placement two.txt: is of 2 ranks, not 3"]);
 }
 
 #[test]

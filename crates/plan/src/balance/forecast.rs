@@ -1,4 +1,4 @@
-//! Forecasts of the load of experts in the coming window of steps, by several methods whose errors are measured as
+//! Forecasts of the load of experts in the coming window of steps, or several, by several methods whose errors are measured as
 //! windows come.
 //!
 //! Loads are compared as shares of all choices. The error of a forecast is `sum_e |forecast_e - share_e|`: the mean
@@ -8,6 +8,8 @@
 //!
 //! "Prediction Is All MoE Needs" (2404.16914) finds the moving average best once loads are stable. A method is chosen
 //! here by its own error on the past windows, so that another one is taken where traffic changes.
+
+use std::collections::VecDeque;
 
 use super::loads::{BalanceError, check_loads};
 
@@ -56,11 +58,13 @@ pub struct ForecastOptions {
     pub num_windows: usize,
     /// Parts of a day with a mean of their own.
     pub day_parts: usize,
+    /// Coming windows whose shares together are foretold.
+    pub num_ahead: usize,
 }
 
 impl Default for ForecastOptions {
     fn default() -> Self {
-        Self { num_windows: 10, day_parts: 24 }
+        Self { num_windows: 10, day_parts: 24, num_ahead: 1 }
     }
 }
 
@@ -85,8 +89,21 @@ pub struct LoadForecast {
     /// The shares of the last windows, oldest first.
     past: Vec<Vec<f64>>,
     day: Vec<DayPart>,
+    /// Forecasts whose windows are not all over, oldest first.
+    pending: VecDeque<PendingForecast>,
     errors: Vec<RunningError>,
     sampling: RunningError,
+}
+
+/// The forecasts of all methods for the same windows.
+#[derive(Clone, Debug)]
+struct PendingForecast {
+    /// The shares by each method; none by a method that does not know enough.
+    shares: Vec<Option<Vec<f64>>>,
+    /// The loads of these windows so far.
+    loads: Vec<f64>,
+    /// The windows that are over.
+    num_over: usize,
 }
 
 /// The mean of the windows in a part of the day.
@@ -124,14 +141,20 @@ impl LoadForecast {
     /// # Errors
     /// If a number is 0.
     pub fn new(num_experts: usize, options: ForecastOptions) -> Result<Self, BalanceError> {
-        let ForecastOptions { num_windows, day_parts } = options;
-        for (what, value) in [("experts", num_experts), ("windows", num_windows), ("parts of a day", day_parts)] {
+        let ForecastOptions { num_windows, day_parts, num_ahead } = options;
+        for (what, value) in [
+            ("experts", num_experts),
+            ("windows", num_windows),
+            ("parts of a day", day_parts),
+            ("windows ahead", num_ahead),
+        ] {
             if value == 0 {
                 return Err(BalanceError::Size { what, value, expected: "must be at least 1".to_owned() });
             }
         }
         let (day, errors) = (vec![DayPart::default(); day_parts], vec![RunningError::default(); 5]);
-        Ok(Self { num_experts, options, past: Vec::new(), day, errors, sampling: RunningError::default() })
+        let (past, pending, sampling) = (Vec::new(), VecDeque::new(), RunningError::default());
+        Ok(Self { num_experts, options, past, day, pending, errors, sampling })
     }
 
     /// Takes in the loads of the next window, which began at `time_s` seconds since 1970, and measures the error of
@@ -146,16 +169,12 @@ impl LoadForecast {
             return Ok(());
         }
         let shares: Vec<f64> = loads.iter().map(|load| load / total).collect();
-        let mut is_foretold = false;
-        for (index, method) in ForecastMethod::ALL.into_iter().enumerate() {
-            if let Some(forecast) = self.predict(method, time_s) {
-                self.errors[index].add(share_error(&forecast, &shares));
-                is_foretold = true;
-            }
+        let forecasts = ForecastMethod::ALL.map(|method| self.predict(method, time_s));
+        if forecasts.iter().any(Option::is_some) {
+            let loads = vec![0.0; self.num_experts];
+            self.pending.push_back(PendingForecast { shares: forecasts.to_vec(), loads, num_over: 0 });
         }
-        if is_foretold {
-            self.sampling.add(sampling_error(&shares, total));
-        }
+        self.compare(loads);
         let part = self.part_of_day(time_s);
         self.day[part].add(&shares);
         self.past.push(shares);
@@ -165,7 +184,24 @@ impl LoadForecast {
         Ok(())
     }
 
-    /// Returns the shares that a method expects in the window at `time_s`; none before it knows enough: a window, two
+    /// Adds the loads of a window to those of pending forecasts, and measures the errors of those that are over.
+    fn compare(&mut self, loads: &[f64]) {
+        for pending in &mut self.pending {
+            pending.loads.iter_mut().zip(loads).for_each(|(sum, load)| *sum += load);
+            pending.num_over += 1;
+        }
+        while self.pending.front().is_some_and(|pending| pending.num_over == self.options.num_ahead) {
+            let Some(PendingForecast { shares: forecasts, loads, .. }) = self.pending.pop_front() else { break };
+            let total: f64 = loads.iter().sum();
+            let shares: Vec<f64> = loads.iter().map(|load| load / total).collect();
+            for (error, forecast) in self.errors.iter_mut().zip(forecasts) {
+                forecast.into_iter().for_each(|forecast| error.add(share_error(&forecast, &shares)));
+            }
+            self.sampling.add(sampling_error(&shares, total));
+        }
+    }
+
+    /// Returns the shares that a method expects in the windows from `time_s` on; none before it knows enough: a window, two
     /// for a trend, three for transitions, one at this time of an earlier day.
     #[must_use]
     pub fn predict(&self, method: ForecastMethod, time_s: f64) -> Option<Vec<f64>> {
@@ -230,15 +266,16 @@ impl LoadForecast {
         (count > 0).then(|| (0..self.num_experts).map(mean).collect())
     }
 
-    /// Extrapolates each expert's least-squares line by a window.
+    /// Extrapolates each expert's least-squares line to the middle of the coming windows.
     fn trend(&self) -> Option<Vec<f64>> {
         let count = self.past.len();
         let mean = self.mean().filter(|_| count > 1)?;
         let middle = (count - 1) as f64 / 2.0;
         let spread: f64 = (0..count).map(|t| (t as f64 - middle).powi(2)).sum();
+        let coming = (count - 1) as f64 + (self.options.num_ahead + 1) as f64 / 2.0;
         let at_end = |e: usize| {
             let rise: f64 = (0..count).map(|t| (t as f64 - middle) * (self.past[t][e] - mean[e])).sum();
-            mean[e] + rise / spread * (count as f64 - middle)
+            mean[e] + rise / spread * (coming - middle)
         };
         Some((0..self.num_experts).map(at_end).collect())
     }
@@ -254,6 +291,10 @@ impl LoadForecast {
             all += (1..count).map(|t| deviation(t - 1, e).powi(2)).sum::<f64>();
         }
         let share = if all > 0.0 { (carried / all).clamp(-1.0, 1.0) } else { 0.0 };
+        // In each further window as much of what was carried over up to it.
+        let num_ahead = self.options.num_ahead;
+        let powers = std::iter::successors(Some(share), |power| Some(power * share)).take(num_ahead);
+        let share = powers.sum::<f64>() / num_ahead as f64;
         Some((0..self.num_experts).map(|e| mean[e] + share * deviation(count - 1, e)).collect())
     }
 }

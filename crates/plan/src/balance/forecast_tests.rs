@@ -75,8 +75,27 @@ fn a_moving_averages_error_is_sigma_over_the_root_of_the_windows_and_below_the_l
 }
 
 #[test]
+fn an_average_foretells_many_windows_together_as_well_as_its_own_error_allows() {
+    let (num_windows, num_ahead) = (10, 100);
+    let (_, windows) = trace(0.0, 2000);
+    let options = ForecastOptions { num_windows, num_ahead, ..ForecastOptions::default() };
+    let mut forecast = LoadForecast::new(NUM_EXPERTS, options).unwrap();
+    windows.iter().for_each(|window| forecast.observe(window, 0.0).unwrap());
+    let of = |method| forecast.errors().into_iter().find(|error| error.method == method).unwrap();
+    assert_eq!(of(ForecastMethod::MovingAverage).num_windows, windows.len() - num_ahead);
+    // The error is the absolute deviation of a mean of 10 windows from one of 100.
+    let deviation = SIGMA * (1.0 / num_windows as f64 + 1.0 / num_ahead as f64).sqrt();
+    let expected = NUM_EXPERTS as f64 * (2.0 / std::f64::consts::PI).sqrt() * deviation;
+    let found = of(ForecastMethod::MovingAverage).mean;
+    assert!((found / expected - 1.0).abs() < 0.1, "{found} for {expected}");
+    assert!(found < 0.5 * of(ForecastMethod::LastValue).mean);
+    // Little of a deviation is carried over to so many windows, and a trend of noise leads far away.
+    assert!(of(ForecastMethod::Trend).mean > found);
+}
+
+#[test]
 fn the_method_that_fits_the_traffic_is_chosen_by_its_error() {
-    let options = ForecastOptions { num_windows: 40, day_parts: 24 };
+    let options = ForecastOptions { num_windows: 40, ..ForecastOptions::default() };
     let chosen = |windows: &[Vec<f64>], seconds: f64| {
         let mut forecast = LoadForecast::new(windows[0].len(), options).unwrap();
         for (index, window) in windows.iter().enumerate() {
@@ -141,7 +160,7 @@ proptest! {
         windows in prop::collection::vec(prop::collection::vec(0.0_f64..1e6, 5), 1..30),
         seconds in prop::num::f64::ANY,
     ) {
-        let mut forecast = LoadForecast::new(5, ForecastOptions { num_windows: 4, day_parts: 3 }).unwrap();
+        let mut forecast = LoadForecast::new(5, ForecastOptions { num_windows: 4, day_parts: 3, num_ahead: 1 }).unwrap();
         for window in &windows {
             forecast.observe(window, seconds).unwrap();
         }

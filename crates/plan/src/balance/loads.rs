@@ -1,6 +1,6 @@
 //! The load that a placement gives each rank.
 
-use crate::Placement;
+use crate::{Nodes, Placement};
 
 /// Loads or sizes that no placement can be made for.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -51,6 +51,27 @@ impl RankLoads {
         for (expert, load) in expert_loads.iter().enumerate() {
             let ranks = placement.ranks_of(expert);
             ranks.iter().for_each(|&rank| loads[rank] += load / ranks.len() as f64);
+        }
+        Ok(Self { loads })
+    }
+
+    /// Computes the loads of the ranks where each rank has as many tokens, and an expert on several ranks is computed
+    /// by the one that [serves](Placement::serving_rank) a token's rank. Ranks that hold an expert have equal shares
+    /// of it only if their number divides that of the ranks.
+    ///
+    /// # Errors
+    /// See [`RankLoads::new`].
+    pub fn by_source(placement: &Placement, expert_loads: &[f64], nodes: &Nodes) -> Result<Self, BalanceError> {
+        check_loads(expert_loads, placement.num_experts())?;
+        let num_ranks = placement.num_ranks();
+        let mut loads = vec![0.0; num_ranks];
+        for (expert, load) in expert_loads.iter().enumerate() {
+            match placement.ranks_of(expert) {
+                [only] => loads[*only] += load,
+                _ => (0..num_ranks).for_each(|source| {
+                    loads[placement.serving_rank(nodes, source, expert)] += load / num_ranks as f64;
+                }),
+            }
         }
         Ok(Self { loads })
     }

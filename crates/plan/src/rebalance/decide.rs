@@ -31,6 +31,16 @@ impl RebalancePolicy {
     }
 }
 
+/// The way in which ranks share the tokens of an expert that several of them hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReplicaSharing {
+    /// Each rank serves the tokens of some ranks ([`Placement::serving_rank`]), as in training.
+    #[default]
+    BySource,
+    /// In equal parts, on average over passes.
+    Even,
+}
+
 /// The limits of a decision.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RebalanceRules {
@@ -44,6 +54,8 @@ pub struct RebalanceRules {
     pub num_steps: u64,
     /// The seconds that a change must save over these steps for each second that it takes.
     pub min_gain: f64,
+    /// The way in which ranks share the tokens of replicas.
+    pub sharing: ReplicaSharing,
 }
 
 /// Measured rates.
@@ -53,6 +65,8 @@ pub struct RebalanceRates {
     pub row_s: f64,
     /// Bytes a second at which a rank sends or receives experts.
     pub bytes_per_s: f64,
+    /// Bytes a second of gradients that ranks sum of experts that several of them hold.
+    pub sum_bytes_per_s: f64,
 }
 
 /// A layer as a decision sees it.
@@ -60,10 +74,58 @@ pub struct RebalanceRates {
 pub struct LayerLoads<'a> {
     /// The placement in force.
     pub placement: &'a Placement,
-    /// `[E]`: tokens of each expert in a step.
+    /// `[E]`: tokens of each expert in a step, as the mean of the last steps.
     pub loads: &'a [f64],
+    /// `[steps][E]`: tokens of each expert in single steps. A step takes as long as its own fullest rank, which may be
+    /// another one than by the mean. Empty where only the mean is known.
+    pub steps: &'a [Vec<f64>],
     /// Bytes of an expert that travel with it.
     pub expert_bytes: f64,
+    /// Bytes of an expert's gradients, which are summed in each step where several ranks hold it.
+    pub gradient_bytes: f64,
+}
+
+impl LayerLoads<'_> {
+    /// Computes the load of ranks by a placement.
+    fn of_ranks(
+        placement: &Placement,
+        loads: &[f64],
+        sharing: ReplicaSharing,
+        nodes: &Nodes,
+    ) -> Result<RankLoads, BalanceError> {
+        match sharing {
+            ReplicaSharing::BySource => RankLoads::by_source(placement, loads, nodes),
+            ReplicaSharing::Even => RankLoads::new(placement, loads),
+        }
+    }
+
+    /// Computes the outcome of a placement.
+    fn outcome(
+        &self,
+        placement: &Placement,
+        rules: &RebalanceRules,
+        rates: &RebalanceRates,
+        nodes: &Nodes,
+    ) -> Result<Outcome, BalanceError> {
+        let of_ranks = |loads: &[f64]| Self::of_ranks(placement, loads, rules.sharing, nodes);
+        let mean = of_ranks(self.loads)?;
+        let maxima = self.steps.iter().map(|loads| Ok(of_ranks(loads)?.max())).collect::<Result<Vec<_>, _>>()?;
+        let fullest = if maxima.is_empty() { mean.max() } else { maxima.iter().sum::<f64>() / maxima.len() as f64 };
+        let is_replicated = |expert: &usize| placement.ranks_of(*expert).len() > 1;
+        let num_replicated = (0..placement.num_experts()).filter(is_replicated).count();
+        let sums_s = num_replicated as f64 * self.gradient_bytes / rates.sum_bytes_per_s;
+        Ok(Outcome { imbalance: mean.imbalance(), fullest, seconds: fullest * rates.row_s + sums_s })
+    }
+}
+
+/// The outcome of a placement in a step.
+struct Outcome {
+    /// The imbalance of the mean load.
+    imbalance: f64,
+    /// The tokens of the fullest rank, as the mean over steps.
+    fullest: f64,
+    /// The seconds of a step that depend on the placement.
+    seconds: f64,
 }
 
 /// A change of a layer's placement, with what it promises.
@@ -82,7 +144,8 @@ pub struct LayerChange {
 }
 
 /// Decides by `policy` whether a layer gets another placement. None if it would not lower the largest load of a rank,
-/// or would save less than the rules ask for.
+/// or would save less than the rules ask for. A step is expected to take the time of the rows of its fullest rank, and
+/// that of the sums of gradients of replicas.
 ///
 /// # Errors
 /// If there is not one load for each expert, one is negative or not finite, or the slots do not hold the experts.
@@ -93,21 +156,21 @@ pub fn rebalance_layer(
     rates: &RebalanceRates,
     nodes: &Nodes,
 ) -> Result<Option<LayerChange>, BalanceError> {
-    let LayerLoads { placement, loads, expert_bytes } = layer;
-    let before = RankLoads::new(placement, loads)?;
+    let LayerLoads { placement, loads, expert_bytes, .. } = layer;
+    let before = layer.outcome(placement, rules, rates, nodes)?;
     let found = match policy {
         RebalancePolicy::Keep => return Ok(None),
         RebalancePolicy::Moves => improve(placement, loads, rules.slots_per_rank, rules.max_moves)?.0,
         RebalancePolicy::Anew => anew(placement, loads, rules)?,
     };
-    let after = RankLoads::new(&found, loads)?;
+    let after = layer.outcome(&found, rules, rates, nodes)?;
     let transfers = expert_transfers(placement, &found, nodes);
-    let saved_s = (before.max() - after.max()) * rates.row_s;
+    let saved_s = before.seconds - after.seconds;
     let cost_s = most_copies(&transfers, placement.num_ranks()) as f64 * expert_bytes / rates.bytes_per_s;
-    let is_better = after.max() < before.max() * (1.0 - 1e-9);
+    let is_better = after.fullest < before.fullest * (1.0 - 1e-9);
     let is_worth_it = saved_s * rules.num_steps as f64 >= rules.min_gain * cost_s;
     let change = LayerChange {
-        imbalance: [before.imbalance(), after.imbalance()],
+        imbalance: [before.imbalance, after.imbalance],
         num_copies: transfers.len(),
         placement: found,
         saved_s,

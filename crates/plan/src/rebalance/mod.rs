@@ -9,7 +9,9 @@ mod decide;
 mod transition;
 
 pub use bandit::Bandit;
-pub use decide::{LayerChange, LayerLoads, RebalancePolicy, RebalanceRates, RebalanceRules, rebalance_layer};
+pub use decide::{
+    LayerChange, LayerLoads, RebalancePolicy, RebalanceRates, RebalanceRules, ReplicaSharing, rebalance_layer,
+};
 pub use transition::{ExpertTransfer, expert_transfers, most_copies, placement_step};
 
 #[cfg(test)]

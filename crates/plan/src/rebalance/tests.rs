@@ -26,10 +26,16 @@ impl Numbers {
 }
 
 fn rules(slots_per_rank: usize) -> RebalanceRules {
-    RebalanceRules { slots_per_rank, max_moves: 8, may_replicate: false, num_steps: 10, min_gain: 1.0 }
+    let sharing = ReplicaSharing::BySource;
+    RebalanceRules { slots_per_rank, max_moves: 8, may_replicate: false, num_steps: 10, min_gain: 1.0, sharing }
 }
 
-const RATES: RebalanceRates = RebalanceRates { row_s: 1e-3, bytes_per_s: 1e6 };
+const RATES: RebalanceRates = RebalanceRates { row_s: 1e-3, bytes_per_s: 1e6, sum_bytes_per_s: 1e6 };
+
+/// A layer whose mean load alone is known.
+fn layer<'a>(placement: &'a Placement, loads: &'a [f64], expert_bytes: f64) -> LayerLoads<'a> {
+    LayerLoads { placement, loads, steps: &[], expert_bytes, gradient_bytes: 0.0 }
+}
 
 #[test]
 fn steps_reach_the_target_and_keep_to_their_limit_and_every_expert_somewhere() {
@@ -72,7 +78,7 @@ fn a_ring_of_full_ranks_moves_one_expert_each_in_one_step() {
 fn a_change_must_promise_more_than_it_costs() {
     let placement = Placement::sharded(4, 2);
     let loads = [30.0, 10.0, 5.0, 5.0];
-    let layer = LayerLoads { placement: &placement, loads: &loads, expert_bytes: 1e4 };
+    let layer = layer(&placement, &loads, 1e4);
     let decide = |layer, policy, rules: RebalanceRules| {
         rebalance_layer(layer, policy, &rules, &RATES, &nodes(2)).expect("valid loads")
     };
@@ -87,6 +93,37 @@ fn a_change_must_promise_more_than_it_costs() {
 }
 
 #[test]
+fn a_step_takes_its_own_fullest_rank_and_the_sums_of_gradients_of_replicas() {
+    // By the mean both ranks have as much; in each step one of them has all.
+    let placement: Placement = "placement experts=2 ranks=2\n0: 0\n1: 1\n".parse().unwrap();
+    let steps = [vec![20.0, 0.0], vec![0.0, 20.0]];
+    let uneven = LayerLoads { steps: &steps, gradient_bytes: 1e3, ..layer(&placement, &[10.0, 10.0], 1.0) };
+    let rules = RebalanceRules { may_replicate: true, ..rules(2) };
+    let change = rebalance_layer(uneven, RebalancePolicy::Anew, &rules, &RATES, &nodes(2)).expect("valid");
+    let change = change.expect("copies of both experts make every step even");
+    // 20 tokens become 10, and the gradients of two experts are summed.
+    assert!((change.saved_s - (10e-3 - 2e-3)).abs() < 1e-12, "{change:?}");
+    let slow = RebalanceRates { sum_bytes_per_s: 1e5, ..RATES };
+    assert_eq!(rebalance_layer(uneven, RebalancePolicy::Anew, &rules, &slow, &nodes(2)).expect("valid"), None);
+}
+
+#[test]
+fn ranks_that_hold_a_replica_share_the_other_ranks_in_turn() {
+    // Ranks 1 and 3 hold the expert; 0 and 2 have one of them each.
+    let placement: Placement = "placement experts=1 ranks=4\n0: 1 3\n".parse().unwrap();
+    let loads = |placement: &Placement, nodes: &Nodes| {
+        RankLoads::by_source(placement, &[8.0], nodes).expect("valid").loads().to_vec()
+    };
+    assert_eq!(loads(&placement, &nodes(4)), [0.0, 4.0, 0.0, 4.0]);
+    // Three holders of four ranks cannot have equal shares.
+    let three: Placement = "placement experts=1 ranks=4\n0: 0 1 2\n".parse().unwrap();
+    assert_eq!(loads(&three, &nodes(4)), [4.0, 2.0, 2.0, 0.0]);
+    // Ranks without a holder in their node share those of the other nodes in turn.
+    let far: Placement = "placement experts=1 ranks=6\n0: 0 1\n".parse().unwrap();
+    assert_eq!(loads(&far, &Nodes::new(&[0, 0, 1, 1, 2, 2]))[..2], [4.0, 4.0]);
+}
+
+#[test]
 fn no_policy_makes_the_largest_load_larger_and_all_keep_to_the_slots() {
     let mut numbers = Numbers(7);
     for case in 0..200 {
@@ -94,14 +131,14 @@ fn no_policy_makes_the_largest_load_larger_and_all_keep_to_the_slots() {
         let placement = Placement::sharded(num_experts, num_ranks);
         let loads: Vec<f64> = (0..num_experts).map(|_| numbers.below(20) as f64).collect();
         let slots_per_rank = (num_experts.div_ceil(num_ranks) + numbers.below(12)).min(num_experts);
-        let layer = LayerLoads { placement: &placement, loads: &loads, expert_bytes: 1.0 };
+        let layer = layer(&placement, &loads, 1.0);
         for (policy, may_replicate) in
             RebalancePolicy::ALL.into_iter().flat_map(|policy| [(policy, true), (policy, false)])
         {
             let rules = RebalanceRules { may_replicate, min_gain: 0.0, ..rules(slots_per_rank) };
             let change = rebalance_layer(layer, policy, &rules, &RATES, &nodes(num_ranks)).expect("valid");
             let Some(change) = change else { continue };
-            let max = |placement| RankLoads::new(placement, &loads).expect("valid").max();
+            let max = |placement| RankLoads::by_source(placement, &loads, &nodes(num_ranks)).expect("valid").max();
             assert!(max(&change.placement) < max(&placement), "case {case}, {}", policy.name());
             assert!(change.placement.max_experts() <= slots_per_rank, "case {case}, {}", policy.name());
             assert!(may_replicate || !change.placement.has_replicas(), "case {case}, {}", policy.name());
@@ -113,7 +150,7 @@ fn no_policy_makes_the_largest_load_larger_and_all_keep_to_the_slots() {
 fn a_placement_made_anew_moves_little_where_the_old_one_was_nearly_right() {
     let old: Placement = "placement experts=4 ranks=2\n0: 1\n1: 0\n2: 1\n3: 0\n".parse().unwrap();
     let loads = [8.0, 1.0, 6.0, 5.0];
-    let layer = LayerLoads { placement: &old, loads: &loads, expert_bytes: 1.0 };
+    let layer = layer(&old, &loads, 1.0);
     let change = rebalance_layer(layer, RebalancePolicy::Anew, &rules(3), &RATES, &nodes(2)).expect("valid");
     let change = change.expect("better");
     assert!(change.num_copies <= 2, "{change:?}");
@@ -122,7 +159,7 @@ fn a_placement_made_anew_moves_little_where_the_old_one_was_nearly_right() {
 #[test]
 fn loads_of_another_number_of_experts_are_refused() {
     let placement = Placement::sharded(3, 2);
-    let layer = LayerLoads { placement: &placement, loads: &[1.0, 2.0], expert_bytes: 1.0 };
+    let layer = layer(&placement, &[1.0, 2.0], 1.0);
     for policy in [RebalancePolicy::Moves, RebalancePolicy::Anew] {
         let error = rebalance_layer(layer, policy, &rules(2), &RATES, &nodes(2)).expect_err("two loads of three");
         assert_eq!(error.to_string(), "loads of 2 experts: must be 3");

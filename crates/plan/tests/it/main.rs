@@ -1,5 +1,6 @@
 //! The tests of the planner, one binary.
 
+mod balance_claims;
 mod clusters;
 mod layer_splits;
 mod layouts;

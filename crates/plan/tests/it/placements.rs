@@ -36,7 +36,7 @@ fn a_rank_that_holds_an_expert_serves_itself_and_others_share_the_replicas() {
     let node = Nodes::new(&[0; 4]);
     assert_eq!(placement.serving_rank(&node, 3, 2), 3);
     assert_eq!(placement.serving_rank(&node, 0, 2), 1);
-    assert_eq!(placement.serving_rank(&node, 2, 2), 1);
+    assert_eq!(placement.serving_rank(&node, 2, 2), 3);
     assert_eq!((0..4).map(|rank| placement.serving_rank(&node, rank, 3)).collect::<Vec<_>>(), [0, 1, 2, 3]);
     // The near one of two.
     let nodes = Nodes::new(&[0, 1, 1, 0]);

@@ -32,6 +32,7 @@ pub(crate) struct LoadOfModel<'a> {
 /// The JSON of a load.
 pub(crate) fn load_json(load: &LoadOfModel<'_>) -> Value {
     let LoadOfModel { model, top_k, layers, ranks, serving } = load;
+    let of_layer = |(place, layer): (usize, &LayerLoad)| layer_json(place, layer, ranks.as_ref());
     json!({
         "object": "moe.load",
         "model": model,
@@ -39,7 +40,7 @@ pub(crate) fn load_json(load: &LoadOfModel<'_>) -> Value {
         "top_k": top_k,
         "balancedness": (!layers.is_empty()).then(|| balancedness(layers)),
         "ranks": ranks.as_ref().map(|ranks| ranks_json(ranks, layers)),
-        "layers": layers.iter().map(|layer| layer_json(layer, ranks.as_ref())).collect::<Vec<_>>(),
+        "layers": layers.iter().enumerate().map(of_layer).collect::<Vec<_>>(),
         "serving": serving,
     })
 }
@@ -63,11 +64,15 @@ fn ranks_of(placements: &Placements, layer: usize) -> Option<Vec<&[usize]>> {
     Some((0..placement.num_experts()).map(|expert| placement.ranks_of(expert)).collect())
 }
 
-fn layer_json(load: &LayerLoad, ranks: Option<&RankLoad>) -> Value {
+/// Returns the figures of a layer that has `place` MoE layers before it.
+fn layer_json(place: usize, load: &LayerLoad, ranks: Option<&RankLoad>) -> Value {
+    let of_ranks = ranks.and_then(|ranks| ranks.of_layer(place, load));
     let LayerLoad { layer, num_tokens, tokens_per_expert } = load;
     json!({
         "ranks_before": ranks.and_then(|ranks| ranks_of(&ranks.first, *layer)),
         "ranks": ranks.and_then(|ranks| ranks_of(&ranks.now, *layer)),
+        "tokens_per_rank": of_ranks.as_ref().map(|load| &load.ranks),
+        "tokens_per_node": of_ranks.as_ref().map(|load| &load.nodes),
         "layer": layer,
         "tokens": num_tokens,
         "cv": load.cv(),

@@ -1,6 +1,8 @@
 //! Sums of gradients over all ranks, and their norm.
 
 use std::collections::HashMap;
+use std::sync::PoisonError;
+use std::time::Instant;
 
 use moeworks_comm::{CommError, Pending, Reduce};
 use moeworks_model::ParamSet;
@@ -21,6 +23,20 @@ pub(crate) struct SumsUnderWay {
     failure: Option<CommError>,
     /// The slices into which gradients are reduce-scattered, if they are sharded.
     pub(crate) slices: Option<GradSlices>,
+}
+
+/// The sums of gradients of experts that several ranks hold.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ReplicaSums {
+    num_bytes: f64,
+    seconds: f64,
+}
+
+impl ReplicaSums {
+    /// Returns the bytes of gradients that were summed in a second; 0 without a sum.
+    pub(crate) fn bytes_per_s(self) -> f64 {
+        if self.seconds > 0.0 { self.num_bytes / self.seconds } else { 0.0 }
+    }
 }
 
 impl Ranks {
@@ -123,13 +139,27 @@ impl Ranks {
                 sum.copy_from_slice(&tensor.f32s()[place * size..(place + 1) * size]);
             }
         }
+        let start = Instant::now();
         self.experts.group().all_reduce(&mut sums, Reduce::Sum)?;
+        self.count_replica_sum(size_of_val(&sums[..]), start);
         for (sum, expert) in sums.chunks(size).zip(&replicated) {
             if let Some(place) = places(expert) {
                 tensor.f32s_mut()[place * size..(place + 1) * size].copy_from_slice(sum);
             }
         }
         Ok(())
+    }
+
+    /// Counts a sum of gradients of replicas, which began at `start`.
+    fn count_replica_sum(&self, num_bytes: usize, start: Instant) {
+        let mut sums = self.replica_sums.lock().unwrap_or_else(PoisonError::into_inner);
+        sums.num_bytes += num_bytes as f64;
+        sums.seconds += start.elapsed().as_secs_f64();
+    }
+
+    /// Returns the sums of gradients of replicas since the last call.
+    pub(crate) fn take_replica_sums(&self) -> ReplicaSums {
+        std::mem::take(&mut *self.replica_sums.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Computes the norm of the summed gradients of all trainable weights as one vector, each expert counted once;

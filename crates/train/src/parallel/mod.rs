@@ -20,7 +20,7 @@ mod zero_shards;
 
 use std::fs;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use bytemuck::Pod;
@@ -31,6 +31,7 @@ use moeworks_plan::{Layout, Placements};
 
 use crate::config::RunConfig;
 use crate::error::TrainError;
+use gradients::ReplicaSums;
 pub(crate) use gradients::SumsUnderWay;
 pub(crate) use mover::{ExpertState, LayerMove, LayerOnItsWay, MomentsOnTheirWay};
 pub use placements::placements;
@@ -77,6 +78,8 @@ pub struct Ranks {
     zero: u8,
     /// The tensors of this rank's part of the model, once it is known.
     table: OnceLock<PartTable>,
+    /// The sums of gradients of replicas that were not asked for yet.
+    replica_sums: Mutex<ReplicaSums>,
 }
 
 impl Ranks {
@@ -115,6 +118,7 @@ impl Ranks {
             step_timeout: STEP_TIMEOUT,
             zero: 0,
             table: OnceLock::new(),
+            replica_sums: Mutex::default(),
         })
     }
 

@@ -131,6 +131,15 @@ impl Ranks {
         of_layer.map(bytes).sum()
     }
 
+    /// Returns the bytes of the gradients of one expert of a layer.
+    pub(crate) fn expert_gradient_bytes(&self, layer: usize) -> usize {
+        let specs = self.table().specs().iter();
+        let is_summed = |spec: &&WeightSpec| {
+            spec.role.is_of_experts() && spec.is_trainable && spec.place.layer().unwrap_or(0) == layer
+        };
+        specs.filter(is_summed).map(|spec| spec.shape[1..].iter().product::<usize>() * size_of::<f32>()).sum()
+    }
+
     /// Starts to move the experts of a layer to the ranks of another placement. All ranks call this when the layer's
     /// weights and moments are those of the end of a step.
     pub(crate) fn start_layer_move(

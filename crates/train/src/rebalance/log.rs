@@ -83,6 +83,7 @@ impl Decision<'_> {
             "step_ms": self.step_s * 1e3,
             "token_us": self.rates.row_s * 1e6,
             "bytes_per_s": self.rates.bytes_per_s,
+            "sum_bytes_per_s": self.rates.sum_bytes_per_s,
             "step_ms_by_policy": means.collect::<Map<String, Value>>(),
             "layers": self.changes.iter().map(layer).collect::<Vec<_>>(),
         })

@@ -22,7 +22,7 @@ use std::time::Instant;
 use moeworks_comm::Reduce;
 use moeworks_plan::{
     Bandit, ExpertTransfer, LayerChange, LayerLoads, Placement, Placements, RankLoads, RebalancePolicy, RebalanceRates,
-    RebalanceRules, expert_transfers, most_copies, placement_step, rebalance_layer,
+    RebalanceRules, ReplicaSharing, expert_transfers, most_copies, placement_step, rebalance_layer,
 };
 
 use crate::error::TrainError;
@@ -116,7 +116,7 @@ impl Rebalancer {
             policies: settings.policies.clone(),
             bandit: Bandit::new(settings.policies.len().max(1)),
             last_policy: None,
-            rates: RebalanceRates { row_s: 0.0, bytes_per_s: FIRST_RATE },
+            rates: RebalanceRates { row_s: 0.0, bytes_per_s: FIRST_RATE, sum_bytes_per_s: FIRST_RATE },
             has_measured_rate: false,
             step_s: 0.0,
             targets: BTreeMap::new(),
@@ -198,7 +198,7 @@ impl Rebalancer {
         for layer in &record.layers {
             let Some(placement) = placements.layer(layer.layer) else { continue };
             let loads: Vec<f64> = window::loads(layer, placement.num_experts()).map(|load| load as f64).collect();
-            sum += RankLoads::new(placement, &loads)?.imbalance();
+            sum += RankLoads::by_source(placement, &loads, ranks.experts().nodes())?.imbalance();
         }
         Ok(sum / record.layers.len().max(1) as f64)
     }
@@ -232,6 +232,12 @@ impl Rebalancer {
         self.step_s = slowest[0] / self.window.num_steps().max(1) as f64;
         let num_rows = self.window.num_rows();
         self.rates.row_s = if num_rows > 0.0 { expert_s[0] / num_rows } else { 0.0 };
+        // Ranks that come earlier to a sum wait for the others, so the fastest has seen the sum's own time.
+        let mut sum_rate = [ranks.take_replica_sums().bytes_per_s()];
+        ranks.world().all_reduce(&mut sum_rate, Reduce::Max)?;
+        if sum_rate[0] > 0.0 {
+            self.rates.sum_bytes_per_s = sum_rate[0];
+        }
         Ok(())
     }
 
@@ -277,9 +283,15 @@ impl Rebalancer {
             may_replicate: self.settings.spare > 0,
             num_steps: self.settings.every,
             min_gain: self.settings.min_gain,
+            sharing: ReplicaSharing::BySource,
         };
-        let loads = self.window.mean_loads(place);
-        let loads = LayerLoads { placement, loads: &loads, expert_bytes: ranks.expert_bytes(layer) as f64 };
+        let loads = LayerLoads {
+            placement,
+            loads: &self.window.mean_loads(place),
+            steps: self.window.steps(place),
+            expert_bytes: ranks.expert_bytes(layer) as f64,
+            gradient_bytes: ranks.expert_gradient_bytes(layer) as f64,
+        };
         Ok(rebalance_layer(loads, policy, &rules, &self.rates, experts.nodes())?)
     }
 

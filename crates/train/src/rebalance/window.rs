@@ -2,10 +2,16 @@
 
 use crate::metrics::{LayerRecord, Record};
 
-/// The sums over the steps since the last decision.
+/// The single steps of a window that are kept.
+const MAX_STEPS: usize = 64;
+
+/// The loads of the steps since the last decision.
 pub(super) struct Window {
     /// `[layers][E]`
     sums: Vec<Vec<u64>>,
+    /// `[layers][steps][E]`: the loads of every `stride`-th step.
+    steps: Vec<Vec<Vec<f64>>>,
+    stride: u64,
     num_steps: u64,
     /// This rank's seconds.
     seconds: f64,
@@ -18,16 +24,37 @@ pub(super) fn loads(layer: &LayerRecord, num_experts: usize) -> impl Iterator<It
 
 impl Window {
     pub(super) fn new(num_layers: usize, num_experts: usize) -> Self {
-        Self { sums: vec![vec![0; num_experts]; num_layers], num_steps: 0, seconds: 0.0 }
+        let (sums, steps) = (vec![vec![0; num_experts]; num_layers], vec![Vec::new(); num_layers]);
+        Self { sums, steps, stride: 1, num_steps: 0, seconds: 0.0 }
     }
 
     /// Adds a step.
     pub(super) fn add(&mut self, record: &Record) {
+        if self.num_steps.is_multiple_of(self.stride) {
+            self.keep_step(record);
+        }
         self.num_steps += 1;
         self.seconds += record.step_ms / 1e3;
         for (sums, layer) in self.sums.iter_mut().zip(&record.layers) {
             let num_experts = sums.len();
             sums.iter_mut().zip(loads(layer, num_experts)).for_each(|(sum, load)| *sum = sum.saturating_add(load));
+        }
+    }
+
+    /// Keeps the loads of a single step. Leaves out every other step where there are many.
+    fn keep_step(&mut self, record: &Record) {
+        for ((steps, sums), layer) in self.steps.iter_mut().zip(&self.sums).zip(&record.layers) {
+            steps.push(loads(layer, sums.len()).map(|load| load as f64).collect());
+        }
+        if self.steps.first().is_some_and(|steps| steps.len() > MAX_STEPS) {
+            self.stride *= 2;
+            for steps in &mut self.steps {
+                let mut is_kept = false;
+                steps.retain(|_| {
+                    is_kept = !is_kept;
+                    is_kept
+                });
+            }
         }
     }
 
@@ -53,9 +80,32 @@ impl Window {
         self.sums.iter().flatten().sum::<u64>() as f64
     }
 
+    /// Returns the loads of a layer's experts in single steps, all of the window or some.
+    pub(super) fn steps(&self, place: usize) -> &[Vec<f64>] {
+        &self.steps[place]
+    }
+
     /// Returns the mean load of a layer's experts in a step.
     pub(super) fn mean_loads(&self, place: usize) -> Vec<f64> {
         let num_steps = self.num_steps.max(1) as f64;
         self.sums[place].iter().map(|&sum| sum as f64 / num_steps).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn single_steps_are_kept_evenly_over_a_long_window() {
+        let mut window = Window::new(1, 2);
+        for step in 0..300_u64 {
+            let layer = LayerRecord { tokens_per_expert: vec![step, 1], ..LayerRecord::default() };
+            window.add(&Record { layers: vec![layer], ..Record::default() });
+        }
+        let kept: Vec<f64> = window.steps(0).iter().map(|loads| loads[0]).collect();
+        assert!((MAX_STEPS / 2..=MAX_STEPS).contains(&kept.len()), "{kept:?}");
+        assert!(kept.windows(2).all(|pair| pair[1] - pair[0] == 8.0), "{kept:?}");
+        assert_eq!(window.mean_loads(0), [149.5, 1.0]);
     }
 }

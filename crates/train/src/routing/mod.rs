@@ -13,8 +13,8 @@ mod text;
 pub use agreement::RoutingSample;
 pub use page::routing_page;
 pub use record_stats::{
-    Concentration, ExpertPair, NextLayer, RecordStats, RecordedLayer, Repeats, Stability, StatsOptions, Window,
-    record_stats, stats_json, stats_of_windows, stats_page,
+    Concentration, ExpertPair, NextLayer, RankLoad, RecordStats, RecordedLayer, Repeats, Stability, StatsOptions,
+    Window, record_stats, stats_json, stats_of_windows, stats_page,
 };
 pub use routed::{Choice, RoutedLayer, RoutedText, TokenCount, first_tokens};
 pub use specialization::{Specialization, specialization};

@@ -103,8 +103,9 @@ pub fn record_stats<R: Read>(
     }
     let damage = reader.damage().clone();
     let num_windows = sums.layers.first().map_or(0, |layer| layer.windows.len());
-    let layers = sums.finish(&header.layers);
-    Ok(RecordStats { header, num_tokens, num_steps, num_windows, layers, damage, notes })
+    let num_ahead = options.ahead.unwrap_or(1);
+    let layers = sums.finish(&header.layers, num_ahead);
+    Ok(RecordStats { header, num_tokens, num_steps, num_windows, num_ahead, layers, damage, notes })
 }
 
 impl Sums {
@@ -210,10 +211,10 @@ impl Sums {
         Ok(())
     }
 
-    fn finish(self, layers: &[usize]) -> Vec<RecordedLayer> {
+    fn finish(self, layers: &[usize], num_ahead: usize) -> Vec<RecordedLayer> {
         let Self { num_experts, layers: all, pairs, next, .. } = self;
         let layer = |(at, (sums, &layer)): (usize, (LayerSums, &usize))| {
-            let windows = of_windows(&sums.windows, num_experts);
+            let windows = of_windows(&sums.windows, num_experts, num_ahead);
             let num_tokens = sums.num_tokens;
             let pairs = pairs.get(at).map_or_else(Vec::new, |pairs| listed(pairs, &sums.tokens, num_tokens));
             RecordedLayer {

@@ -7,7 +7,7 @@ use super::{ExpertPair, RecordStats, RecordedLayer};
 /// Returns the statistics as an object. Figures that are not known are null.
 #[must_use]
 pub fn stats_json(stats: &RecordStats) -> Value {
-    let RecordStats { header, num_tokens, num_steps, num_windows, layers, damage, notes } = stats;
+    let RecordStats { header, num_tokens, num_steps, num_windows, num_ahead, layers, damage, notes } = stats;
     let layers: Vec<Value> = layers.iter().map(layer_json).collect();
     json!({
         "model": header.model,
@@ -17,6 +17,7 @@ pub fn stats_json(stats: &RecordStats) -> Value {
         "tokens": num_tokens,
         "steps": num_steps,
         "windows": num_windows,
+        "windows_ahead": num_ahead,
         "layers": layers,
         "damage": (!damage.is_none()).then(|| json!({
             "damaged_blocks": damage.num_bad_blocks,
@@ -59,6 +60,12 @@ fn layer_json(layer: &RecordedLayer) -> Value {
         "chosen": layer.chosen,
         "kept": layer.kept,
         "importance": layer.importance,
+        "ranks": layer.on_ranks.as_ref().map(|load| json!({
+            "load": load.ranks,
+            "imbalance": load.rank_imbalance(),
+            "load_of_nodes": load.nodes,
+            "imbalance_of_nodes": load.node_imbalance(),
+        })),
         "max_over_mean": concentration.max_over_mean,
         "top_1": concentration.top_1,
         "top_tenth": concentration.top_tenth,
@@ -68,6 +75,7 @@ fn layer_json(layer: &RecordedLayer) -> Value {
         "unused": concentration.num_unused,
         "stability": stability,
         "next_window": forecasts,
+        "next_window_by_sampling": layer.forecast_sampling,
         "next_layer": next_layer,
         "repeats": layer.repeats.map(|repeats| json!({ "share": repeats.share, "base": repeats.base })),
         "together": layer.pairs.iter().map(pair_json).collect::<Vec<Value>>(),

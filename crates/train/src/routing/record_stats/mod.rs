@@ -6,6 +6,7 @@ mod foretell;
 mod gather;
 mod json;
 mod page;
+mod rank_load;
 mod windows;
 
 use moeworks_infer::routing_record::{Damage, RecordHeader};
@@ -16,6 +17,7 @@ pub use foretell::NextLayer;
 pub use gather::record_stats;
 pub use json::stats_json;
 pub use page::stats_page;
+pub use rank_load::RankLoad;
 pub use windows::{Window, stats_of_windows};
 
 /// The settings of statistics.
@@ -24,6 +26,8 @@ pub struct StatsOptions {
     /// Steps of a window where loads are recorded, tokens of a window where only choices are; none for one step, or a
     /// twentieth of the tokens.
     pub window: Option<u64>,
+    /// Windows whose loads together are foretold; none for one.
+    pub ahead: Option<usize>,
 }
 
 /// The statistics of a record.
@@ -37,6 +41,8 @@ pub struct RecordStats {
     pub num_steps: u64,
     /// Windows by which changes over time are measured.
     pub num_windows: usize,
+    /// Windows whose loads together are foretold.
+    pub num_ahead: usize,
     /// The MoE layers, first to last.
     pub layers: Vec<RecordedLayer>,
     /// The parts of the record that could not be read.
@@ -56,12 +62,16 @@ pub struct RecordedLayer {
     pub kept: Option<Vec<u64>>,
     /// `[E]`: the sum of the weights of each expert's choices; none where they are not recorded.
     pub importance: Option<Vec<f64>>,
+    /// The load of ranks and nodes; none without a placement.
+    pub on_ranks: Option<RankLoad>,
     /// The concentration of the choices.
     pub concentration: Concentration,
     /// The change over time; none with fewer than two windows.
     pub stability: Option<Stability>,
-    /// The errors of foretelling the loads of the next window; empty with too few windows.
+    /// The errors of foretelling the loads of the coming windows; empty with too few windows.
     pub forecasts: Vec<ForecastError>,
+    /// The mean error that the true shares would have, because these windows are samples; none with too few windows.
+    pub forecast_sampling: Option<f64>,
     /// The accuracy of foretelling the choices in the next MoE layer.
     pub next_layer: Option<NextLayer>,
     /// The share of a token's experts that the token before it has, too.

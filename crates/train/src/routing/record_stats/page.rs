@@ -40,6 +40,10 @@ pub fn stats_page(stats: &RecordStats, facts: &[String]) -> String {
         &layer_table(stats),
     );
     html += &card("Load of each expert", "In multiples of the even share: orange is more, blue less.", &loads(stats));
+    if stats.layers.iter().any(|layer| layer.on_ranks.is_some()) {
+        let note = "Choices that each rank computes, in multiples of the even share.";
+        html += &card("Load of each rank of the placement", note, &rank_loads(stats));
+    }
     html += "<div class=\"pictures\">";
     html += &card(
         "Load by rank",
@@ -128,24 +132,35 @@ fn colour(ratio: f64) -> String {
 
 /// Draws the loads: a row for each layer, a cell for each expert.
 fn loads(stats: &RecordStats) -> String {
-    let count = stats.header.num_experts.min(MAX_EXPERTS);
+    let of_experts = |layer: &RecordedLayer| layer.chosen.iter().map(|&load| load as f64).collect();
+    cells(&stats.layers, "expert", of_experts)
+}
+
+/// Draws the loads of ranks: a row for each layer, a cell for each rank.
+fn rank_loads(stats: &RecordStats) -> String {
+    cells(&stats.layers, "rank", |layer| layer.on_ranks.as_ref().map_or_else(Vec::new, |load| load.ranks.clone()))
+}
+
+/// Draws a row for each layer, with a cell for each of its loads.
+fn cells(layers: &[RecordedLayer], what: &str, loads: impl Fn(&RecordedLayer) -> Vec<f64>) -> String {
+    let all: Vec<Vec<f64>> = layers.iter().map(loads).collect();
+    let count = all.iter().map(Vec::len).max().unwrap_or(0).clamp(1, MAX_EXPERTS);
     let (cell, left) = ((1200.0 / count as f64).clamp(4.0, 26.0), 64.0);
-    let (width, height) = (left + cell * count as f64, 18.0 * stats.layers.len() as f64);
-    let mut svg = svg_of(width, height, "load of each expert in each layer");
-    for (row, layer) in stats.layers.iter().enumerate() {
-        let y = 18.0 * row as f64;
-        let _ = write!(svg, "<text x=\"0\" y=\"{:.1}\">layer {}</text>", y + 13.0, layer.layer);
-        let total: f64 = layer.chosen.iter().map(|&load| load as f64).sum();
-        for (expert, &load) in layer.chosen.iter().take(count).enumerate() {
-            let ratio = if total > 0.0 { load as f64 / total * layer.chosen.len() as f64 } else { 0.0 };
+    let (width, height) = (left + cell * count as f64, 18.0 * layers.len() as f64);
+    let mut svg = svg_of(width, height, &format!("load of each {what} in each layer"));
+    for (row, (layer, loads)) in layers.iter().zip(&all).enumerate() {
+        let (y, layer) = (18.0 * row as f64, layer.layer);
+        let _ = write!(svg, "<text x=\"0\" y=\"{:.1}\">layer {layer}</text>", y + 13.0);
+        let total: f64 = loads.iter().sum();
+        for (place, &load) in loads.iter().take(count).enumerate() {
+            let ratio = if total > 0.0 { load / total * loads.len() as f64 } else { 0.0 };
             let _ = write!(
                 svg,
-                "<rect x=\"{:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"17\" style=\"fill:{}\"><title>layer {}, expert \
-                 {expert}: {load} choices, {ratio:.2} even shares</title></rect>",
-                left + cell * expert as f64,
+                "<rect x=\"{:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"17\" style=\"fill:{}\"><title>layer {layer}, {what} \
+                 {place}: {load:.0} choices, {ratio:.2} even shares</title></rect>",
+                left + cell * place as f64,
                 cell - 1.0,
-                colour(ratio),
-                layer.layer
+                colour(ratio)
             );
         }
     }
@@ -244,9 +259,7 @@ fn forecasts(stats: &RecordStats) -> String {
         let errors = stats.layers.iter().flat_map(|layer| &layer.forecasts);
         mean(errors.filter(|error| error.method == method).map(|error| error.mean).collect())
     };
-    let sampling = mean(stats.layers.iter().filter_map(|layer| layer.stability).map(|s| s.sampling).collect());
-    // A single window deviates by less than the difference of two.
-    let sampling = sampling.map(|sampling| sampling / 2.0_f64.sqrt());
+    let sampling = mean(stats.layers.iter().filter_map(|layer| layer.forecast_sampling).collect());
     let errors: Vec<(ForecastMethod, f64)> =
         ForecastMethod::ALL.into_iter().filter_map(|method| Some((method, error_of(method)?))).collect();
     let most = errors.iter().map(|(_, error)| *error).chain(sampling).fold(1e-9, f64::max);

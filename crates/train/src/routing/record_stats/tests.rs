@@ -5,6 +5,8 @@ use moeworks_infer::routing_record::{
     TokenBlock,
 };
 
+use moeworks_plan::{Nodes, Placement};
+
 use super::windows::Window;
 use super::*;
 
@@ -78,7 +80,7 @@ fn loads_of_steps_give_windows_and_forecasts() {
     let even = [5; NUM_EXPERTS];
     let skewed = [12, 8, 5, 5, 4, 3, 2, 1];
     let blocks: Vec<Block> = (0..24).map(|step| loads(step, if step < 12 { even } else { skewed })).collect();
-    let stats = stats_of(&blocks, StatsOptions { window: Some(2) });
+    let stats = stats_of(&blocks, StatsOptions { window: Some(2), ..StatsOptions::default() });
     assert_eq!((stats.num_tokens, stats.num_steps, stats.num_windows), (0, 24, 12));
     let layer = &stats.layers[1];
     assert_eq!(layer.chosen[0], 12 * 5 + 12 * 12);
@@ -133,9 +135,28 @@ fn the_page_and_json_say_the_same_as_the_statistics() {
 fn windows_alone_give_the_figures_of_loads() {
     let window = |time_s: f64, loads: [u64; 8]| Window { time_s, loads: loads.to_vec() };
     let windows = vec![window(0.0, [4; 8]), window(1.0, [4; 8])];
-    let stats = stats_of_windows(header(), &[windows.clone(), windows]);
+    let stats = stats_of_windows(header(), &[windows.clone(), windows], 1);
     assert_eq!((stats.num_windows, stats.layers[1].layer, stats.layers[1].chosen[7]), (2, 2, 8));
     assert_eq!(stats.layers[0].stability.unwrap().change, 0.0);
+}
+
+#[test]
+fn ranks_and_nodes_have_the_load_of_their_experts() {
+    let windows = vec![Window { time_s: 0.0, loads: vec![8, 4, 2, 2, 4, 4, 4, 4] }];
+    let mut stats = stats_of_windows(header(), &[windows.clone(), windows], 1);
+    let of_ranks = |stats: &RecordStats| stats.layers[1].on_ranks.clone();
+    assert_eq!(of_ranks(&stats), None);
+    let mut placement = Placement::sharded(NUM_EXPERTS, 4);
+    stats.place_on_ranks(&placement.clone().into(), &Nodes::new(&[0, 0, 1, 1]));
+    let found = of_ranks(&stats).unwrap();
+    assert_eq!((&found.ranks[..], &found.nodes[..]), (&[12.0, 4.0, 8.0, 8.0][..], &[16.0, 16.0][..]));
+    assert_eq!((found.rank_imbalance(), found.node_imbalance()), (0.5, 0.0));
+    assert_eq!(stats_json(&stats)["layers"][1]["ranks"]["imbalance"], 0.5);
+    assert!(stats_page(&stats, &[]).contains("layer 2, rank 0: 12 choices, 1.50 even shares"));
+    // A replica takes the tokens of some ranks.
+    placement.replicate(0, &[1]);
+    stats.place_on_ranks(&placement.into(), &Nodes::new(&[0; 4]));
+    assert_eq!(of_ranks(&stats).unwrap().ranks, [8.0, 8.0, 8.0, 8.0]);
 }
 
 #[test]

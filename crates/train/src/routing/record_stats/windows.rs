@@ -17,38 +17,43 @@ pub struct Window {
     pub loads: Vec<u64>,
 }
 
-/// Computes the statistics of loads alone: `windows` has those of each layer of the header.
+/// Computes the statistics of loads alone: `windows` has those of each layer of the header. The loads of `num_ahead`
+/// windows together are foretold.
 #[must_use]
-pub fn stats_of_windows(header: RecordHeader, windows: &[Vec<Window>]) -> RecordStats {
+pub fn stats_of_windows(header: RecordHeader, windows: &[Vec<Window>], num_ahead: usize) -> RecordStats {
     let num_windows = windows.first().map_or(0, Vec::len);
     let num_experts = header.num_experts;
-    let of = |windows: &[Window]| of_windows(windows, num_experts);
+    let of = |windows: &[Window]| of_windows(windows, num_experts, num_ahead);
     let layer = |(&layer, windows): (&usize, &Vec<Window>)| RecordedLayer { layer, ..of(windows) };
     let layers = header.layers.iter().zip(windows).map(layer).collect();
     let notes = vec!["choices of single tokens are not recorded: only loads are shown".to_owned()];
     let num_steps = num_windows as u64;
-    RecordStats { header, num_tokens: 0, num_steps, num_windows, layers, damage: Damage::default(), notes }
+    let damage = Damage::default();
+    RecordStats { header, num_tokens: 0, num_steps, num_windows, num_ahead, layers, damage, notes }
 }
 
 /// Computes the statistics of one layer's windows.
-pub(super) fn of_windows(windows: &[Window], num_experts: usize) -> RecordedLayer {
+pub(super) fn of_windows(windows: &[Window], num_experts: usize, num_ahead: usize) -> RecordedLayer {
     let mut chosen = vec![0_u64; num_experts];
     for window in windows {
         chosen.iter_mut().zip(&window.loads).for_each(|(sum, &load)| *sum = sum.saturating_add(load));
     }
-    let forecasts = forecasts(windows, num_experts);
+    let forecast = forecast(windows, num_experts, num_ahead);
+    let forecasts = forecast.as_ref().map_or_else(Vec::new, LoadForecast::errors);
     RecordedLayer {
         concentration: Concentration::new(&chosen),
         stability: stability(windows),
-        forecasts: forecasts.map_or_else(Vec::new, |forecast| forecast.errors()),
+        forecast_sampling: forecast.filter(|_| !forecasts.is_empty()).map(|forecast| forecast.sampling_error()),
+        forecasts,
         course: course(windows),
         chosen,
         ..RecordedLayer::default()
     }
 }
 
-fn forecasts(windows: &[Window], num_experts: usize) -> Option<LoadForecast> {
-    let mut forecast = LoadForecast::new(num_experts, ForecastOptions::default()).ok()?;
+fn forecast(windows: &[Window], num_experts: usize, num_ahead: usize) -> Option<LoadForecast> {
+    let options = ForecastOptions { num_ahead, ..ForecastOptions::default() };
+    let mut forecast = LoadForecast::new(num_experts, options).ok()?;
     for window in windows {
         let loads: Vec<f64> = window.loads.iter().map(|&load| load as f64).collect();
         forecast.observe(&loads, window.time_s).ok()?;
