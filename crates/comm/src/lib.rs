@@ -53,4 +53,4 @@ pub use pin::{cores_by_numa_node, share_cores};
 pub use rows::{Cuts, PendingCombine, PendingDispatch, RowPlan};
 pub use started::{Pending, RawPending};
 pub use threads::{RankOptions, describe_panics_by, run_ranks, try_run_ranks};
-pub use throttle::{Lines, Throttled};
+pub use throttle::{Lines, SharedLinks, Throttled};

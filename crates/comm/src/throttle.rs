@@ -48,10 +48,27 @@ impl Lines {
     }
 }
 
+/// The links of throttled communicators, which may change while these are in use.
+#[derive(Clone, Debug)]
+pub struct SharedLinks(Arc<Mutex<Links>>);
+
+impl SharedLinks {
+    /// Returns the links as they are now.
+    #[must_use]
+    pub fn get(&self) -> Links {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the links for the messages that begin from now on.
+    pub fn set(&self, links: Links) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = links;
+    }
+}
+
 /// A communicator whose operations take at least as long as on the given links.
 pub struct Throttled {
     inner: Box<dyn Communicator>,
-    links: Links,
+    links: SharedLinks,
     lines: Arc<Lines>,
     /// The lines to ranks of the same node, if they are others than `lines`.
     node_lines: Option<Arc<Lines>>,
@@ -61,7 +78,19 @@ impl Throttled {
     /// Slows `inner` down to `links`. Groups split from it share the rank's lines.
     #[must_use]
     pub fn new(inner: Box<dyn Communicator>, links: Links) -> Self {
-        Self { inner, links, lines: Arc::default(), node_lines: None }
+        Self { inner, links: SharedLinks(Arc::new(Mutex::new(links))), lines: Arc::default(), node_lines: None }
+    }
+
+    /// Returns the links, to change them for this communicator and those that are split from it.
+    #[must_use]
+    pub fn links(&self) -> SharedLinks {
+        self.links.clone()
+    }
+
+    /// Returns the lines to ranks of the same node, if they are others than those to other nodes.
+    #[must_use]
+    pub fn node_lines(&self) -> Option<Arc<Lines>> {
+        self.node_lines.clone()
     }
 
     /// Gives messages to ranks of the same node lines of their own, as where NVLink lies beside a network card.
@@ -94,7 +123,7 @@ impl Throttled {
 
     /// Returns the seconds of the messages over one class of links to, or from, all other ranks.
     fn seconds(&self, class: LinkClass, bytes: impl Fn(usize) -> Option<usize>) -> f64 {
-        let (nodes, own, link) = (self.inner.nodes(), self.inner.rank(), self.links.of(class));
+        let (nodes, own, link) = (self.inner.nodes(), self.inner.rank(), self.links.get().of(class));
         // An empty message is not sent.
         let message = |rank| bytes(rank).filter(|&bytes| bytes > 0).map_or(0.0, |bytes| link.seconds(1, bytes as f64));
         let is_of_class = |&rank: &usize| rank != own && (nodes[rank] == nodes[own]) == (class == LinkClass::Node);
@@ -131,7 +160,7 @@ impl Communicator for Throttled {
     fn split(&self, color: Option<u32>, key: usize) -> Result<Option<Box<dyn Communicator>>, CommError> {
         let part = self.inner.split(color, key)?;
         let throttled =
-            |inner| Self { inner, links: self.links, lines: self.lines(), node_lines: self.node_lines.clone() };
+            |inner| Self { inner, links: self.links(), lines: self.lines(), node_lines: self.node_lines.clone() };
         Ok(part.map(|inner| Box::new(throttled(inner)) as Box<dyn Communicator>))
     }
 }

@@ -14,7 +14,10 @@ pub(crate) fn encode(wire: Wire, row: &[f32], out: &mut [u8]) {
             out.copy_from_slice(&f16::from_f32(x).to_ne_bytes());
         }),
         Wire::Byte { block } => encode_bytes(row, block.max(1), out),
-        Wire::TopK { per_mille } => encode_largest(row, Wire::num_kept(per_mille, row.len()), out),
+        Wire::TopK { per_mille } => encode_largest(row, Wire::num_kept(per_mille, row.len()), &Halves, out),
+        Wire::TopKByte { per_mille } => {
+            encode_largest(row, Wire::num_kept(per_mille, row.len()), &Scaled::new(row), out);
+        }
     }
 }
 
@@ -29,7 +32,8 @@ pub(crate) fn decode(wire: Wire, bytes: &[u8], row: &mut [f32]) {
             *x = f16::from_ne_bytes([pair[0], pair[1]]).to_f32();
         }),
         Wire::Byte { block } => decode_bytes(bytes, block.max(1), row),
-        Wire::TopK { per_mille } => decode_largest(bytes, Wire::num_kept(per_mille, row.len()), row),
+        Wire::TopK { per_mille } => decode_largest::<Halves>(bytes, Wire::num_kept(per_mille, row.len()), row),
+        Wire::TopKByte { per_mille } => decode_largest::<Scaled>(bytes, Wire::num_kept(per_mille, row.len()), row),
     }
 }
 
@@ -61,9 +65,81 @@ fn decode_bytes(bytes: &[u8], block: usize, row: &mut [f32]) {
     }
 }
 
-/// Writes the `kept` numbers of the largest magnitude in f16, in the order of the row, then their places. Of equal
-/// magnitudes the first are kept. NaN is larger than all numbers, so that a fault stays visible.
-fn encode_largest(row: &[f32], kept: usize, out: &mut [u8]) {
+/// The form of the numbers that travel without the others.
+trait Kept {
+    /// Bytes before the numbers.
+    const HEADER: usize;
+    /// Bytes of a number.
+    const BYTES: usize;
+
+    /// Writes what a row's numbers are read by.
+    fn write_header(&self, out: &mut [u8]);
+    /// Reads what a row's numbers are read by.
+    fn read_header(bytes: &[u8]) -> Self;
+    fn write(&self, x: f32, out: &mut [u8]);
+    fn read(&self, bytes: &[u8]) -> f32;
+}
+
+/// Numbers in IEEE half precision.
+struct Halves;
+
+impl Kept for Halves {
+    const HEADER: usize = 0;
+    const BYTES: usize = 2;
+
+    fn write_header(&self, _out: &mut [u8]) {}
+
+    fn read_header(_bytes: &[u8]) -> Self {
+        Self
+    }
+
+    fn write(&self, x: f32, out: &mut [u8]) {
+        out.copy_from_slice(&f16::from_f32(x).to_ne_bytes());
+    }
+
+    fn read(&self, bytes: &[u8]) -> f32 {
+        f16::from_ne_bytes([bytes[0], bytes[1]]).to_f32()
+    }
+}
+
+/// Numbers as multiples of a scale from -127 to 127. The scale of a row with a number that is not finite is NaN.
+struct Scaled {
+    scale: f32,
+}
+
+impl Scaled {
+    fn new(row: &[f32]) -> Self {
+        let is_finite = row.iter().all(|x| x.is_finite());
+        let greatest = row.iter().fold(0.0_f32, |greatest, x| greatest.max(x.abs()));
+        Self { scale: if is_finite { greatest / 127.0 } else { f32::NAN } }
+    }
+}
+
+impl Kept for Scaled {
+    const HEADER: usize = 4;
+    const BYTES: usize = 1;
+
+    fn write_header(&self, out: &mut [u8]) {
+        out.copy_from_slice(&self.scale.to_ne_bytes());
+    }
+
+    fn read_header(bytes: &[u8]) -> Self {
+        Self { scale: f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) }
+    }
+
+    fn write(&self, x: f32, out: &mut [u8]) {
+        let inverse = if self.scale > 0.0 { 1.0 / self.scale } else { 0.0 };
+        out[0] = (x * inverse).round().clamp(-127.0, 127.0) as i8 as u8;
+    }
+
+    fn read(&self, bytes: &[u8]) -> f32 {
+        self.scale * f32::from(bytes[0] as i8)
+    }
+}
+
+/// Writes the `kept` numbers of the largest magnitude, in the order of the row, then their places. Of equal magnitudes
+/// the first are kept. NaN is larger than all numbers, so that a fault stays visible.
+fn encode_largest<K: Kept>(row: &[f32], kept: usize, form: &K, out: &mut [u8]) {
     let magnitude = |x: f32| x.to_bits() & 0x7fff_ffff;
     let mut magnitudes: Vec<u32> = row.iter().map(|&x| magnitude(x)).collect();
     if kept == 0 {
@@ -71,7 +147,9 @@ fn encode_largest(row: &[f32], kept: usize, out: &mut [u8]) {
     }
     let (above, &mut least, _) = magnitudes.select_nth_unstable_by(kept - 1, |a, b| b.cmp(a));
     let mut num_least = kept - above.iter().filter(|&&other| other > least).count();
-    let (numbers, places) = out.split_at_mut(2 * kept);
+    let (header, out) = out.split_at_mut(K::HEADER);
+    form.write_header(header);
+    let (numbers, places) = out.split_at_mut(K::BYTES * kept);
     let is_listed = Wire::lists_places(kept, row.len());
     places.fill(0);
     let mut next = 0;
@@ -81,7 +159,7 @@ fn encode_largest(row: &[f32], kept: usize, out: &mut [u8]) {
             continue;
         }
         num_least -= usize::from(is_least);
-        numbers[2 * next..2 * next + 2].copy_from_slice(&f16::from_f32(x).to_ne_bytes());
+        form.write(x, &mut numbers[K::BYTES * next..K::BYTES * (next + 1)]);
         if is_listed {
             places[2 * next..2 * next + 2].copy_from_slice(&(place as u16).to_ne_bytes());
         } else {
@@ -91,10 +169,15 @@ fn encode_largest(row: &[f32], kept: usize, out: &mut [u8]) {
     }
 }
 
-fn decode_largest(bytes: &[u8], kept: usize, row: &mut [f32]) {
-    let (numbers, places) = bytes.split_at(2 * kept);
-    let numbers = numbers.chunks_exact(2).map(|pair| f16::from_ne_bytes([pair[0], pair[1]]).to_f32());
+fn decode_largest<K: Kept>(bytes: &[u8], kept: usize, row: &mut [f32]) {
     row.fill(0.0);
+    if kept == 0 {
+        return;
+    }
+    let (header, bytes) = bytes.split_at(K::HEADER);
+    let form = K::read_header(header);
+    let (numbers, places) = bytes.split_at(K::BYTES * kept);
+    let numbers = numbers.chunks_exact(K::BYTES).map(|bytes| form.read(bytes));
     if Wire::lists_places(kept, row.len()) {
         for (x, place) in numbers.zip(places.chunks_exact(2)) {
             let place = usize::from(u16::from_ne_bytes([place[0], place[1]]));
@@ -145,6 +228,21 @@ mod tests {
             let mut expected = vec![0.0; row.len()];
             order[..kept].iter().for_each(|&place| expected[place] = row[place]);
             assert_eq!(sent(&row, per_mille), expected);
+        }
+    }
+
+    #[test]
+    fn the_largest_numbers_arrive_as_bytes_with_the_scale_of_their_row() {
+        let row: Vec<f32> = (0..64).map(|i| ((i * 37) % 65) as f32 - 32.0).collect();
+        let wire = Wire::TopKByte { per_mille: 500 };
+        assert_eq!(wire.row_bytes(64), 4 + 32 + 8);
+        assert_eq!(Wire::TopKByte { per_mille: 10 }.row_bytes(64), 4 + 1 + 2, "one number, whose place is listed");
+        let mut bytes = vec![0xff; wire.row_bytes(64)];
+        encode(wire, &row, &mut bytes);
+        let mut back = vec![7.0; 64];
+        decode(wire, &bytes, &mut back);
+        for (exact, (x, back)) in sent(&row, 500).iter().zip(row.iter().zip(&back)) {
+            assert!((back - exact).abs() <= 32.0 / 254.0 + 1e-4, "{x} comes as {back}");
         }
     }
 

@@ -95,8 +95,9 @@ pub use config::{MoeConfig, ScoreOrder};
 pub use config_error::ConfigError;
 pub use dispatch::{Dispatch, DispatchRule, capacity};
 pub use ep::{
-    DomainOptions, EpOptions, ExchangeTimes, ExpertRanks, ExpertRows, HeldLayer, LayerRanks, OwnedLayer, Pace,
-    PendingExperts, RemoteExperts, RemoteLayer, bytes_of_expert, can_move, serve_experts, serve_owned_experts,
+    DomainBase, DomainOptions, EpOptions, ExchangeTimes, ExpertRanks, ExpertRows, HeldLayer, LayerRanks, LevelDomain,
+    OwnedLayer, Pace, PendingExperts, RemoteExperts, RemoteLayer, SeenTraffic, bytes_of_expert, can_move,
+    serve_experts, serve_owned_experts,
 };
 pub use layer::{BackwardInput, ForwardInput, MoeGradTask, MoeLayer, MoeSaved, WgradTarget};
 pub use losses::{

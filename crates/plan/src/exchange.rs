@@ -40,6 +40,11 @@ pub enum Wire {
         /// The thousandths of a row's numbers that travel, at least one number.
         per_mille: u16,
     },
+    /// The largest numbers of a row alone, as one byte each with an f32 scale for the row; the others become zeros.
+    TopKByte {
+        /// The thousandths of a row's numbers that travel, at least one number.
+        per_mille: u16,
+    },
 }
 
 impl Wire {
@@ -52,7 +57,11 @@ impl Wire {
             Self::Byte { block } => width + 4 * width.div_ceil(block.max(1)),
             Self::TopK { per_mille } => {
                 let kept = Self::num_kept(per_mille, width);
-                2 * kept + if Self::lists_places(kept, width) { 2 * kept } else { width.div_ceil(8) }
+                2 * kept + Self::place_bytes(kept, width)
+            }
+            Self::TopKByte { per_mille } => {
+                let kept = Self::num_kept(per_mille, width);
+                4 * kept.min(1) + kept + Self::place_bytes(kept, width)
             }
         }
     }
@@ -68,6 +77,12 @@ impl Wire {
     #[must_use]
     pub fn lists_places(kept: usize, width: usize) -> bool {
         2 * kept < width.div_ceil(8) && width <= 1 << 16
+    }
+
+    /// Returns the bytes of the places of `kept` numbers among `width`.
+    #[must_use]
+    pub fn place_bytes(kept: usize, width: usize) -> usize {
+        if Self::lists_places(kept, width) { 2 * kept } else { width.div_ceil(8) }
     }
 
     /// Returns the format for sums and gradients, which are compressed to no less than two bytes a number.

@@ -24,6 +24,7 @@ mod balance;
 mod bill;
 pub mod cluster;
 pub mod cost;
+mod domain_tuner;
 mod exchange;
 mod expert_fetch;
 mod hybrid_ep;
@@ -62,6 +63,7 @@ pub use cost::estimate::{Estimate, StepTime, Traffic};
 pub use cost::fabric::{Fabric, FabricLevel, Members, Rates};
 pub use cost::memory::{RankMemory, rank_memory};
 pub use cost::training::{MeshCost, Practice, StepSeconds, TrainingJob, mesh_cost};
+pub use domain_tuner::{DomainChange, DomainTuner, DomainWindow};
 pub use exchange::{Algorithm, Exchange, Moving, Wire};
 pub use expert_fetch::{LayerLoad, MoveCosts, experts_to_fetch, pass_seconds};
 pub use hybrid_ep::{

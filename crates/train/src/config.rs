@@ -10,6 +10,7 @@
 
 mod check;
 mod data;
+mod domain;
 mod error;
 mod layers;
 mod parallel;
@@ -29,11 +30,12 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use check::wrong;
 pub use data::{DataConfig, TokenizerChoice};
+pub use domain::{DomainBaseChoice, DomainChoice};
 pub use error::ConfigError;
 pub use layers::{ConfigLayers, Override};
 pub use moeworks_model::BalanceKind;
 pub use moeworks_plan::Precision;
-pub use parallel::{MovingChoice, ParallelConfig, PathChoice, PlacementChoice, WireChoice};
+pub use parallel::{BackwardWire, MovingChoice, ParallelConfig, PathChoice, PlacementChoice, WireChoice};
 pub use presets::PRESETS;
 pub use print::print_config;
 pub(crate) use print::to_table as table_of;

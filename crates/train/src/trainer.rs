@@ -119,6 +119,7 @@ impl<T: Task> Trainer<T> {
             let step = self.progress.step;
             let is_last = step == total_steps;
             self.rebalance(&mut record, is_last)?;
+            self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.tune_domains(&mut record))?;
             let is_planned_checkpoint = is_last || is_due(step, self.settings.checkpoint_every);
             if is_planned_checkpoint {
                 let (task, model) = self.task_and_model();

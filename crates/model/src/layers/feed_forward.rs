@@ -176,6 +176,13 @@ impl FeedForwardBlock {
         moe.predict_experts(pass.ctx, w, &normed, input)
     }
 
+    /// Starts to gather the experts of this rank's domain, if there are domains, under the attention before them.
+    pub(crate) fn start_gathering(&self, pass: &Pass<'_>, weights: &LayerWeights) {
+        if let (FeedForwardWeights::Moe(w), Some(moe)) = (&weights.feed_forward, &self.moe) {
+            moe.start_gathering(pass.ctx, w, pass.mode.keeps_for_backward());
+        }
+    }
+
     /// Copies predicted experts to the GPU ahead of their use.
     pub(crate) fn prefetch_experts(&self, ctx: &Context, weights: &LayerWeights, ids: &Tensor) {
         if let (FeedForwardWeights::Moe(w), Some(moe)) = (&weights.feed_forward, &self.moe) {

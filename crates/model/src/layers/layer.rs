@@ -140,6 +140,7 @@ impl Layer {
         cache: Option<LayerKv<'_>>,
         next: Option<NextLayer<'_, '_>>,
     ) -> (ResidualStream, LayerSaved) {
+        self.feed_forward.start_gathering(pass, w);
         let (mut middle, attention) = self.attention.forward(pass, w, &stream.x, cache);
         let mut saved_cross = None;
         if let Some(cross) = &self.cross {

@@ -15,7 +15,7 @@ use moeworks_ops::experts::NO_ROW;
 use moeworks_plan::Wire;
 use moeworks_tensor::{DType, Tensor};
 
-use super::LayerRanks;
+use super::{Bytes, LayerRanks};
 use crate::{Dispatch, NO_EXPERT};
 
 /// The ranks that this rank's tokens go to, and the tokens that arrive from other ranks.
@@ -31,6 +31,8 @@ pub(crate) struct Chunk {
     plan: RowPlan,
     /// The choices `[A, K]` of the arrived tokens. Only choices of experts held here have a row.
     arrived: SortedChoices,
+    /// The tokens that other ranks get or give, whichever are more.
+    remote_tokens: Bytes,
 }
 
 /// Rows `[T, D]` to send to the ranks of their experts, and their format on the wire.
@@ -55,7 +57,7 @@ struct Started<T> {
 
 /// Combines under way.
 pub(crate) struct Returning<'a> {
-    chunks: Vec<(&'a RowPlan, Started<Vec<ReturningTensor>>)>,
+    chunks: Vec<(&'a Chunk, Started<Vec<ReturningTensor>>)>,
 }
 
 /// A tensor on its way back to the ranks of its tokens, and that of their sums.
@@ -63,6 +65,8 @@ struct ReturningTensor {
     started: Option<PendingCombine>,
     shape: [usize; 2],
     dtype: DType,
+    /// Bytes of a row on the wire.
+    row_bytes: usize,
 }
 
 impl Chunk {
@@ -122,7 +126,8 @@ impl EpDispatch {
         let told: Vec<Tensor> = told.collect();
         let chunk = |(plan, told): (RowPlan, Tensor)| {
             let arrived = own_choices(ctx, ranks, plan.recv_counts(), &told);
-            Chunk { plan, arrived }
+            let remote_tokens = remote_tokens(ranks, &plan, &lists);
+            Chunk { plan, arrived, remote_tokens }
         };
         Self { ranks: ranks.clone(), chunks: plans.into_iter().zip(told).map(chunk).collect(), num_choices }
     }
@@ -153,16 +158,17 @@ impl EpDispatch {
             next = self.chunks.get(index + 1).map(start_dispatch);
             let zeros = || ctx.zeros(&[chunk.num_arrived(), rows.cols()], rows.dtype());
             let arrived = started.and_then(|Started { at, exchange }| {
-                ranks.finish_exchange(at, || ranks.finish_dispatch(ctx, &chunk.plan, exchange))
+                let bytes = chunk.remote_tokens.times(wire.row_bytes(rows.cols()));
+                ranks.finish_exchange(at, bytes, || ranks.finish_dispatch(ctx, &chunk.plan, exchange))
             });
             let done = work(index, chunk, arrived.unwrap_or_else(zeros));
             let at = Instant::now();
             let started = done.into_iter().map(|(part, wire)| {
                 let shape = [chunk.plan.rows().len(), part.cols()];
                 let started = ranks.start_combine(&chunk.plan, &part, wire);
-                ReturningTensor { started, shape, dtype: part.dtype() }
+                ReturningTensor { started, shape, dtype: part.dtype(), row_bytes: wire.row_bytes(part.cols()) }
             });
-            returning.push((&chunk.plan, Started { at, exchange: started.collect::<Vec<_>>() }));
+            returning.push((chunk, Started { at, exchange: started.collect::<Vec<_>>() }));
         }
         Returning { chunks: returning }
     }
@@ -176,12 +182,13 @@ impl EpDispatch {
         mut home: impl FnMut(Range<usize>, Vec<Tensor>),
     ) {
         let ranks = &self.ranks;
-        for (plan, Started { at, exchange: parts }) in returning.chunks {
-            let sum = |ReturningTensor { started, shape, dtype }| {
-                ranks.finish_combine(ctx, plan, started).unwrap_or_else(|| ctx.zeros(&shape, dtype))
+        for (chunk, Started { at, exchange: parts }) in returning.chunks {
+            let bytes = chunk.remote_tokens.times(parts.iter().map(|part| part.row_bytes).sum());
+            let sum = |ReturningTensor { started, shape, dtype, .. }| {
+                ranks.finish_combine(ctx, &chunk.plan, started).unwrap_or_else(|| ctx.zeros(&shape, dtype))
             };
-            let sums = ranks.finish_exchange(at, || parts.into_iter().map(sum).collect());
-            home(plan.rows(), sums);
+            let sums = ranks.finish_exchange(at, bytes, || parts.into_iter().map(sum).collect());
+            home(chunk.plan.rows(), sums);
         }
     }
 
@@ -217,12 +224,12 @@ struct Targets {
 
 impl Targets {
     fn new(ranks: &LayerRanks, choices: &Tensor) -> Self {
-        let (placement, own) = (ranks.placement(), ranks.group().rank());
+        let own = ranks.group().rank();
         let mut targets = Self { ranks: Vec::with_capacity(choices.rows()), starts: vec![0] };
         for token in choices.f32s().chunks_exact(choices.cols()) {
             let start = targets.ranks.len();
             for &expert in token[..token.len() / 2].iter().filter(|&&expert| expert != NOWHERE) {
-                let rank = placement.serving_rank(ranks.hierarchy().nodes(), own, expert as usize);
+                let rank = ranks.serving_rank(own, expert as usize);
                 if !targets.ranks[start..].contains(&rank) {
                     targets.ranks.push(rank);
                 }
@@ -236,6 +243,21 @@ impl Targets {
     fn token(&self, token: usize) -> &[usize] {
         &self.ranks[self.starts[token]..self.starts[token + 1]]
     }
+}
+
+/// Counts the tokens of a chunk that go to other ranks, or come from them, whichever are more. `lists` has the ranks
+/// of every token.
+fn remote_tokens(ranks: &LayerRanks, plan: &RowPlan, lists: &[&[usize]]) -> Bytes {
+    let (nodes, own) = (ranks.hierarchy().nodes(), ranks.group().rank());
+    let is_near = |rank: usize| nodes.of(rank) == nodes.of(own);
+    let (mut sent, mut received) = ([0; 2], [0; 2]);
+    for &to in lists[plan.rows()].iter().copied().flatten().filter(|&&to| to != own) {
+        sent[usize::from(is_near(to))] += 1;
+    }
+    for (from, count) in plan.recv_counts().iter().enumerate().filter(|(from, _)| *from != own) {
+        received[usize::from(is_near(from))] += count;
+    }
+    Bytes { node: sent[1].max(received[1]), cluster: sent[0].max(received[0]) }
 }
 
 /// Returns `[T, 2 K]`: each token's choices, as expert numbers and weights, padded from `num_own` to K. Expert
@@ -274,12 +296,12 @@ fn own_choices(ctx: &Context, ranks: &LayerRanks, recv_counts: &[usize], told: &
     let shape = [told.rows(), num_choices];
     let (mut ids, mut weights) = (ctx.empty(&shape, DType::U32), ctx.empty(&shape, DType::F32));
     let sources = recv_counts.iter().enumerate().flat_map(|(source, &count)| std::iter::repeat_n(source, count));
-    let (placement, nodes, own) = (ranks.placement(), ranks.hierarchy().nodes(), ranks.group().rank());
+    let own = ranks.group().rank();
     let mut slots = ids.u32s_mut().iter_mut().zip(weights.f32s_mut());
     for (source, told) in sources.zip(told.f32s().chunks_exact(2 * num_choices.max(1))) {
         let (experts, of_token) = told.split_at(num_choices);
         for ((&expert, &weight), (id, slot)) in experts.iter().zip(of_token).zip(&mut slots) {
-            let is_here = expert != NOWHERE && placement.serving_rank(nodes, source, expert as usize) == own;
+            let is_here = expert != NOWHERE && ranks.serving_rank(source, expert as usize) == own;
             let place = is_here.then(|| ranks.held().binary_search(&(expert as usize)).ok()).flatten();
             (*id, *slot) = (place.map_or(NO_EXPERT, |place| place as u32), weight);
         }

@@ -14,7 +14,7 @@ use moeworks_tensor::{DType, Tensor};
 use super::ep_dispatch::SentRows;
 use super::merge_chunks::{ChunkTensors, MergedChunks};
 use super::shadow::{self, ShadowTask, Shadows, ShadowsSaved};
-use super::{DomainPass, EpDispatch, LayerRanks};
+use super::{Arriving, DomainPass, EpDispatch, LayerRanks};
 use crate::{Dispatch, MoeWeights, WgradTarget};
 
 /// The inputs of the experts' part of a pass.
@@ -93,20 +93,22 @@ struct TaskPart {
 }
 
 impl RanksSaved {
-    /// Sends tokens `x [T, D]` through their experts on all ranks. `meanwhile` runs while the first of them travel.
-    /// Returns `y [T, D]`, f32.
+    /// Sends tokens `x [T, D]` through their experts on all ranks. `arriving` are the experts of the rank's domain.
+    /// `meanwhile` runs while the first tokens travel. Returns `y [T, D]`, f32.
     pub(crate) fn forward(
         ctx: &Context,
-        ranks: &LayerRanks,
+        own: &LayerRanks,
         input: ExpertsInput<'_>,
+        arriving: Arriving,
         meanwhile: impl FnOnce(),
     ) -> (Tensor, Self) {
         let start = Instant::now();
-        let domain = ranks.domain_pass(ctx, input.weights);
-        let ranks = domain.as_ref().map_or(ranks, DomainPass::ranks);
-        let input = ExpertsInput { weights: domain.as_ref().map_or(input.weights, DomainPass::weights), ..input };
         let ExpertsInput { weights, activation, x, dispatch, num_choices, is_training, is_forward_only } = input;
+        let ranks = &arriving.ranks(own);
         ranks.wait_as_for(1, |pace| pace.attention_forward_s);
+        if is_training && !is_forward_only {
+            arriving.note_hidden(ranks);
+        }
         let wire = ranks.exchange().wire;
         let fetched = shadow::choose(ranks, &input);
         // No token moves if every expert was fetched.
@@ -117,9 +119,9 @@ impl RanksSaved {
         let is_fetched = |expert| shadows.as_ref().is_some_and(|shadows| shadows.has(expert));
         let plan = || EpDispatch::new(ctx, ranks, dispatch, num_choices, num_chunks, is_fetched);
         let ep_dispatch = ranks.time("plan dispatch", plan);
-        let (experts, biases) = (weights.experts(activation), weights.expert_biases());
         let mut y = ctx.zeros(&[x.rows(), x.cols()], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(num_chunks), None);
+        let (mut arriving, mut domain) = (Some(arriving), None);
         let returning = ep_dispatch.dispatch(
             ctx,
             SentRows { rows: x, wire },
@@ -128,6 +130,11 @@ impl RanksSaved {
                 here = shadows.map(|shadows| shadows.forward(ctx, x, is_forward_only));
             },
             |_, chunk, x| {
+                if let Some(arriving) = arriving.take() {
+                    domain = arriving.finish(ctx, own, weights);
+                }
+                let weights = domain.as_ref().map_or(weights, DomainPass::weights);
+                let (experts, biases) = (weights.experts(activation), weights.expert_biases());
                 let rows = chunk.arrived().rows();
                 let forward = || {
                     ranks.wait_as_for(num_chunks, |pace| pace.experts_forward_s);
@@ -140,6 +147,8 @@ impl RanksSaved {
                 vec![(y, wire.of_sums())]
             },
         );
+        // Without a chunk nobody has waited for the experts.
+        let domain = domain.or_else(|| arriving.and_then(|arriving| arriving.finish(ctx, own, weights)));
         ep_dispatch.combine(ctx, returning, |tokens, sums| write_rows(&mut y, tokens.start, &sums[0]));
         let shadows = here.and_then(|(own, shadows)| {
             add_assign(ctx, &mut y, &own);
@@ -168,7 +177,7 @@ impl RanksSaved {
         let start = Instant::now();
         let weights = self.domain.as_ref().map_or(weights, DomainPass::weights);
         let num_choices = self.ep_dispatch.num_choices();
-        let wire = self.ranks.exchange().wire.of_sums();
+        let wire = self.ranks.backward_wire();
         let mut dx = ctx.zeros(&[dy.rows(), dy.cols()], DType::F32);
         let mut dweights = ctx.zeros(&[dy.rows() * num_choices], DType::F32);
         let (mut parts, mut here) = (Vec::with_capacity(self.parts.len()), None);

@@ -24,7 +24,7 @@ mod stats;
 mod tuning;
 mod turns;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,9 +37,9 @@ use moeworks_tensor::Tensor;
 
 use crate::LayerStats;
 pub(crate) use cross_rank::{ChoiceIds, CrossRank};
-use domains::Domain;
-pub use domains::DomainOptions;
-pub(crate) use domains::DomainPass;
+pub(crate) use domains::{Arriving, DomainPass};
+use domains::{Bytes, Domain, DomainRoute, Traffic};
+pub use domains::{DomainBase, DomainOptions, LevelDomain, SeenTraffic};
 use ep_dispatch::EpDispatch;
 pub(crate) use experts::{ExpertsInput, RanksBackwardInput, RanksSaved, RanksTask};
 pub(crate) use merge_chunks::MergedChunks;
@@ -77,6 +77,8 @@ pub struct LayerRanks {
 struct LayerPlacement {
     placement: Arc<Placement>,
     held: Arc<[usize]>,
+    /// The rule by which tokens find experts, if that is not the placement's own.
+    route: Option<DomainRoute>,
 }
 
 /// The placements that are in force.
@@ -154,13 +156,23 @@ pub struct EpOptions {
     pub shared_under_dispatch: bool,
     /// The domains in which ranks gather each other's experts; none without. Equal on all ranks of the group.
     pub domain: Option<DomainOptions>,
+    /// The wire format of gradients of tokens and sums, if not that of the tokens.
+    pub backward_wire: Option<Wire>,
 }
 
 impl From<Exchange> for EpOptions {
     /// Moves tokens by `exchange`, without a meter.
     fn from(exchange: Exchange) -> Self {
-        let (moving, meter, pace, domain) = (Moving::Tokens, None, None, None);
-        Self { exchange, moving, meter, pace, hop_parts: 0, shared_under_dispatch: true, domain }
+        Self {
+            exchange,
+            moving: Moving::Tokens,
+            meter: None,
+            pace: None,
+            hop_parts: 0,
+            shared_under_dispatch: true,
+            domain: None,
+            backward_wire: None,
+        }
     }
 }
 
@@ -169,7 +181,10 @@ struct Inner {
     /// The group of ranks that hold the experts between them.
     hierarchy: Hierarchy,
     /// This rank's domain, if there are any.
-    domain: Option<Domain>,
+    domain: Mutex<Option<Arc<Domain>>>,
+    /// By layer, the experts that coming passes have asked for.
+    arriving: Mutex<HashMap<usize, VecDeque<Arriving>>>,
+    traffic: Traffic,
     placed: Mutex<Placed>,
     options: EpOptions,
     tuning: Mutex<Tuning>,
@@ -194,10 +209,11 @@ impl ExpertRanks {
     ) -> Result<Self, CommError> {
         let (placements, options) = (placements.into(), options.into());
         assert_eq!(placements.num_ranks(), group.size(), "ranks of a placement");
-        let domain = options.domain.filter(|domain| domain.size > 1);
-        let domain = domain.map(|options| Domain::new(&*group, options)).transpose()?;
+        let domain = options.domain.clone();
         let inner = Inner {
-            domain,
+            domain: Mutex::default(),
+            arriving: Mutex::default(),
+            traffic: Traffic::default(),
             world,
             hierarchy: Hierarchy::from_comm(group)?,
             placed: Mutex::new(Placed::new(placements)),
@@ -207,7 +223,9 @@ impl ExpertRanks {
             turns: Mutex::default(),
             exchange_times: Mutex::default(),
         };
-        Ok(Self { inner: Arc::new(inner) })
+        let ranks = Self { inner: Arc::new(inner) };
+        ranks.set_domain(domain)?;
+        Ok(ranks)
     }
 
     /// Returns the handle to the layer of index `layer` by the placement that is in force. Panics if the layer has no
@@ -220,7 +238,7 @@ impl ExpertRanks {
         let placed = of_layers.entry(layer).or_insert_with(|| {
             let placement = placements.layer(layer);
             let placement = placement.unwrap_or_else(|| panic!("a placement of layer {layer}")).clone();
-            LayerPlacement { held: placement.experts_of(rank).into(), placement: Arc::new(placement) }
+            LayerPlacement { held: placement.experts_of(rank).into(), placement: Arc::new(placement), route: None }
         });
         LayerRanks { ranks: self.clone(), layer, placed: placed.clone() }
     }
@@ -308,6 +326,11 @@ impl ExpertRanks {
         &self.inner.options.exchange
     }
 
+    /// Returns the wire format of gradients.
+    pub(crate) fn backward_wire(&self) -> Wire {
+        self.inner.options.backward_wire.unwrap_or(self.exchange().wire).of_sums()
+    }
+
     pub(crate) fn hierarchy(&self) -> &Hierarchy {
         &self.inner.hierarchy
     }
@@ -386,11 +409,13 @@ impl ExpertRanks {
         std::mem::take(&mut *locked(&self.inner.exchange_times))
     }
 
-    /// Finishes an exchange that started at `start` by `finish`, after the turn of another pass, and counts its time.
-    fn finish_exchange<R>(&self, start: Instant, finish: impl FnOnce() -> R) -> R {
+    /// Finishes an exchange of `bytes` that started at `start` by `finish`, after the turn of another pass, and
+    /// counts its time.
+    fn finish_exchange<R>(&self, start: Instant, bytes: Bytes, finish: impl FnOnce() -> R) -> R {
         self.yield_turn();
         let waiting = Instant::now();
         let result = finish();
+        self.inner.traffic.note(bytes, start.elapsed());
         let mut times = locked(&self.inner.exchange_times);
         times.waited_s += waiting.elapsed().as_secs_f64();
         times.under_way_s += start.elapsed().as_secs_f64();

@@ -9,7 +9,7 @@ use moeworks_tensor::Tensor;
 
 use super::saved::{ExpertsPart, Saved};
 use super::{ForwardInput, MoeLayer, MoeSaved};
-use crate::ep::{ChoiceIds, CrossRank, ExpertsInput, LayerRanks, RanksSaved};
+use crate::ep::{Arriving, ChoiceIds, CrossRank, ExpertsInput, LayerRanks, RanksSaved};
 use crate::router::{Decision, RouterSaved, ScoreRouter};
 use crate::shared::{SharedPass, SharedSaved};
 use crate::zero_computation::{self, ZeroComputationChoices};
@@ -54,6 +54,8 @@ impl MoeLayer {
         let ranks = self.ranks_in_force();
         weights.check(&self.config, self.num_held(ranks.as_ref()));
         assert_eq!(x.shape(), [x.rows(), self.config.width], "input of an MoE layer");
+        let is_training = !input.is_inference && !input.is_forward_only;
+        let arriving = ranks.as_ref().map(|ranks| ranks.arriving(ctx, weights, is_training));
         let dispatched = self.dispatch(ctx, weights, x, &input);
         let choice_sums = choice_sums_of(ctx, &dispatched.routing, !input.is_inference);
         let experts = ExpertsInput {
@@ -69,7 +71,7 @@ impl MoeLayer {
         let is_early = ctx.gpu().is_some() && ranks.is_none();
         let (early, late) = if is_early { (base, None) } else { (None, base) };
         let ExpertsOutput { mut y, part: experts_saved, shared } =
-            self.experts_forward(ctx, ranks.as_ref(), experts, early);
+            self.experts_forward(ctx, ranks.as_ref().zip(arriving), experts, early);
         let exact_x = self.add_zero_computation(ctx, experts, &dispatched.routing, &mut y);
         let shared = match shared {
             // The sum of the same two numbers as where the shared experts' output is added as it is computed.
@@ -98,6 +100,15 @@ impl MoeLayer {
             shared,
         };
         (y, MoeSaved::computed(saved))
+    }
+
+    /// Starts to gather the experts of this rank's domain for the next pass through the layer, under what is computed
+    /// before it, such as attention. `is_training` is true of a pass that a backward pass follows. Nothing happens
+    /// without domains. All ranks that do so make the pass.
+    pub fn start_gathering(&self, ctx: &Context, weights: &MoeWeights, is_training: bool) {
+        if let Some(ranks) = self.ranks_in_force() {
+            ranks.start_gathering(ctx, weights, is_training);
+        }
     }
 
     /// Returns the number of experts on this rank, among `ranks` or with remote ones.
@@ -147,16 +158,16 @@ impl MoeLayer {
     fn experts_forward(
         &self,
         ctx: &Context,
-        ranks: Option<&LayerRanks>,
+        ranks: Option<(&LayerRanks, Arriving)>,
         input: ExpertsInput<'_>,
         base: Option<&Tensor>,
     ) -> ExpertsOutput {
-        if let Some(ranks) = ranks {
+        if let Some((ranks, arriving)) = ranks {
             let mut shared = None;
             // A GPU sums the outputs of shared experts onto those of the others as it computes them.
             let is_early = ctx.gpu().is_none() && ranks.computes_shared_under_dispatch();
             let meanwhile = || shared = if is_early { self.shared_output(ctx, input, None) } else { None };
-            let (y, saved) = RanksSaved::forward(ctx, ranks, input, meanwhile);
+            let (y, saved) = RanksSaved::forward(ctx, ranks, input, arriving, meanwhile);
             return ExpertsOutput { y, part: ExpertsPart::Ranks(saved), shared };
         }
         if let Some(remote) = &self.remote {

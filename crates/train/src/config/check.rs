@@ -116,17 +116,21 @@ impl RunConfig {
 
     fn check_domains(&self) -> Result<(), ConfigError> {
         let parallel = &self.parallel;
-        let (domain, num_ranks) = (parallel.domain, parallel.layout().num_expert_ranks());
-        if domain > 1 && !num_ranks.is_multiple_of(domain) {
+        let (domain, num_ranks) = (&parallel.domain, parallel.layout().num_expert_ranks());
+        if !domain.is_auto() && !num_ranks.is_multiple_of(domain.num_members()) {
             let expected = format!("must divide parallel.ep times parallel.tp, {num_ranks}");
             return Err(wrong("parallel.domain", domain, expected));
         }
-        if domain != 1 && parallel.moving != MovingChoice::Tokens {
+        let has_domains = domain.num_members() != 1;
+        if has_domains && parallel.moving != MovingChoice::Tokens {
             return Err(wrong("parallel.domain", domain, "must be 1 unless parallel.moving is \"tokens\""));
         }
-        if domain == 1 && parallel.domain_keep < 1.0 {
-            let expected = "must be 1 without domains (parallel.domain)";
-            return Err(wrong("parallel.domain_keep", parallel.domain_keep, expected));
+        let shares = [
+            ("parallel.domain_keep", parallel.domain_keep),
+            ("parallel.domain_keep_gradients", parallel.domain_keep_gradients),
+        ];
+        if let Some((setting, share)) = shares.into_iter().find(|(_, share)| !has_domains && *share < 1.0) {
+            return Err(wrong(setting, share, "must be 1 without domains (parallel.domain)"));
         }
         Ok(())
     }

@@ -66,6 +66,9 @@ impl Override {
     }
 }
 
+/// The setting that is a number or a text with a number for each level.
+const DOMAIN: &str = "parallel.domain";
+
 /// The model section of a file.
 #[derive(Deserialize)]
 struct FileModel {
@@ -183,6 +186,8 @@ impl Settings {
         *current = match value {
             // A renamed setting may have been a boolean before.
             Value::Boolean(_) if is_old => value,
+            // A number, or a text with several, whatever it was before; it is checked when it is read.
+            value @ (Value::Integer(_) | Value::String(_)) if setting == DOMAIN => value,
             value => fit(value, current, text, is_ramp).map_err(|expected| wrong(expected.into()))?,
         };
         let kind = self.config.model.router.kind;

@@ -6,6 +6,8 @@ use moeworks_moe::{Range, settings};
 use moeworks_plan::{Layout, RankOrder, Wire};
 use serde::{Deserialize, Serialize};
 
+use super::domain::{DomainBaseChoice, DomainChoice};
+
 /// The maximum number of ranks.
 pub(super) const MAX_RANKS: u64 = 1 << 12;
 
@@ -41,17 +43,27 @@ settings! {
         /// auto, by cost.
         all_to_all: PathChoice = PathChoice::Auto;
         /// Format of tokens on the wire: f32, bf16, f16, int8 (dispatch only; the rest as bf16), or topk:SHARE, the
-        /// largest numbers of each row alone, such as topk:0.25.
+        /// largest numbers of each row alone in f16, such as topk:0.25; topk8:SHARE sends them as bytes.
         wire: WireChoice = WireChoice::F32;
+        /// Format of gradients of tokens on the wire: same, or one of parallel.wire.
+        wire_backward: BackwardWire = BackwardWire::default();
         /// Movement between ranks: tokens (to their experts), weights (of all experts to the tokens), or auto: in
         /// each layer and step the weights of those experts that cost less to move than their tokens.
         moving: MovingChoice = MovingChoice::Tokens;
-        /// Ranks of a domain, which gather each other's experts for a pass while tokens go between domains (HybridEP);
-        /// 1: no domains, 0: chosen by the measured bandwidth. It must divide ep times tp.
-        domain: usize = 1, in Range::whole(0..=MAX_RANKS);
-        /// Share of the numbers of an expert's difference from the mean expert of its domain that travel inside the
-        /// domain; 1: experts travel whole.
+        /// Ranks of a domain, which gather each other's experts for a pass while tokens go between domains
+        /// (HybridEP); 1: no domains, 0: chosen by the measured bandwidth, and again when it changes. Two numbers,
+        /// such as "2,4": nodes of a domain, and ranks of each node. They must divide the nodes and ranks of ep times
+        /// tp.
+        domain: DomainChoice = DomainChoice::default(), in Range::whole(0..=MAX_RANKS);
+        /// Share of the numbers of an expert's change that travel inside its domain for a training pass; 1: experts
+        /// travel whole.
         domain_keep: f64 = 1.0, in Range::POSITIVE_SHARE;
+        /// Base of an expert's change: last (the expert as the other ranks have it, of which each keeps an f32 copy)
+        /// or mean (the mean expert of the domain).
+        domain_base: DomainBaseChoice = DomainBaseChoice::Last;
+        /// Share of the numbers of an expert's gradient that travel inside its domain; the others are added to the
+        /// next gradient. 1: whole gradients.
+        domain_keep_gradients: f64 = 1.0, in Range::POSITIVE_SHARE;
         /// Chunks of a layer's tokens, one in flight while another is computed; 0: tuned by measurement, which makes
         /// the rounding of a run depend on the machine.
         chunks: usize = 1, in Range::whole(0..=64);
@@ -103,7 +115,8 @@ pub enum MovingChoice {
     Auto,
 }
 
-/// The format of tokens on the wire; written as `"f32"`, `"bf16"`, `"f16"`, `"int8"` or `"topk:SHARE"`.
+/// The format of tokens on the wire; written as `"f32"`, `"bf16"`, `"f16"`, `"int8"`, `"topk:SHARE"` or
+/// `"topk8:SHARE"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum WireChoice {
@@ -117,22 +130,28 @@ pub enum WireChoice {
     Int8,
     /// The largest numbers of each row in f16, as thousandths of the row, there and back; the others become zeros.
     TopK(u16),
+    /// The largest numbers of each row as one byte each, as thousandths of the row, there and back.
+    TopKByte(u16),
 }
 
 impl TryFrom<String> for WireChoice {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        match (&*text, text.strip_prefix("topk:")) {
-            ("f32", _) => Ok(Self::F32),
-            ("bf16", _) => Ok(Self::Bf16),
-            ("f16", _) => Ok(Self::F16),
-            ("int8", _) => Ok(Self::Int8),
-            (_, share) => {
-                let share = share.and_then(|share| share.parse::<f64>().ok());
-                let per_mille = share.map(|share| (share * 1000.0).round()).filter(|x| (1.0..=1000.0).contains(x));
-                let right = "f32, bf16, f16, int8 or topk:SHARE with a share from 0.001 to 1, such as topk:0.25";
-                per_mille.map(|x| Self::TopK(x as u16)).ok_or_else(|| format!("\"{text}\": must be {right}"))
+        let per_mille = |prefix: &str| {
+            let share = text.strip_prefix(prefix)?.parse::<f64>().ok()?;
+            Some((share * 1000.0).round()).filter(|x| (1.0..=1000.0).contains(x)).map(|x| x as u16)
+        };
+        match &*text {
+            "f32" => Ok(Self::F32),
+            "bf16" => Ok(Self::Bf16),
+            "f16" => Ok(Self::F16),
+            "int8" => Ok(Self::Int8),
+            _ => {
+                let right =
+                    "f32, bf16, f16, int8, topk:SHARE or topk8:SHARE with a share from 0.001 to 1, such as topk:0.25";
+                let largest = per_mille("topk:").map(Self::TopK).or_else(|| per_mille("topk8:").map(Self::TopKByte));
+                largest.ok_or_else(|| format!("\"{text}\": must be {right}"))
             }
         }
     }
@@ -146,7 +165,31 @@ impl From<WireChoice> for String {
             WireChoice::F16 => "f16".into(),
             WireChoice::Int8 => "int8".into(),
             WireChoice::TopK(per_mille) => format!("topk:{}", f64::from(per_mille) / 1000.0),
+            WireChoice::TopKByte(per_mille) => format!("topk8:{}", f64::from(per_mille) / 1000.0),
         }
+    }
+}
+
+/// The format of gradients of tokens on the wire; written as `"same"` or as a [`WireChoice`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct BackwardWire(pub Option<WireChoice>);
+
+impl TryFrom<String> for BackwardWire {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        if text == "same" {
+            return Ok(Self(None));
+        }
+        let choice = WireChoice::try_from(text).map_err(|problem| problem.replace("must be ", "must be same, "))?;
+        Ok(Self(Some(choice)))
+    }
+}
+
+impl From<BackwardWire> for String {
+    fn from(BackwardWire(choice): BackwardWire) -> Self {
+        choice.map_or_else(|| "same".into(), Self::from)
     }
 }
 
@@ -160,6 +203,7 @@ impl WireChoice {
             Self::F16 => Wire::F16,
             Self::Int8 => Wire::Byte { block: 128 },
             Self::TopK(per_mille) => Wire::TopK { per_mille },
+            Self::TopKByte(per_mille) => Wire::TopKByte { per_mille },
         }
     }
 }

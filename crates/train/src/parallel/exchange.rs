@@ -2,14 +2,10 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::Instant;
 
-use moeworks_comm::{Communicator, Reduce};
-use moeworks_moe::DomainOptions;
+use moeworks_comm::Communicator;
 use moeworks_plan::cost::collectives::{Rows, fastest_path};
-use moeworks_plan::{
-    Algorithm, DomainLevel, DomainWork, Exchange, Group, Link, Links, Moving, Topology, choose_domains,
-};
+use moeworks_plan::{Algorithm, Exchange, Group, Link, Links, Moving, Topology};
 
 use crate::config::{MovingChoice, PathChoice, RunConfig};
 use crate::error::TrainError;
@@ -53,60 +49,6 @@ pub(super) fn moving(comm: &dyn Communicator, config: &RunConfig) -> Result<Movi
     comm.broadcast(&mut rates, 0)?;
     let link = |at: usize| Link { latency_s: rates[at], bytes_per_s: rates[at + 1] };
     Ok(Moving::Cheapest { links: Links { node: link(0), cluster: link(2) }, flops: rates[4] })
-}
-
-/// Bytes that each rank sends each other one to measure links.
-const PROBE_BYTES: usize = 1 << 18;
-/// The number of measurements, of which the fastest counts.
-const NUM_PROBES: usize = 3;
-
-/// Returns the domains of the ranks that hold the experts between them; none if each rank computes its experts alone.
-/// All ranks call this.
-pub(super) fn domain(comm: &dyn Communicator, config: &RunConfig) -> Result<Option<DomainOptions>, TrainError> {
-    let parallel = &config.parallel;
-    let size = match parallel.domain {
-        0 if comm.size() > 1 && config.model.num_experts > 0 => measured_domain(comm, config)?,
-        size => size,
-    };
-    Ok((size > 1).then_some(DomainOptions { size, keep: parallel.domain_keep }))
-}
-
-/// Chooses the size of domains that takes the least time by the measured bandwidth of a rank.
-fn measured_domain(comm: &dyn Communicator, config: &RunConfig) -> Result<usize, TrainError> {
-    let bytes_per_s = bandwidth(comm)?;
-    let (parallel, model) = (&config.parallel, &config.model);
-    let num_ranks = parallel.layout().num_expert_ranks();
-    let moe = model.moe();
-    let params = (moe.activation.num_inputs() + 1) * moe.width * moe.expert_width;
-    let tokens = config.train.batch_size.div_ceil(comm.size()) * config.train.seq_len;
-    let sent = model.top_k.min(num_ranks) as f64 * parallel.wire.wire().row_bytes(model.width) as f64;
-    let work = DomainWork {
-        data_bytes: tokens as f64 * sent,
-        expert_bytes: (size_of::<f32>() * params) as f64 * model.num_experts as f64 / num_ranks as f64
-            * (2.0 * parallel.domain_keep).min(1.0),
-        hidden_s: 0.0,
-    };
-    let chosen = choose_domains(&[DomainLevel { size: num_ranks, bytes_per_s }], &work);
-    let size = chosen.first().copied().unwrap_or(1);
-    if comm.rank() == 0 {
-        tracing::info!("domains of {size} of {num_ranks} ranks, by {:.0} MB/s of a rank", bytes_per_s / 1e6);
-    }
-    Ok(size)
-}
-
-/// Measures the bytes a second that a rank sends when all send to all; the same on all ranks.
-fn bandwidth(comm: &dyn Communicator) -> Result<f64, TrainError> {
-    let sent = vec![0_u8; PROBE_BYTES * comm.size()];
-    let (mut received, mut least) = (sent.clone(), f64::INFINITY);
-    for _ in 0..NUM_PROBES {
-        comm.barrier()?;
-        let start = Instant::now();
-        comm.all_to_all(&sent, &mut received)?;
-        let mut seconds = [start.elapsed().as_secs_f64()];
-        comm.all_reduce(&mut seconds, Reduce::Max)?;
-        least = least.min(seconds[0]);
-    }
-    Ok((PROBE_BYTES * (comm.size() - 1)) as f64 / least.max(1e-9))
 }
 
 fn by_cost(comm: &dyn Communicator, config: &RunConfig) -> Result<Algorithm, TrainError> {

@@ -4,6 +4,7 @@
 //! records and the report, and prints. A checkpoint does not depend on the layout: the root gathers the whole model,
 //! so that any layout can resume from it.
 
+mod domains;
 mod exchange;
 mod gather;
 mod gradients;
@@ -29,8 +30,9 @@ use moeworks_model::{WeightSpec, WeightTable};
 use moeworks_moe::{EpOptions, ExpertRanks, LayerRanks};
 use moeworks_plan::{Layout, Placements};
 
-use crate::config::RunConfig;
+use crate::config::{RunConfig, WireChoice};
 use crate::error::TrainError;
+use domains::DomainTuning;
 use gradients::ReplicaSums;
 pub(crate) use gradients::SumsUnderWay;
 pub(crate) use mover::{ExpertState, LayerMove, LayerOnItsWay, MomentsOnTheirWay};
@@ -80,6 +82,8 @@ pub struct Ranks {
     table: OnceLock<PartTable>,
     /// The sums of gradients of replicas that were not asked for yet.
     replica_sums: Mutex<ReplicaSums>,
+    /// The choice of domains by bandwidth; none where their sizes are set.
+    domain_tuning: Option<Mutex<DomainTuning>>,
 }
 
 impl Ranks {
@@ -119,6 +123,7 @@ impl Ranks {
             zero: 0,
             table: OnceLock::new(),
             replica_sums: Mutex::default(),
+            domain_tuning: None,
         })
     }
 
@@ -150,12 +155,15 @@ impl Ranks {
         }
         let cores = share_cores(comm, parallel.pin)?;
         let exchange = exchange::of_config(comm, config)?;
-        let (moving, domain) = (exchange::moving(comm, config)?, exchange::domain(comm, config)?);
-        let options = EpOptions { moving, domain, ..exchange.into() };
+        let moving = exchange::moving(comm, config)?;
         let layout = parallel.layout_of_stage_group(parallel.layout().stage_group(comm.rank()));
+        let nodes: Vec<usize> = layout.ep_group(comm.rank()).into_iter().map(|rank| comm.nodes()[rank]).collect();
+        let domain = domains::of_config(config, &nodes)?.filter(|_| !parallel.domain.is_auto());
+        let backward_wire = parallel.wire_backward.0.map(WireChoice::wire);
+        let options = EpOptions { moving, domain, backward_wire, ..exchange.into() };
         let ranks = Self::metered(comm, layout, placements_of(config, &layout)?, options, is_traced)?;
         let ranks = Self { cores, ..ranks.with_timeout(Duration::from_secs(parallel.timeout_s)) };
-        Ok(ranks.with_zero(parallel.zero))
+        ranks.with_zero(parallel.zero).with_domain_tuning(config)
     }
 
     /// Refuses processes that run another program than rank 0. All ranks call this.

@@ -21,6 +21,10 @@ impl<T: Task> Trainer<T> {
         self.progress.updates = self.optimizer.updates;
         self.with_rebalancer(Rebalancer::finish_moments)?;
         self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.check_copies(&self.params))?;
+        if let Some(ranks) = &self.ranks {
+            // A run that goes on from the checkpoint has none of it.
+            ranks.experts().forget_gathered();
+        }
         let Some(mut output) = self.output.take() else { return self.help_to_save() };
         let result = self.save_to(&mut output);
         self.output = Some(output);

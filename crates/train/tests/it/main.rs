@@ -3,6 +3,7 @@
 mod any_model;
 mod config;
 mod data_mix;
+mod domains;
 mod expert_gradients;
 mod fp8;
 mod freeze;

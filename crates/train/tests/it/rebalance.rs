@@ -1,6 +1,6 @@
 //! Experts that move between ranks while training goes on: losses stay those of a run in which they do not move.
 
-mod skewed;
+pub(crate) mod skewed;
 
 use std::collections::BTreeSet;
 use std::fs;
