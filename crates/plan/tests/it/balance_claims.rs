@@ -125,17 +125,15 @@ fn packing_by_descending_load_is_near_the_best_of_all_placements() {
 /// Returns the least largest load of ranks of three experts each.
 fn best_triples(loads: &[f64]) -> f64 {
     let Some((first, rest)) = loads.split_first() else { return 0.0 };
-    let mut best = f64::INFINITY;
-    for a in 0..rest.len() {
-        for b in a + 1..rest.len() {
-            let others: Vec<f64> = (0..rest.len()).filter(|&i| i != a && i != b).map(|i| rest[i]).collect();
-            let here = first + rest[a] + rest[b];
-            if here < best {
-                best = best.min(here.max(best_triples(&others)));
-            }
+    let pairs = (0..rest.len()).flat_map(|a| (a + 1..rest.len()).map(move |b| [a, b]));
+    pairs.fold(f64::INFINITY, |best, pair| {
+        let here = first + rest[pair[0]] + rest[pair[1]];
+        if here >= best {
+            return best;
         }
-    }
-    best
+        let others: Vec<f64> = (0..rest.len()).filter(|i| !pair.contains(i)).map(|i| rest[i]).collect();
+        best.min(here.max(best_triples(&others)))
+    })
 }
 
 /// FlexMoE copies hot experts and takes copies of cold ones away as long as the estimated time falls.

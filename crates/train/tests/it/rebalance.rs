@@ -487,3 +487,98 @@ fn imbalance_falls_after_moves_and_follows_the_load() {
     }
     assert!(num_changes >= 2, "the load was uneven at first, and after a change: {imbalance:?}");
 }
+
+/// Measures tokens a second over a whole run whose load changes every 200 steps: without moves, with a placement
+/// made for the load of the first period, and online. Medians of three runs, in turns.
+#[test]
+#[ignore = "a measurement of minutes: cargo test -p moeworks-train --test it measure_rebalancing -- --ignored --nocapture"]
+fn measure_rebalancing() {
+    let sizes = Sizes { width: 64, expert_width: 256, num_experts: 8, num_points: 256, period: 200 };
+    let steps = 800;
+    let first = "placement experts=8 ranks=2\n0: 0\n1: 1\n2: 0\n3: 1\n4: 0\n5: 1\n6: 0\n7: 1\n";
+    let first: Placement = first.parse().expect("a placement");
+    let of_source = |source| RebalanceSettings { source, every: 20, ..RebalanceSettings::default() };
+    let modes = [
+        ("off", of_source(RebalanceSource::Off)),
+        ("file", of_source(RebalanceSource::File { placements: first.into(), at_step: 20 })),
+        ("online", of_source(RebalanceSource::Online)),
+        (
+            "online, moves",
+            RebalanceSettings { policies: vec![RebalancePolicy::Moves], ..of_source(RebalanceSource::Online) },
+        ),
+    ];
+    let mut rates = vec![Vec::new(); modes.len()];
+    for turn in 0..3 {
+        for ((name, settings), rates) in modes.iter().zip(&mut rates) {
+            let folder = tempfile::tempdir().expect("a temporary folder");
+            let start = Instant::now();
+            let records = train_skewed(&folder.path().join("run"), sizes, steps, settings);
+            let rate = (steps as usize * sizes.num_points) as f64 / start.elapsed().as_secs_f64();
+            let sum = |name: &str| -> f64 {
+                let figures = records.iter().flat_map(|record| &record.metrics).filter(|metric| metric.name == name);
+                figures.map(|metric| metric.value).fold(0.0, |sum, value| sum + value)
+            };
+            println!(
+                "turn {turn}, {name}: {rate:.0} tokens/s, imbalance {:.3}, {} copies, {:.0} ms of pauses",
+                sum("rebalance/imbalance") / steps as f64,
+                sum("rebalance/copies"),
+                sum("rebalance/pause_ms")
+            );
+            rates.push(rate);
+        }
+    }
+    for ((name, _), mut rates) in modes.iter().zip(rates) {
+        rates.sort_by(f64::total_cmp);
+        println!("{name}: {:.0} tokens/s (median)", rates[1]);
+    }
+}
+
+/// Measures imbalance and a step's time before and after experts move, on 4 and 8 ranks whose experts are a wait for
+/// each row over links of 10 Gbit/s, beside what the decision foretold.
+#[test]
+#[ignore = "a measurement: cargo test -p moeworks-train --test it measure_ranks_that_wait -- --ignored --nocapture"]
+fn measure_ranks_that_wait() {
+    let link = Link { latency_s: 2e-5, bytes_per_s: 1.25e9 };
+    for (num_ranks, policy, spare) in [
+        (4, RebalancePolicy::Moves, 0),
+        (4, RebalancePolicy::Anew, 1),
+        (8, RebalancePolicy::Moves, 0),
+        (8, RebalancePolicy::Anew, 1),
+    ] {
+        let pace = Pace { row_forward_s: 2e-4, row_backward_s: 4e-4, ..Pace::default() };
+        let slow = Slow { num_ranks, links: Links { node: link, cluster: link }, pace };
+        let num_experts = 4 * num_ranks;
+        let sizes = Sizes { width: 16, expert_width: 16, num_experts, num_points: 64 * num_ranks, period: 1 << 40 };
+        let settings = RebalanceSettings {
+            source: RebalanceSource::Online,
+            every: 10,
+            spare,
+            policies: vec![policy],
+            ..RebalanceSettings::default()
+        };
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let records = train_skewed_on(&folder.path().join("run"), sizes, 40, &settings, Some(slow));
+        let log = fs::read_to_string(folder.path().join("run").join(REBALANCE_JSONL)).expect("decisions");
+        let first: serde_json::Value = serde_json::from_str(log.lines().next().expect("a decision")).expect("JSON");
+        let layer = &first["layers"][0];
+        let median = |range: std::ops::Range<usize>| {
+            let mut times: Vec<f64> = records[range].iter().map(|record| record.step_ms).collect();
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        let imbalance = figures(&records, "imbalance");
+        let (before, after) = (median(2..10), median(25..40));
+        let foretold = before - layer["saved_ms_a_step"].as_f64().unwrap_or(0.0);
+        println!(
+            "{num_ranks} ranks, {}: imbalance {:.2} -> {:.2} (foretold {:.2}), step {before:.1} ms -> {after:.1} ms \
+             (foretold {foretold:.1}, off by {:+.0}%), {} copies, pauses of at most {:.1}% of a step",
+            policy.name(),
+            imbalance[5],
+            imbalance[39],
+            layer["imbalance_after"].as_f64().unwrap_or(f64::NAN),
+            (after / foretold - 1.0) * 100.0,
+            figures(&records, "copies").iter().sum::<f64>(),
+            figures(&records, "pause_share").into_iter().fold(0.0, f64::max) * 100.0,
+        );
+    }
+}
