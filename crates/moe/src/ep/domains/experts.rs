@@ -98,7 +98,7 @@ impl Sender<'_> {
             match piece {
                 Piece::Whole { bytes } => self.append_whole(tensor, bytes, &mut sent),
                 Piece::Largest(codec) => {
-                    self.append_largest(index, tensor, Differences { form: &form, codec }, &mut sent)
+                    self.append_largest(index, tensor, Differences { form: &form, codec }, &mut sent);
                 }
             }
         }
