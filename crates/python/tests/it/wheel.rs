@@ -14,6 +14,8 @@ import moeworks
 assert moeworks.__version__ == importlib.metadata.version("moeworks"), moeworks.__version__
 names = {str(file) for file in importlib.metadata.files("moeworks")}
 assert {"moeworks/py.typed", "moeworks/_native.pyi", "moeworks/tutel/moe.py"} <= names, names
+assert all(any(name.endswith(text) for name in names) for text in ("LICENSE-APACHE", "LICENSE-MIT")), names
+assert "markdown" in importlib.metadata.metadata("moeworks")["Description-Content-Type"]
 tiny = {
     "model": {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "num_experts": 4,
               "top_k": 2, "expert_width": 32, "max_seq_len": 64},
