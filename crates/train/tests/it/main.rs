@@ -1,11 +1,13 @@
 //! Tests of the crate's public interface.
 
+mod advice;
 mod any_model;
 mod config;
 mod data_mix;
 mod expert_gradients;
 mod fp8;
 mod freeze;
+mod links;
 mod listed;
 mod lost_ranks;
 mod offload;
