@@ -25,6 +25,9 @@ pub(crate) fn run(args: &AdviseArgs, call: &Call<'_>) -> Result<ExitCode, Failur
         ReadOptions { last: args.last, trace: args.trace.clone(), machine_bytes: args.memory.or_else(machine_bytes) };
     let ReadRun { figures, remarks } = RunFigures::read(&args.run, &options)?;
     let findings = advise(&figures);
+    if args.is_try {
+        tries::check(args, &figures)?;
+    }
     for remark in &remarks {
         notice!("note: {remark}");
     }
@@ -108,8 +111,10 @@ fn commands(figures: &RunFigures, remedy: &Remedy) -> Vec<String> {
         .map(|change| quote::option("--set", &format!("{}={}", change.setting, change.value)))
         .collect();
     let (run, settings) = (quote::path(Path::new(&figures.run)), settings.join(" "));
-    let is_finished = figures.window.last_step >= figures.settings.train.steps;
-    let longer = if is_finished { " --steps N" } else { "" };
+    let steps = figures.settings.train.steps;
+    let is_finished = figures.window.last_step >= steps;
+    // Half as many steps again.
+    let longer = if is_finished { format!(" --steps {}", steps + (steps / 2).max(1)) } else { String::new() };
     let start = match remedy.reach {
         Reach::Resume => format!("moeworks train --resume {run}{longer} {settings}"),
         Reach::FromWeights => format!("moeworks train --config {run}/config.toml --from {run} {settings}"),

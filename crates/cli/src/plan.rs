@@ -29,8 +29,6 @@ use crate::progress::thousands;
 use crate::tables;
 use crate::train::resolve_config;
 
-/// The number of layouts shown.
-const SHOWN: usize = 8;
 /// The number of ranks of the smallest simulated cluster.
 const LEAST_SIMULATED_RANKS: usize = 8;
 /// The number of ranks of the largest simulated cluster, by default.
@@ -47,6 +45,9 @@ const UNKNOWN_MEMORY: u64 = 16 << 30;
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if args.ranks.is_some_and(|ranks| !(1..=MAX_RANKS).contains(&ranks)) {
         return Err(Failure::input(format!("--ranks must be from 1 to {MAX_RANKS}")));
+    }
+    if args.described.top == 0 {
+        return Err(Failure::input("--top 0: must be at least 1"));
     }
     match args {
         _ if args.scaling => scaling(args),
@@ -73,15 +74,16 @@ fn proposals(args: &PlanArgs) -> Result<ExitCode, Failure> {
     let tokens = Tokens::Sequences { num: config.train.batch_size, len: config.train.seq_len };
     let shape = model_shape(&config)?;
     let (found, workload) = find(&shape, workload(&config, tokens), &topology);
+    let shown = args.described.top;
     if args.json {
-        let proposals: Vec<Value> = found.iter().map(as_json).collect();
+        let proposals: Vec<Value> = found.iter().take(shown).map(as_json).collect();
         println!("{:#}", json!({ "topology": place, "zero": workload.zero, "proposals": proposals }));
         return Ok(ExitCode::SUCCESS);
     }
     describe(&shape, &workload, &topology, &place);
-    tables::print(&HEADER, &found.iter().take(SHOWN).map(table_row).collect::<Vec<_>>());
-    if found.len() > SHOWN {
-        println!("  and {} more", found.len() - SHOWN);
+    tables::print(&HEADER, &found.iter().take(shown).map(table_row).collect::<Vec<_>>());
+    if found.len() > shown {
+        println!("  and {} more", found.len() - shown);
     }
     println!();
     explain(&found, workload.zero, &topology);

@@ -8,7 +8,7 @@ mod trace;
 use std::path::Path;
 use std::{fs, io};
 
-use moeworks_plan::schedule::{PairTime, SvgOptions, Timeline, UnknownSchedule};
+use moeworks_plan::schedule::{Entry, PairTime, SvgOptions, Timeline, UnknownSchedule};
 use moeworks_plan::{Cluster, Model, Schedule, ScheduleKind, ScheduleRequest, StageTimes, Times};
 use serde_json::json;
 
@@ -39,6 +39,11 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<ExitCode, Failure> {
     }
     let times = times(args)?;
     let schedule = with_all_to_alls(schedule(args, &times)?, args)?;
+    let has_pairs = schedule.ranks.iter().flatten().any(|entry| matches!(entry, Entry::Pair(..)));
+    if args.pair.is_some() && !has_pairs {
+        let message = format!("--pair: {} has no overlapped pairs, as dualpipe has", schedule.name);
+        return Err(Failure::input(message));
+    }
     let checked = schedule.check().map_err(|error| wrong_file(args, &error))?;
     let timeline = checked.timeline(&times)?;
     let memory = checked.peak_memory(&times);
@@ -104,7 +109,7 @@ fn times(args: &SimulateArgs) -> Result<Times, Failure> {
     let (forward, input_grad, weight_grad, message) = match args.times[..] {
         [forward, input_grad, weight_grad] => (forward, input_grad, weight_grad, 0.0),
         [forward, input_grad, weight_grad, message] => (forward, input_grad, weight_grad, message),
-        _ => return Err(Failure::input(format!("--times: has {} numbers: give F,B,W or F,B,W,T", args.times.len()))),
+        _ => return Err(Failure::input(format!("--times: has {}: give F,B,W or F,B,W,T", numbers(args.times.len())))),
     };
     let [activation, weight_grad_input] = pair_of("--memory", "B,W", &args.memory)?;
     let [dispatch, combine] = match &args.all_to_all {
@@ -127,8 +132,13 @@ fn times(args: &SimulateArgs) -> Result<Times, Failure> {
     Ok(times)
 }
 
+/// Returns a count of numbers in words.
+fn numbers(count: usize) -> String {
+    format!("{count} number{}", if count == 1 { "" } else { "s" })
+}
+
 fn pair_of(option: &str, form: &str, values: &[f64]) -> Result<[f64; 2], Failure> {
-    let wrong = |_| Failure::input(format!("{option}: has {} numbers: give {form}", values.len()));
+    let wrong = |_| Failure::input(format!("{option}: has {}: give {form}", numbers(values.len())));
     values.try_into().map_err(wrong)
 }
 

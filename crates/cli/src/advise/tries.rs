@@ -43,6 +43,14 @@ struct Trials<'a> {
     dir: PathBuf,
 }
 
+/// Refuses a run that cannot be tried, and a folder that cannot take the trials.
+pub(super) fn check(args: &AdviseArgs, figures: &RunFigures) -> Result<(), Failure> {
+    if let Some(path) = figures.settings.data.paths.iter().find(|path| is_piped(path)) {
+        return Err(Failure::input(format!("--try reads the run's data again, which was a pipe: {path}")));
+    }
+    folder(args).map(drop)
+}
+
 /// Tries the run as it is, and each remedy.
 pub(super) fn run(
     args: &AdviseArgs,
@@ -50,9 +58,6 @@ pub(super) fn run(
     figures: &RunFigures,
     findings: &[Finding],
 ) -> Result<Tried, Failure> {
-    if let Some(path) = figures.settings.data.paths.iter().find(|path| is_piped(path)) {
-        return Err(Failure::input(format!("--try reads the run's data again, which was a pipe: {path}")));
-    }
     let dir = folder(args)?;
     let mut tried = Tried { dir: dir.clone(), rows: Vec::new(), left_out: Vec::new(), is_stopped: false };
     let mut remedies: Vec<&Remedy> = Vec::new();
@@ -164,6 +169,11 @@ fn name(changes: &[Change]) -> String {
     if names.is_empty() { "unchanged".to_owned() } else { names.join(" ") }
 }
 
+/// The share by which a validation loss must be lower to count.
+const LEAST_GAIN: f64 = 0.005;
+/// The share by which steps must be faster to count: the speeds of a few steps vary.
+const LEAST_SPEED: f64 = 0.1;
+
 const HEADER: [&str; 9] =
     ["setting", "loss", "val", "tokens/s", "memory", "dropped", "max/mean", "entropy/ln E", "skipped"];
 
@@ -199,7 +209,33 @@ impl Tried {
         }
         tables::print(&HEADER, &table);
         failed.iter().for_each(|line| println!("failed: {line}"));
+        self.sentences().iter().for_each(|line| println!("{line}"));
         println!("Settings and records of the trials: {}", self.dir.display());
+    }
+
+    /// Returns what the trials show beside the run as it is: the lowest validation loss, and the highest speed.
+    fn sentences(&self) -> Vec<String> {
+        let figures = |row: &Row| row.outcome.as_ref().ok().copied();
+        let Some(unchanged) = self.rows.first().and_then(figures) else { return Vec::new() };
+        let best_by = |share: &dyn Fn(&TrialFigures) -> f64| {
+            let shares = self.rows[1..].iter().filter_map(|row| Some((share(&figures(row)?), name(&row.changes))));
+            shares.filter(|(share, _)| share.is_finite()).max_by(|a, b| a.0.total_cmp(&b.0))
+        };
+        let lower = best_by(&|of| 1.0 - of.val_loss / unchanged.val_loss).filter(|(share, _)| *share >= LEAST_GAIN);
+        let faster = best_by(&|of| of.tokens_per_s / unchanged.tokens_per_s - 1.0);
+        let faster = faster.filter(|(share, _)| *share >= LEAST_SPEED);
+        vec![
+            lower.map_or_else(
+                || format!("No setting lowers the validation loss by {}% in these steps.", 100.0 * LEAST_GAIN),
+                |(share, name)| {
+                    format!("Lowest validation loss: {name}, {:.1}% below that of the run as it is.", 100.0 * share)
+                },
+            ),
+            faster.map_or_else(
+                || format!("No setting makes steps {}% faster.", 100.0 * LEAST_SPEED),
+                |(share, name)| format!("Fastest: {name}, {:.0}% more tokens a second.", 100.0 * share),
+            ),
+        ]
     }
 
     pub(super) fn json(&self) -> Value {
@@ -227,6 +263,7 @@ impl Tried {
             "folder": self.dir.display().to_string(),
             "rows": self.rows.iter().map(row).collect::<Vec<_>>(),
             "not_from_a_checkpoint": self.left_out,
+            "sentences": self.sentences(),
         })
     }
 

@@ -35,8 +35,18 @@ pub(crate) fn command() -> Command {
     command.help_template(template)
 }
 
+/// Commands whose options take numbers: a negative one is a wrong value, not an unknown option.
+const OF_NUMBERS: [&str; 3] = ["plan", "simulate", "advise"];
+
 fn in_order(command: Command) -> Command {
-    command.help_template(TEMPLATE).mut_subcommands(in_order)
+    let command = command.help_template(TEMPLATE).mut_subcommands(in_order);
+    if !OF_NUMBERS.contains(&command.get_name()) {
+        return command;
+    }
+    command.mut_args(|arg| {
+        let takes_value = arg.get_action().takes_values();
+        if takes_value { arg.allow_negative_numbers(true) } else { arg }
+    })
 }
 
 /// Lists the commands and their purposes, group by group.

@@ -38,7 +38,10 @@ pub(crate) struct PlanArgs {
     pub(crate) topology: Option<PathBuf>,
     /// Print how a cluster scales from 8 to 2,048 ranks (or --ranks) with the same tokens on each; without
     /// --topology, --config and --preset, for a built-in cluster and model
-    #[arg(long, alias = "simulate", conflicts_with_all = ["cluster", "model", "serve", "tokens", "global_batch"])]
+    #[arg(long, alias = "simulate", conflicts_with_all = [
+        "cluster", "model", "serve", "tokens", "global_batch", "seq_len", "precision", "top", "tp", "cp", "pp", "ep", "etp",
+        "microbatch", "zero", "schedule", "recompute", "trainable", "skew", "zipf", "loads",
+    ])]
     pub(crate) scaling: bool,
     /// Print JSON
     #[arg(long)]
@@ -122,7 +125,7 @@ pub(crate) struct PinArgs {
     #[arg(long, value_name = "N")]
     pub(crate) microbatch: Option<usize>,
     /// Stage of ZeRO, 0 to 3
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=3))]
     pub(crate) zero: Option<u8>,
     /// Schedule of a pipeline, as in `train --set parallel.schedule`
     #[arg(long, value_name = "NAME")]
@@ -172,10 +175,10 @@ pub(crate) struct BillArgs {
     #[arg(long, value_name = "N")]
     pub(crate) tokens: Option<String>,
     /// Price of a rank for an hour (default: that of the cluster)
-    #[arg(long, value_name = "PER_HOUR")]
+    #[arg(long, value_name = "PER_HOUR", requires = "tokens")]
     pub(crate) price: Option<f64>,
     /// Power of a rank in watts (default: that of the cluster)
-    #[arg(long, value_name = "W")]
+    #[arg(long, value_name = "W", requires = "tokens")]
     pub(crate) watts: Option<f64>,
 }
 
@@ -190,7 +193,10 @@ impl BillArgs {
 #[command(next_help_heading = "Serving")]
 pub(crate) struct ServingArgs {
     /// Plan serving: replicas, batch, keys and values, prefill and decode apart or together
-    #[arg(long, conflicts_with_all = ["tokens", "global_batch", "tp", "cp", "pp", "ep", "etp", "microbatch", "zero", "schedule", "recompute", "trainable"])]
+    #[arg(long, conflicts_with_all = [
+        "tokens", "global_batch", "seq_len", "top", "tp", "cp", "pp", "ep", "etp", "microbatch", "zero", "schedule", "recompute",
+        "trainable",
+    ])]
     pub(crate) serve: bool,
     /// Tokens of a prompt
     #[arg(long, value_name = "N", default_value_t = 2048, requires = "serve")]

@@ -41,6 +41,7 @@ pub(crate) struct SimulateArgs {
         long,
         help_heading = "Times and memory",
         value_name = "F,B,W[,T]",
+        allow_hyphen_values = true,
         value_delimiter = ',',
         default_value = "1,1,1,0",
         conflicts_with = "model"
@@ -52,12 +53,20 @@ pub(crate) struct SimulateArgs {
         long,
         help_heading = "Times and memory",
         value_name = "D,C",
+        allow_hyphen_values = true,
         value_delimiter = ',',
         conflicts_with = "model"
     )]
     pub(crate) all_to_all: Option<Vec<f64>>,
     /// Number of MoE layers of a stage, among which --all-to-all is divided
-    #[arg(long, help_heading = "Times and memory", value_name = "L", default_value_t = 1, conflicts_with = "model")]
+    #[arg(
+        long,
+        help_heading = "Times and memory",
+        value_name = "L",
+        default_value_t = 1,
+        requires = "all_to_all",
+        conflicts_with = "model"
+    )]
     pub(crate) moe_layers: u16,
     /// Time of an overlapped pair (default: the sum of its two actions)
     #[arg(long, help_heading = "Times and memory", value_name = "T", conflicts_with_all = ["all_to_all", "model"])]
@@ -67,6 +76,7 @@ pub(crate) struct SimulateArgs {
         long,
         help_heading = "Times and memory",
         value_name = "B,W",
+        allow_hyphen_values = true,
         value_delimiter = ',',
         default_value = "1,1",
         conflicts_with = "model"
@@ -131,7 +141,7 @@ pub(crate) struct StepArgs {
     /// Number of chunks of a layer's all-to-alls, of which one travels while experts compute another
     #[arg(long, value_name = "N", default_value_t = 1, requires = "model")]
     pub(crate) chunks: usize,
-    /// Tokens of each rank in a microbatch (default: its share of a sequence)
+    /// Tokens of each rank in a microbatch; ranks of --tp and --cp share sequences (default: its share of one)
     #[arg(long, value_name = "T", requires = "model")]
     pub(crate) tokens: Option<usize>,
     /// Tokens of a sequence, which attention depends on (default: the model's)

@@ -58,9 +58,6 @@ pub(super) fn work(args: &PlanArgs) -> Result<Work, Failure> {
             return Err(Failure::input(format!("{option}: must be from 1 to {MAX_SIZE}")));
         }
     }
-    if described.top == 0 {
-        return Err(Failure::input("--top 0: must be at least 1"));
-    }
     let precision = described.precision.as_deref().map(precision).transpose()?;
     let mut work = match &described.model {
         Some(name) => of_model(&model(name)?),
@@ -148,7 +145,7 @@ fn parts(config: &RunConfig, table: &WeightTable, max_tp: usize) -> ModelParts {
 }
 
 /// Returns a bundled model, or one of a file.
-fn model(name: &str) -> Result<Model, Failure> {
+pub(super) fn model(name: &str) -> Result<Model, Failure> {
     let is_bundled = Model::NAMES.iter().any(|(bundled, _)| *bundled == name);
     if is_bundled || !Path::new(name).exists() {
         return Model::named(name).map_err(|error| Failure::input(format!("--model: {error}")));
@@ -282,11 +279,10 @@ pub(super) fn pins(args: &PlanArgs, work: &Work, place: &Place) -> Result<Pins, 
             return Err(Failure::input(format!("{option} {size}: must be at most {most}, the {of}")));
         }
     }
-    if given.microbatch == Some(0) {
-        return Err(Failure::input("--microbatch 0: must be at least 1"));
-    }
-    if given.zero.is_some_and(|zero| zero > 3) {
-        return Err(Failure::input("--zero: must be from 0 to 3"));
+    let sequences = work.sequences(n);
+    if let Some(size) = given.microbatch.filter(|size| !(1..=sequences).contains(size)) {
+        let most = format!("from 1 to {sequences}, the sequences of a step");
+        return Err(Failure::input(format!("--microbatch {size}: must be {most}")));
     }
     let schedule = given.schedule.as_deref().map(str::parse::<ScheduleKind>).transpose();
     let schedule = schedule.map_err(|error| Failure::input(format!("--schedule: {error}")))?;

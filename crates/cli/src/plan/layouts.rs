@@ -265,12 +265,10 @@ fn training(plan: &Plan, best: &MeshCost) -> String {
 }
 
 fn bill_line(bill: &Bill, price_per_hour: Option<f64>) -> String {
-    let mut line = format!(
-        "{} tokens take {:.2} days: {} rank hours",
-        count(bill.tokens),
-        bill.days,
-        thousands(bill.rank_hours.round() as u64),
-    );
+    let mut line = format!("{} tokens take {}: {} rank hours", count(bill.tokens), days(bill.days), {
+        let hours = bill.rank_hours;
+        if hours < 100.0 { format!("{hours:.2}") } else { thousands(hours.round() as u64) }
+    });
     if let (Some(price), Some(each)) = (bill.price, price_per_hour) {
         line += &format!(", which cost {} at {each} each", thousands(price.round() as u64));
     }
@@ -278,6 +276,15 @@ fn bill_line(bill: &Bill, price_per_hour: Option<f64>) -> String {
         line += &format!(", {} kWh", thousands(energy.round() as u64));
     }
     line + "."
+}
+
+/// Formats a number of days; less than one as hours or minutes.
+fn days(days: f64) -> String {
+    match 24.0 * days {
+        hours if hours < 1.0 => format!("{:.1} minutes", 60.0 * hours),
+        hours if hours < 24.0 => format!("{hours:.2} hours"),
+        _ => format!("{days:.2} days"),
+    }
 }
 
 /// Formats a number of tokens.

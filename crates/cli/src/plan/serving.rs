@@ -3,7 +3,7 @@
 use moeworks_plan::{PhaseCost, Precision, ServingJob, ServingPlan, serving_plan};
 use serde_json::{Value, json};
 
-use super::inputs::{Place, place, skew, work};
+use super::inputs::{Place, model, place, skew, work};
 use super::layouts::{params, precision_name, time};
 use crate::args::PlanArgs;
 use crate::exit_code::ExitCode;
@@ -24,6 +24,7 @@ pub(super) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     if options.token_ms.is_some_and(|ms| !(ms > 0.0 && ms < 1e9)) {
         return Err(Failure::input("--token-ms: must be a number above 0 and below 1e9"));
     }
+    check_answers(args)?;
     let work = work(args)?;
     let place = place(args, &work)?;
     let job = ServingJob {
@@ -70,6 +71,15 @@ pub(super) fn run(args: &PlanArgs) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Refuses a model that does not predict tokens.
+fn check_answers(args: &PlanArgs) -> Result<(), Failure> {
+    let Some(name) = &args.described.model else { return Ok(()) };
+    if model(name)?.has_embedding {
+        return Ok(());
+    }
+    Err(Failure::input(format!("--serve plans answers of language models, and {name} has no vocabulary")))
+}
+
 const HEADER: [&str; 10] = [
     "prefill and decode",
     "prefill",
@@ -113,7 +123,7 @@ fn sentences(job: &ServingJob, place: &Place, plans: &[ServingPlan]) -> Vec<Stri
     let decode = &best.decode;
     let mut lines = vec![format!(
         "A replica for answers has {} ranks with {} of weights each and {} sequences, whose keys and values take {} of a rank; \
-         a step takes {}, most of it for {}.",
+         a step takes {}, the longest part of it for {}.",
         decode.ranks,
         bytes(decode.weight_bytes as u64),
         thousands(decode.batch as u64),
@@ -121,8 +131,12 @@ fn sentences(job: &ServingJob, place: &Place, plans: &[ServingPlan]) -> Vec<Stri
         time(decode.step_s),
         decode.longest,
     )];
+    let prompts = match best.prefill.batch {
+        1 => "A prompt at a time takes".to_owned(),
+        many => format!("{} prompts at a time take", thousands(many as u64)),
+    };
     lines.push(format!(
-        "A prompt takes {} on {} ranks, most of it for {}.",
+        "{prompts} {} on {} ranks, the longest part of it for {}.",
         time(best.prefill.step_s),
         best.prefill.ranks,
         best.prefill.longest

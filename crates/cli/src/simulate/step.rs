@@ -156,9 +156,14 @@ fn request<'a>(args: &StepArgs, of: Sources<'a>, layout: Layout) -> StepRequest<
             of.model,
             of.cluster,
             layout,
-            args.tokens.unwrap_or(of.model.sequence.div_ceil(args.cp.max(1))),
+            args.tokens.unwrap_or_else(|| share_of_sequence(of.model, args)),
         )
     }
+}
+
+/// Returns the tokens of a rank whose tensor-parallel and context-parallel groups have a sequence each.
+fn share_of_sequence(model: &Model, args: &StepArgs) -> usize {
+    model.sequence.div_ceil(args.cp.max(1).saturating_mul(args.tp.max(1)))
 }
 
 /// A simulated step, to be shown.
@@ -225,12 +230,13 @@ impl Shown<'_> {
             || "no communication".to_owned(),
             |hidden| format!("communication hidden {}", percent(hidden)),
         );
-        println!("  bubble {}, {hidden}", percent(timeline.bubble()));
+        println!("  bubble {}, {hidden} (bubble: idle, or waiting for communication)", percent(timeline.bubble()));
         println!(
-            "  tokens/s {}, {} a rank; {} of the devices' peak",
+            "  tokens/s {}, {} a rank; {} of the devices' peak of {}",
             thousands(report.tokens_per_s.round() as u64),
             number(report.tokens_per_s / report.num_ranks as f64),
             percent(report.mfu),
+            if self.request.precision == Precision::F32 { "f32" } else { "bf16" },
         );
     }
 

@@ -107,6 +107,8 @@ fn trials_leave_the_run_as_it_is_bit_for_bit() {
     let cooler = row("model.router.temperature", "1.0")["router_entropy_share"].as_f64().unwrap();
     assert!(cooler < rows[0]["router_entropy_share"].as_f64().unwrap(), "{json}");
     assert!(work.path("run-tries").is_dir());
+    let said = json["tries"]["sentences"].as_array().unwrap();
+    assert!(said.len() == 2 && said[0].as_str().unwrap().contains("validation loss"), "{json}");
     refused(&work, &["advise", "run", "--try", "--out", "run/inside"], &["--out run/inside", "is in the run"]);
     refused(&work, &["advise", "run", "--try", "--out", "run-tries"], &["--out run-tries", "is not empty"]);
 }
@@ -133,12 +135,15 @@ fn folders_that_are_no_whole_run_of_this_version_are_read_as_far_as_they_go() {
     fs::remove_file(&config).unwrap();
     refused(&work, &["advise", "run"], &["is not a run: it has no config.toml"]);
     refused(&work, &["advise", "nowhere"], &["nowhere: there is no such folder"]);
+    refused(&work, &["advise", "text.txt"], &["text.txt: is a file; name the folder of a run"]);
 }
 
 #[test]
 fn wrong_options_are_named() {
     let work = Workplace::new();
     refused(&work, &["advise", "run", "--last", "0"], &["--last 0: must be from 1 to"]);
+    refused(&work, &["advise", "run", "--last", "-3"], &["'-3'", "--last"]);
+    refused(&work, &["advise", "run", "--memory", "-3GB"], &["-3"]);
     refused(&work, &["advise", "run", "--memory", "lots"], &["'lots'", "must be a size such as 64GB"]);
     refused(&work, &["advise", "run", "--try", "--steps", "0"], &["--steps 0: must be from 1 to"]);
     let output = work.run(&["advise", "run", "--out", "there"]);

@@ -17,6 +17,10 @@ fn a_layout_is_proposed_for_a_described_cluster() {
     let text = String::from_utf8(output.stdout).expect("text");
     assert!(text.contains("8 ranks on 2 nodes") && text.contains("Proposed: --dp"), "{text}");
 
+    let output = work.run(&["plan", "--topology", &cluster, "--top", "1"]);
+    let short = String::from_utf8(output.stdout).expect("text");
+    assert_eq!(short.lines().filter(|line| line.trim_start().starts_with("dp ")).count(), 1, "{short}");
+
     let output = work.run(&["plan", "--topology", &cluster, "--ranks", "4", "--json"]);
     assert_success(&output);
     let value: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -165,7 +169,11 @@ fn wrong_options_of_a_plan_are_named() {
     refused(&work, &["plan", "--model", &broken, "--cluster", "h100"], &["broken-model.toml"]);
     with(&["--ranks", "64", "--tokens", "many"], &["--tokens many", "14.8T"]);
     with(&["--ranks", "64", "--skew", "101"], &["--skew 101"]);
-    with(&["--ranks", "64", "--price", "nan"], &["--price"]);
+    with(&["--ranks", "64", "--tokens", "1T", "--price", "nan"], &["--price"]);
+    with(&["--ranks", "64", "--price", "2"], &["--tokens"]);
+    with(&["--ranks", "-64"], &["'-64'", "--ranks"]);
+    with(&["--ranks", "64", "--microbatch", "300"], &["--microbatch 300", "from 1 to 256"]);
+    with(&["--ranks", "64", "--top", "0"], &["--top 0"]);
     with(&["--ranks", "64", "--pp", "3"], &["--pp 3", "64"]);
     with(&["--ranks", "64", "--pp", "64"], &["--pp 64", "56"]);
     with(&["--ranks", "64", "--schedule", "fast"], &["--schedule", "1f1b"]);
@@ -179,4 +187,11 @@ fn wrong_options_of_a_plan_are_named() {
         &["plan", "--model", "mixtral-8x22b", "--cluster", "h100", "--serve", "--input", "0"],
         &["--input 0"],
     );
+    let images = ["plan", "--model", "swinv2-moe-3b", "--cluster", "h100", "--ranks", "8", "--serve"];
+    refused(&work, &images, &["--serve", "swinv2-moe-3b has no vocabulary"]);
+    // Options that would do nothing.
+    refused(&work, &["plan", "--scaling", "--tp", "2"], &["--tp", "--scaling"]);
+    refused(&work, &["plan", "--scaling", "--top", "2"], &["--top", "--scaling"]);
+    let serve = ["plan", "--model", "mixtral-8x22b", "--cluster", "h100", "--ranks", "64", "--serve"];
+    refused(&work, &[&serve[..], &["--seq-len", "64"]].concat(), &["--seq-len", "--serve"]);
 }

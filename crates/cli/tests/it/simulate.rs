@@ -67,6 +67,12 @@ fn what_is_wrong_with_a_schedule_is_said_on_a_line() {
     refuse(&["1f1b", "--pp", "4", "--microbatches", "8", "--memory", "1,2"], &["--memory"]);
     refuse(&["1f1b", "--pp", "4", "--microbatches", "8", "--memory-limit", "2"], &["memory limit", "zb_1p"]);
     refuse(&["1f1b", "--pp", "4", "--microbatches", "8", "--svg", "no/where.svg"], &["--svg", "no folder"]);
+    refuse(&["1f1b", "--pp", "-4", "--microbatches", "8"], &["'-4'", "--pp"]);
+    refuse(&["1f1b", "--pp", "99999999999", "--microbatches", "1"], &["ranks = 99999999999", "at most"]);
+    refuse(&["1f1b", "--pp", "4", "--microbatches", "8", "--times", "-1,1,1"], &["forward = -1"]);
+    refuse(&["1f1b", "--pp", "4", "--microbatches", "8", "--times", "1"], &["--times: has 1 number:"]);
+    refuse(&["1f1b", "--pp", "4", "--microbatches", "8", "--pair", "2"], &["--pair", "1f1b has no overlapped pairs"]);
+    refuse(&["1f1b", "--pp", "4", "--microbatches", "8", "--moe-layers", "2"], &["--all-to-all"]);
     refuse(&[&unread], &["unread.txt", "line 3", "rank 0, position 1", "0G0"]);
     refuse(&[&deadlock], &["deadlock.txt", "rank 1, position 0: 1BW0", "1F0", "must come before"]);
     refuse(&[&deadlock, "--pp", "2"], &["--pp", "by name"]);

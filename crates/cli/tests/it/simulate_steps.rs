@@ -31,7 +31,7 @@ fn text_and_json_of_a_step_say_the_same() {
     let parts = [
         "mixtral-8x22b on h100: 64 ranks, dp 2 ep 8 tp 1 pp 4; zb_h1: 4 stages, 8 microbatches of 4,096".to_owned(),
         format!("bubble {}, communication hidden {}", percent("bubble"), percent("communication_hidden")),
-        format!("{} of the devices' peak", percent("mfu")),
+        format!("{} of the devices' peak of bf16", percent("mfu")),
         format!("peak memory {:.2} GB a rank", value["peak_memory_bytes"].as_f64().expect("bytes") / 1e9),
         if value["fits"] == true { "fits in 80.00 GB" } else { "does not fit in 80.00 GB" }.to_owned(),
     ];
@@ -46,6 +46,27 @@ fn text_and_json_of_a_step_say_the_same() {
         assert!((bytes("sent_bytes") - bytes("received_bytes")).abs() <= 1e-9 * bytes("sent_bytes"), "{level}");
         assert!(level["busiest_link"]["most"].as_f64() <= Some(1.0 + 1e-9), "{level}");
     }
+}
+
+#[test]
+fn ranks_of_a_tensor_parallel_group_share_a_sequence() {
+    let work = Workplace::new();
+    let [whole, cut] = [["--ep", "8", "--tp", "1"], ["--ep", "4", "--tp", "2"]].map(|layout| {
+        let value = json(&work, &[&STEP[..], &layout].concat());
+        (value["num_ranks"].as_u64().unwrap(), value["tokens"].as_u64().unwrap())
+    });
+    assert_eq!(whole, (32, 8 * 8 * 4096));
+    assert_eq!(cut, (32, 4 * 8 * 4096), "as many sequences as groups");
+}
+
+#[test]
+fn fp8_is_compared_with_the_peak_of_bf16_as_a_plan_is() {
+    let work = Workplace::new();
+    let value = json(&work, &[&STEP[..], &["--ep", "8", "--precision", "fp8"]].concat());
+    let number = |key: &str| value[key].as_f64().unwrap();
+    // 242.18 GFLOP of a token (the planner prints it), and 989.5 TFLOP/s of an H100 in bf16.
+    let expected = number("tokens_per_s_per_rank") * 242.18e9 / 989.5e12;
+    assert!((number("mfu") / expected - 1.0).abs() < 1e-3, "{} for {expected}", number("mfu"));
 }
 
 #[test]
@@ -196,6 +217,9 @@ fn what_is_wrong_with_a_step_is_said_on_a_line() {
     with(&["--sequence", "0"], &["--sequence = 0"]);
     with(&["--ep", "8", "--domain", "3"], &["domain = 3", "divide"]);
     with(&["--dp", "99999999999"], &["dp"]);
+    with(&["--dp", "-1"], &["'-1'", "--dp"]);
+    with(&["--skew", "-1"], &["--skew -1", "from 1 to 8"]);
+    with(&["--ep", "8", "--chunks", "-2"], &["'-2'", "--chunks"]);
     refuse(
         &["--schedule", "1f1b", "--pp", "57", "--microbatches", "2", "--model", "mixtral-8x22b", "--cluster", "h100"],
         &["stages = 57", "56 layers"],

@@ -97,7 +97,8 @@ pub(super) fn spikes(run: &RunFigures) -> Option<Finding> {
     Some(Finding {
         topic: Topic::Spikes,
         summary: format!(
-            "the training loss jumped {num} times, most at step {}; {lost} of {} steps went by before it was back",
+            "the training loss jumped {}, most at step {}; {lost} of {} steps went by before it was back",
+            if num == 1 { "once".to_owned() } else { format!("{num} times") },
             point.step,
             points.len()
         ),

@@ -26,6 +26,12 @@ pub enum AdviceError {
         /// The folder.
         path: PathBuf,
     },
+    /// The path is that of a file.
+    #[error("{}: is a file; name the folder of a run", path.display())]
+    IsFile {
+        /// The file.
+        path: PathBuf,
+    },
     /// The settings cannot be read.
     #[error(transparent)]
     Settings(#[from] TrainError),
@@ -76,7 +82,8 @@ impl RunFigures {
     /// If the folder is not a run, has no record of a step, or a file cannot be read.
     pub fn read(run_dir: &Path, options: &ReadOptions) -> Result<ReadRun, AdviceError> {
         if !run_dir.is_dir() {
-            return Err(AdviceError::NoFolder { path: run_dir.to_owned() });
+            let path = run_dir.to_owned();
+            return Err(if path.exists() { AdviceError::IsFile { path } } else { AdviceError::NoFolder { path } });
         }
         let ReadSettings { config: settings, left_out } = read_settings(run_dir)?;
         let mut remarks = Vec::new();

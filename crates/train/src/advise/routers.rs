@@ -195,7 +195,17 @@ pub(super) fn dropped(run: &RunFigures) -> Option<Finding> {
     }
     let by_drops = |a: &&LayerFigures, b: &&LayerFigures| a.drop_rate.total_cmp(&b.drop_rate);
     let worst = window.layers.iter().filter(|layer| layer.drop_rate.is_finite()).max_by(by_drops)?;
-    let busiest = window.layers.iter().map(|layer| layer.load.max_over_mean()).fold(1.0, f64::max);
+    let by_load = |a: &&LayerFigures, b: &&LayerFigures| a.load.max_over_mean().total_cmp(&b.load.max_over_mean());
+    let busiest = window.layers.iter().max_by(by_load)?;
+    let load = |of: &LayerFigures| Figure::new(of.named("max_over_mean"), of.load.max_over_mean(), Over::WindowLoad);
+    let mut figures = vec![
+        Figure::mean("moe/drop_rate", window.drop_rate),
+        Figure::mean(worst.named("drop_rate"), worst.drop_rate),
+        load(worst),
+    ];
+    if busiest.load.layer != worst.load.layer {
+        figures.push(load(busiest));
+    }
     Some(Finding {
         topic: Topic::DroppedTokens,
         summary: format!(
@@ -205,12 +215,8 @@ pub(super) fn dropped(run: &RunFigures) -> Option<Finding> {
             worst.load.layer
         ),
         at_stake: window.drop_rate,
-        figures: vec![
-            Figure::mean("moe/drop_rate", window.drop_rate),
-            Figure::mean(worst.named("drop_rate"), worst.drop_rate),
-            Figure::new(worst.named("max_over_mean"), worst.load.max_over_mean(), Over::WindowLoad),
-        ],
-        remedies: more_room(run, busiest),
+        figures,
+        remedies: more_room(run, busiest.load.max_over_mean().max(1.0)),
     })
 }
 

@@ -206,6 +206,7 @@ pub(super) fn products(run: &RunFigures) -> Option<Finding> {
         return None;
     }
     let factor = ((FEW_ROWS / rows).ceil() as usize).next_power_of_two().clamp(2, MOST_GROWTH);
+    let decimals = usize::from(rows < 10.0);
     let expected = format!(
         "about {:.0} rows a product, which reads as many weights for {factor} times the tokens",
         rows * factor as f64
@@ -213,7 +214,7 @@ pub(super) fn products(run: &RunFigures) -> Option<Finding> {
     Some(Finding {
         topic: Topic::SmallProducts,
         summary: format!(
-            "products have few rows: {rows:.0} tokens an expert in a microbatch, at {:.1}% of the machine's peak",
+            "products have few rows: {rows:.decimals$} tokens an expert in a microbatch, at {:.1}% of the machine's peak",
             100.0 * mfu
         ),
         at_stake: (1.0 - mfu) * (1.0 - rows / FEW_ROWS),

@@ -122,7 +122,7 @@ fn a_loss_that_rises_and_one_that_jumps_are_told_apart() {
     assert_eq!(rising.topic, Topic::Diverging);
     let jumping = only(&[], |run| run.course.points[120..124].iter_mut().for_each(|point| point.loss += 3.0));
     assert_eq!((jumping.topic, jumping.at_stake), (Topic::Spikes, 4.0 / 200.0));
-    assert!(jumping.summary.contains("1 times, most at step 12"), "{}", jumping.summary);
+    assert!(jumping.summary.contains("jumped once, most at step 12"), "{}", jumping.summary);
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Tests of the crate's public interface.
 
+mod advice;
 mod any_model;
 mod config;
 mod data_mix;
@@ -7,6 +8,7 @@ mod domains;
 mod expert_gradients;
 mod fp8;
 mod freeze;
+mod links;
 mod listed;
 mod lost_ranks;
 mod offload;
