@@ -69,7 +69,7 @@ fn least_squares(rows: &[Row], num: usize) -> Vec<f64> {
         let error = |row: &Row| row.rest - row.features.iter().zip(values).map(|(a, b)| a * b).sum::<f64>();
         rows.iter().map(|row| error(row).powi(2)).sum::<f64>()
     };
-    let sets = (0..1_usize << num).map(|set| (0..num).filter(|index| set >> index & 1 == 1).collect::<Vec<_>>());
+    let sets = (0..1_usize << num).map(|set| (0..num).filter(|index| (set >> index) & 1 == 1).collect::<Vec<_>>());
     let solved = sets.filter_map(|set| {
         let mut values = vec![0.0; num];
         let found = solve(rows, &set)?;
@@ -95,7 +95,7 @@ fn solve(rows: &[Row], set: &[usize]) -> Option<Vec<f64>> {
     for pivot in 0..size {
         let largest = (pivot..size).max_by(|&a, &b| matrix[a][pivot].abs().total_cmp(&matrix[b][pivot].abs()))?;
         matrix.swap(pivot, largest);
-        if !(matrix[pivot][pivot].abs() > 1e-9) {
+        if matrix[pivot][pivot].is_nan() || matrix[pivot][pivot].abs() <= 1e-9 {
             return None;
         }
         for other in (0..size).filter(|&other| other != pivot) {

@@ -76,10 +76,10 @@ pub(super) fn time_steps(
     options: &MachineOptions,
     counts: StepCounts,
 ) -> Result<TimedSteps, BenchError> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
     let is_on_ranks = named.resolve(&scratch.text()?, 1)?.parallel.layout().stage_group_size() > 1;
     let uncounted = if is_on_ranks { counts.uncounted_on_ranks } else { counts.uncounted };
     let config = named.resolve(&scratch.text()?, uncounted + counts.counted)?;
-    static NEXT: AtomicU64 = AtomicU64::new(0);
     let dir = scratch.0.join(NEXT.fetch_add(1, Ordering::Relaxed).to_string());
     let probes = train(&config, &dir, options)?;
     let records = read_records(&dir.join("run").join(METRICS_JSONL)).map_err(TrainError::from)?;
