@@ -98,11 +98,10 @@ fn solve(rows: &[Row], set: &[usize]) -> Option<Vec<f64>> {
         if matrix[pivot][pivot].is_nan() || matrix[pivot][pivot].abs() <= 1e-9 {
             return None;
         }
-        for other in (0..size).filter(|&other| other != pivot) {
-            let factor = matrix[other][pivot] / matrix[pivot][pivot];
-            for column in pivot..=size {
-                matrix[other][column] -= factor * matrix[pivot][column];
-            }
+        let row = matrix[pivot].clone();
+        for (_, other) in matrix.iter_mut().enumerate().filter(|&(index, _)| index != pivot) {
+            let factor = other[pivot] / row[pivot];
+            other.iter_mut().zip(&row).skip(pivot).for_each(|(value, of_pivot)| *value -= factor * of_pivot);
         }
     }
     Some((0..size).map(|i| matrix[i][size] / matrix[i][i] / norms[i]).collect())
