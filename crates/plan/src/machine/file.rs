@@ -18,16 +18,127 @@ pub struct ProductRate {
     pub width: usize,
     /// Operations a second; a multiply-add counts as two.
     pub flops: f64,
+    /// Operations a second of the product with the products for its two gradients; those of `flops` if not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub training_flops: Option<f64>,
 }
 
-/// The cost of what is not a product, fitted on two reference steps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// The rate of the products of several experts of equal load, with the activation between them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpertRate {
+    /// The type of the weights.
+    pub precision: Precision,
+    /// The threads that computed them.
+    pub threads: usize,
+    /// Rows of each expert.
+    pub rows: usize,
+    /// The width of the model.
+    pub width: usize,
+    /// The width of an expert.
+    pub expert_width: usize,
+    /// Operations a second of a forward pass.
+    pub flops: f64,
+    /// Operations a second of forward and backward.
+    pub training_flops: f64,
+}
+
+/// The rate of causal attention.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttentionRate {
+    /// The type of queries, keys and values.
+    pub precision: Precision,
+    /// The threads that computed it.
+    pub threads: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Operations a second of a forward pass, those for pairs of tokens that the mask leaves.
+    pub flops: f64,
+    /// Operations a second of forward and backward, which counts as three forward passes.
+    pub training_flops: f64,
+}
+
+/// The rate of an output layer with its loss, forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OutputLayerRate {
+    /// The type of the weights.
+    pub precision: Precision,
+    /// The threads that computed it.
+    pub threads: usize,
+    /// The width of the model.
+    pub width: usize,
+    /// The number of ids.
+    pub vocabulary: usize,
+    /// Operations a second of its three products.
+    pub training_flops: f64,
+}
+
+/// The rate of an update: the norm of all gradients, and the optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UpdateRate {
+    /// The precision of training; with bf16 products the update writes the copy of the weights that they read.
+    pub precision: Precision,
+    /// The threads that computed it.
+    pub threads: usize,
+    /// Parameters a second.
+    pub params_per_s: f64,
+}
+
+/// The costs of the rest of a step, fitted on reference steps.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Overhead {
     /// Seconds of a layer in a microbatch, forward and backward, whatever its size.
     pub layer_s: f64,
     /// Passes over the values that forward keeps, at the rate of memory.
     pub passes: f64,
+    /// Seconds of a step, whatever its size.
+    #[serde(default)]
+    pub step_s: f64,
+    /// Seconds of a core for each weight of a layer in a microbatch, besides its products.
+    #[serde(default)]
+    pub weight_s: f64,
+    /// Seconds of a core for each choice of an expert: rows to experts and back.
+    #[serde(default)]
+    pub choice_s: f64,
+    /// Seconds of a core for each score of an expert for a token.
+    #[serde(default)]
+    pub score_s: f64,
+    /// Seconds of a step on several ranks.
+    #[serde(default)]
+    pub ranks_s: f64,
+    /// Seconds for which a rank waits in a communication that layers wait for, besides the time of the link.
+    #[serde(default)]
+    pub wait_s: f64,
+    /// The time of the bytes of communications over that on the measured link.
+    #[serde(default = "one")]
+    pub link_share: f64,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+impl Default for Overhead {
+    /// Returns constants that cost nothing, with bytes at the rate of the measured link.
+    fn default() -> Self {
+        Self {
+            layer_s: 0.0,
+            passes: 0.0,
+            step_s: 0.0,
+            weight_s: 0.0,
+            choice_s: 0.0,
+            score_s: 0.0,
+            ranks_s: 0.0,
+            wait_s: 0.0,
+            link_share: one(),
+        }
+    }
 }
 
 /// A measured machine.
@@ -54,12 +165,28 @@ pub struct Machine {
     pub memory_bytes: f64,
     /// Bytes a second that all cores together read.
     pub memory_bytes_per_s: f64,
+    /// Seconds of a fixed piece of work on all cores while the rest was measured. Its time at another moment tells
+    /// how fast the machine is then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub probe_s: Option<f64>,
     /// The link between two ranks that are threads.
     pub link: Link,
-    /// The cost of what is not a product.
+    /// The costs of the rest.
     pub overhead: Overhead,
     /// The rates of products.
     pub products: Vec<ProductRate>,
+    /// The rates of experts; those of products if there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub experts: Vec<ExpertRate>,
+    /// The rates of attention; those of products if there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub attention: Vec<AttentionRate>,
+    /// The rates of output layers; those of products if there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub output_layers: Vec<OutputLayerRate>,
+    /// The rates of updates; that of memory if there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub updates: Vec<UpdateRate>,
 }
 
 /// The error of a file that describes no machine.
@@ -104,29 +231,26 @@ impl Machine {
 
     fn check(&self) -> Result<(), MachineError> {
         let wrong = |field, value: String, expected| Err(MachineError::Value { field, value, expected });
-        let positive = [
-            ("cores", self.cores as f64),
-            ("memory_bytes", self.memory_bytes),
-            ("memory_bytes_per_s", self.memory_bytes_per_s),
-            ("link.bytes_per_s", self.link.bytes_per_s),
-        ];
-        let of_products = self.products.iter().flat_map(|product| {
-            [
-                ("products.flops", product.flops),
-                ("products.rows", product.rows as f64),
-                ("products.width", product.width as f64),
-                ("products.threads", product.threads as f64),
-            ]
-        });
-        for (field, value) in positive.into_iter().chain(of_products) {
+        for (field, value) in self.positive_values() {
             if !(value > 0.0 && value.is_finite()) {
                 return wrong(field, value.to_string(), "must be a finite number above 0");
             }
         }
-        let Overhead { layer_s, passes } = self.overhead;
-        for (field, value) in
-            [("link.latency_s", self.link.latency_s), ("overhead.layer_s", layer_s), ("overhead.passes", passes)]
-        {
+        let Overhead { layer_s, passes, step_s, weight_s, choice_s, score_s, ranks_s, wait_s, link_share } =
+            self.overhead;
+        let not_negative = [
+            ("link.latency_s", self.link.latency_s),
+            ("overhead.layer_s", layer_s),
+            ("overhead.passes", passes),
+            ("overhead.step_s", step_s),
+            ("overhead.weight_s", weight_s),
+            ("overhead.choice_s", choice_s),
+            ("overhead.score_s", score_s),
+            ("overhead.ranks_s", ranks_s),
+            ("overhead.wait_s", wait_s),
+            ("overhead.link_share", link_share),
+        ];
+        for (field, value) in not_negative {
             if !(value >= 0.0 && value.is_finite()) {
                 return wrong(field, value.to_string(), "must be a finite number of at least 0");
             }
@@ -137,27 +261,40 @@ impl Machine {
         Ok(())
     }
 
-    /// Returns the operations a second of products with `rows` rows and matrices of `width`, by `threads` threads:
-    /// interpolated between the measured sizes and numbers of threads. A precision that was not measured has the rate
-    /// of another.
-    #[must_use]
-    pub fn product_rate(&self, precision: Precision, threads: usize, [rows, width]: [f64; 2]) -> f64 {
-        let is_like = |product: &&ProductRate| product.precision.has_bf16_copies() == precision.has_bf16_copies();
-        let mut alike: Vec<&ProductRate> = self.products.iter().filter(is_like).collect();
-        if alike.is_empty() {
-            alike = self.products.iter().collect();
+    /// Returns the values that must be above zero, with the names of their fields.
+    fn positive_values(&self) -> Vec<(&'static str, f64)> {
+        let mut values = vec![
+            ("cores", self.cores as f64),
+            ("memory_bytes", self.memory_bytes),
+            ("memory_bytes_per_s", self.memory_bytes_per_s),
+            ("probe_s", self.probe_s.unwrap_or(1.0)),
+            ("link.bytes_per_s", self.link.bytes_per_s),
+        ];
+        for rate in &self.products {
+            values.extend([("products.flops", rate.flops), ("products.rows", rate.rows as f64)]);
+            values.extend([("products.width", rate.width as f64), ("products.threads", rate.threads as f64)]);
+            values.push(("products.training_flops", rate.training_flops.unwrap_or(1.0)));
         }
-        let counts = distinct(&alike, |product| product.threads);
-        let by_threads = counts.into_iter().map(|count| {
-            let alike: Vec<&ProductRate> = alike.iter().copied().filter(|product| product.threads == count).collect();
-            let at_width = |of: usize| {
-                let points = alike.iter().filter(|product| product.width == of);
-                interpolate(points.map(|product| [product.rows as f64, product.flops]).collect(), rows)
-            };
-            let widths = distinct(&alike, |product| product.width);
-            [count as f64, interpolate(widths.into_iter().map(|of| [of as f64, at_width(of)]).collect(), width)]
-        });
-        interpolate(by_threads.collect(), threads as f64)
+        for rate in &self.experts {
+            values.extend([("experts.flops", rate.flops), ("experts.training_flops", rate.training_flops)]);
+            values.extend([("experts.rows", rate.rows as f64), ("experts.width", rate.width as f64)]);
+            values
+                .extend([("experts.expert_width", rate.expert_width as f64), ("experts.threads", rate.threads as f64)]);
+        }
+        for rate in &self.attention {
+            values.extend([("attention.flops", rate.flops), ("attention.training_flops", rate.training_flops)]);
+            values.extend([("attention.seq_len", rate.seq_len as f64), ("attention.head_dim", rate.head_dim as f64)]);
+            values.push(("attention.threads", rate.threads as f64));
+        }
+        for rate in &self.output_layers {
+            values.extend([("output_layers.width", rate.width as f64), ("output_layers.threads", rate.threads as f64)]);
+            values.push(("output_layers.vocabulary", rate.vocabulary as f64));
+            values.push(("output_layers.training_flops", rate.training_flops));
+        }
+        for rate in &self.updates {
+            values.extend([("updates.params_per_s", rate.params_per_s), ("updates.threads", rate.threads as f64)]);
+        }
+        values
     }
 
     /// Returns the machine as a topology of `num_ranks` ranks that share its cores, with products of the given size.
@@ -178,29 +315,6 @@ impl Machine {
             node_link: self.link,
             cluster_link: self.link,
             numa_cores: Vec::new(),
-        }
-    }
-}
-
-/// Returns the different values of a size, in order.
-fn distinct(products: &[&ProductRate], size: impl Fn(&ProductRate) -> usize) -> Vec<usize> {
-    let mut sizes: Vec<usize> = products.iter().map(|product| size(product)).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    sizes
-}
-
-/// Interpolates between `points` of (place, value) on logarithmic scales; beyond the ends the value stays.
-fn interpolate(mut points: Vec<[f64; 2]>, place: f64) -> f64 {
-    points.sort_by(|a, b| a[0].total_cmp(&b[0]));
-    let after = points.iter().position(|point| point[0] >= place);
-    match after {
-        Some(0) => points[0][1],
-        None => points.last().map_or(1.0, |point| point[1]),
-        Some(index) => {
-            let ([x0, y0], [x1, y1]) = (points[index - 1], points[index]);
-            let t = (place.ln() - x0.ln()) / (x1.ln() - x0.ln());
-            (y0.ln() + t * (y1.ln() - y0.ln())).exp()
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::StepRequest;
 use super::memory::GRADIENT;
 use crate::cost::passes::{OperandBytes, SORT_PASSES};
-use crate::machine::MachineShare;
+use crate::machine::{LayerRest, MachineShare};
 use crate::models::LayerCost;
 use crate::network::{Loads, Places, distinct_groups};
 use crate::{StageTimes, split_layers};
@@ -153,11 +153,13 @@ impl StepRequest<'_> {
         let width = self.model.width as f64;
         let rows = (self.tokens * self.layout.tp) as f64;
         let dense = machine.product_rate(self.precision, [rows, width]);
-        let per_expert = layers
-            .iter()
-            .find(|layer| layer.num_experts > 0)
-            .map_or(rows, |layer| rows * (self.layout.ep * layer.top_k) as f64 / layer.num_experts as f64);
-        Speeds { dense, experts: machine.product_rate(self.precision, [per_expert, width]), attention: dense }
+        let of_experts = layers.iter().find(|layer| layer.num_experts > 0).map(|layer| {
+            let rows = rows * (self.layout.ep * layer.top_k) as f64 / layer.num_experts as f64;
+            // Gated experts have three matrices.
+            let expert_width = layer.expert_params as f64 / (3.0 * width);
+            machine.experts(self.precision, [rows, width, expert_width]).forward
+        });
+        Speeds { dense, experts: of_experts.unwrap_or(dense), attention: dense }
     }
 
     /// Returns the rate of the output projection, which stays in bf16 beside FP8 products.
@@ -174,7 +176,15 @@ impl StepRequest<'_> {
         let total = |of: &dyn Fn(&LayerCost) -> f64| layers.iter().map(of).sum::<f64>();
         let (tokens, tp) = (self.tokens as f64, self.layout.tp as f64);
         if let Some(machine) = self.machine_share() {
-            let between = total(&|layer| machine.layer_seconds(tokens * layer.activation_bytes));
+            let rest = |layer: &LayerCost| LayerRest {
+                kept_bytes: tokens * layer.activation_bytes,
+                choices: tokens * layer.top_k as f64,
+                scores: tokens * layer.num_experts as f64,
+                weights: layer.dense_params as f64 / tp
+                    + layer.num_experts.div_ceil(self.layout.num_expert_ranks().max(1)) as f64
+                        * layer.expert_params as f64,
+            };
+            let between = total(&|layer| machine.layer_seconds(rest(layer)));
             return Passes { between, operands: 0.0, weight_grads: 0.0 };
         }
         let rate = self.cluster.device.memory_rate();

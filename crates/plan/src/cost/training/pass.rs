@@ -4,6 +4,7 @@ use super::{PassTimes, Step};
 use crate::cost::fabric::{ExpertRows, LinkCost, Members};
 use crate::cost::passes::{LAYER_PASSES, OperandBytes, ROTARY_PASSES, ROW_PASSES, SORT_PASSES};
 use crate::cost::pipeline::overlapped_seconds;
+use crate::machine::LayerRest;
 use crate::{Algorithm, Precision, Recompute};
 
 /// Products with the weights of one part of a layer, on a rank.
@@ -98,9 +99,15 @@ impl Step<'_> {
         if let Some(machine) = &self.fabric.machine {
             // Rows of each matrix, of which the experts of a rank are many.
             let rows = of.tokens * of.params / of.held.max(1.0);
-            let rate = machine.product_rate(self.job.precision, [rows, self.job.parts.width as f64]);
-            let seconds = 2.0 * of.tokens * of.params / rate;
-            return Part { forward: seconds, input_grad: seconds, weight_grad: seconds };
+            let (width, expert_width) = (self.job.parts.width as f64, self.job.parts.expert_width as f64);
+            let rates = if of.held > of.params {
+                machine.experts(self.job.precision, [rows, width, expert_width / self.mesh.etp as f64])
+            } else {
+                machine.products(self.job.precision, [rows, width])
+            };
+            let flops = 2.0 * of.tokens * of.params;
+            let grad = rates.backward_seconds(flops) / 2.0;
+            return Part { forward: rates.forward_seconds(flops), input_grad: grad, weight_grad: grad };
         }
         let rates = &self.fabric.rates;
         let is_fp8 = self.job.precision == Precision::Fp8 && !of.is_wide;
@@ -188,9 +195,12 @@ impl Step<'_> {
         let parts = &self.job.parts;
         let layers = (parts.num_layers + parts.num_mtp_layers) as f64;
         let flops = self.tokens() * parts.score_flops(self.job.seq_len as f64) / self.mesh.tp as f64;
-        let rate = match &self.fabric.machine {
-            Some(machine) => machine.product_rate(self.job.precision, [self.tokens(), parts.width as f64]),
-            None => self.fabric.rates.attention_flops,
+        let Some(machine) = &self.fabric.machine else { return layers * flops / self.fabric.rates.attention_flops };
+        // The width of a head, if each has keys of its own.
+        let head_dim = parts.query_elements / parts.max_tp.max(1) as f64;
+        let rate = match machine.attention(self.job.precision, [self.job.seq_len as f64, head_dim]) {
+            Some(rates) => rates.training,
+            None => machine.product_rate(self.job.precision, [self.tokens(), parts.width as f64]),
         };
         layers * flops / rate
     }
@@ -201,7 +211,16 @@ impl Step<'_> {
         let (layers, moe) = ((parts.num_layers + parts.num_mtp_layers) as f64, self.moe_layers());
         let width = parts.width as f64;
         if let Some(machine) = &self.fabric.machine {
-            return layers * machine.layer_seconds(self.kept_bytes(layers, moe) / layers.max(1.0));
+            let moe_share = moe / layers.max(1.0);
+            return layers
+                * machine.layer_seconds(LayerRest {
+                    kept_bytes: self.kept_bytes(layers, moe) / layers.max(1.0),
+                    choices: moe_share * own * parts.top_k as f64,
+                    scores: moe_share * own * parts.num_experts as f64,
+                    weights: parts.layer_params() / self.mesh.tp as f64 / parts.num_layers.max(1) as f64
+                        + moe_share * parts.num_experts.div_ceil(self.mesh.ep) as f64 * parts.expert_params
+                            / self.mesh.etp as f64,
+                });
         }
         // The activation reads its inputs, and writes an output.
         let activation = (parts.activation_inputs + 1) as f64;
