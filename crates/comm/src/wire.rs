@@ -137,8 +137,8 @@ impl Kept for Scaled {
     }
 }
 
-/// Writes the `kept` numbers of the largest magnitude, in the order of the row, then their places. Of equal magnitudes
-/// the first are kept. NaN is larger than all numbers, so that a fault stays visible.
+/// Writes the `kept` numbers of the largest magnitude, in the order of the row, then their places. Of equal
+/// magnitudes the first are kept. NaN is larger than all numbers, so that a fault stays visible.
 fn encode_largest<K: Kept>(row: &[f32], kept: usize, form: &K, out: &mut [u8]) {
     let magnitude = |x: f32| x.to_bits() & 0x7fff_ffff;
     let mut magnitudes: Vec<u32> = row.iter().map(|&x| magnitude(x)).collect();

@@ -2,7 +2,8 @@
 //! which experts can be gathered.
 //!
 //! All ranks give the tuner the same figures after the same steps, so that they decide alike. A change is made when
-//! two windows in a row ask for the same domains and the model promises a gain by them, so that noise changes nothing.
+//! two windows in a row ask for the same domains and the model promises a gain by them, so that noise changes
+//! nothing.
 
 use crate::{DomainLevel, DomainWork, choose_domains, domain_seconds};
 
@@ -39,7 +40,7 @@ pub struct DomainTuner {
     levels: Vec<DomainLevel>,
     work: DomainWork,
     domains: Vec<usize>,
-    /// What exchanges saw when the bandwidth was measured, inside nodes and between them; 0 where nothing was seen.
+    /// Bytes a second that exchanges saw when the bandwidth was measured, inside nodes and between them; 0: none.
     reference: [f64; 2],
     /// Windows in a row that saw another bandwidth.
     num_others: usize,

@@ -6,8 +6,8 @@ use moeworks_ops::Context;
 use moeworks_ops::linear::linear;
 use moeworks_tensor::{DType, Tensor};
 
-/// The rows and the width of the products of a probe, and the number of them for each thread. They are many and small,
-/// so that threads of unlike speed share them as they share the work of a step.
+/// The rows and the width of the products of a probe, and the number of them for each thread. They are many and
+/// small, so that threads of unlike speed share them as they share the work of a step.
 const ROWS: usize = 128;
 const WIDTH: usize = 256;
 const PRODUCTS: usize = 4;

@@ -73,8 +73,8 @@ impl PlanArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Layouts in all dimensions")]
 pub(crate) struct DescribedArgs {
-    /// Cluster by name (a100-ndm-v4, h100, h800, gb200, tpu-v3, two-sites, 1000-datacentres, optical), or a TOML file,
-    /// such as the machine.toml of `bench machine`
+    /// Cluster by name (a100-ndm-v4, h100, h800, gb200, tpu-v3, two-sites, 1000-datacentres, optical), or a TOML
+    /// file, such as the machine.toml of `bench machine`
     #[arg(long, value_name = "NAME|FILE")]
     pub(crate) cluster: Option<String>,
     /// Model by name (switch-c, meta-1.1t, gshard-600b, deepseek-v3, qwen3-235b, mixtral-8x22b, swinv2-moe-3b), or a

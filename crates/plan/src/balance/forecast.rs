@@ -1,5 +1,5 @@
-//! Forecasts of the load of experts in the coming window of steps, or several, by several methods whose errors are measured as
-//! windows come.
+//! Forecasts of the load of experts in the coming window of steps, or several, by several methods whose errors are
+//! measured as windows come.
 //!
 //! Loads are compared as shares of all choices. The error of a forecast is `sum_e |forecast_e - share_e|`: the mean
 //! over experts of the absolute error, in units of the mean share, and likewise the relative error of a share, each
@@ -201,8 +201,8 @@ impl LoadForecast {
         }
     }
 
-    /// Returns the shares that a method expects in the windows from `time_s` on; none before it knows enough: a window, two
-    /// for a trend, three for transitions, one at this time of an earlier day.
+    /// Returns the shares that a method expects in the windows from `time_s` on; none before it knows enough: a
+    /// window, two for a trend, three for transitions, one at this time of an earlier day.
     #[must_use]
     pub fn predict(&self, method: ForecastMethod, time_s: f64) -> Option<Vec<f64>> {
         let shares = match method {

@@ -145,8 +145,8 @@ impl Part<'_> {
         (self.sizes.sequences.div_ceil(groups) * self.sizes.seq_len) as f64
     }
 
-    /// Returns the seconds of work of a layer whose forward pass has `flops` operations: forward, backward, and forward
-    /// once more if it is computed again.
+    /// Returns the seconds of work of a layer whose forward pass has `flops` operations: forward, backward, and
+    /// forward once more if it is computed again.
     fn seconds(&self, rates: PassRates, flops: f64) -> f64 {
         let again = if self.sizes.checkpoint_layers { rates.forward_seconds(flops) } else { 0.0 };
         rates.training_seconds(flops) + again

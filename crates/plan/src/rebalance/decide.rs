@@ -76,8 +76,8 @@ pub struct LayerLoads<'a> {
     pub placement: &'a Placement,
     /// `[E]`: tokens of each expert in a step, as the mean of the last steps.
     pub loads: &'a [f64],
-    /// `[steps][E]`: tokens of each expert in single steps. A step takes as long as its own fullest rank, which may be
-    /// another one than by the mean. Empty where only the mean is known.
+    /// `[steps][E]`: tokens of each expert in single steps. A step takes as long as its own fullest rank, which may
+    /// be another one than by the mean. Empty where only the mean is known.
     pub steps: &'a [Vec<f64>],
     /// Bytes of an expert that travel with it.
     pub expert_bytes: f64,
@@ -144,8 +144,8 @@ pub struct LayerChange {
 }
 
 /// Decides by `policy` whether a layer gets another placement. None if it would not lower the largest load of a rank,
-/// or would save less than the rules ask for. A step is expected to take the time of the rows of its fullest rank, and
-/// that of the sums of gradients of replicas.
+/// or would save less than the rules ask for. A step is expected to take the time of the rows of its fullest rank,
+/// and that of the sums of gradients of replicas.
 ///
 /// # Errors
 /// If there is not one load for each expert, one is negative or not finite, or the slots do not hold the experts.

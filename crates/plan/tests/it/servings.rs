@@ -49,8 +49,8 @@ fn a_limit_on_the_time_between_tokens_is_kept_and_costs_throughput() {
     assert!(serving_plan(&ServingJob { max_token_s: Some(1e-9), ..job }, &fabric).is_empty());
 }
 
-/// Replicas that do prompts as well stop answering meanwhile: under a limit on the time between tokens they take fewer
-/// sequences, in the place of none.
+/// Replicas that do prompts as well stop answering meanwhile: under a limit on the time between tokens they take
+/// fewer sequences, in the place of none.
 #[test]
 fn replicas_that_do_prompts_too_keep_a_limit_with_fewer_sequences() {
     let (job, fabric) = (job("deepseek-v3"), fabric(128));

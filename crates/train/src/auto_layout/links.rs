@@ -12,8 +12,8 @@ const NUM_TIMES: usize = 3;
 /// The latency assumed where there is nobody to send to.
 const LATENCY_S: f64 = 5e-6;
 
-/// Returns the cluster of the ranks of `comm`: their nodes, the speed and memory of the slowest of them, and the links
-/// as measured. `own` is this rank's speed and memory. All ranks call this, and have the same result.
+/// Returns the cluster of the ranks of `comm`: their nodes, the speed and memory of the slowest of them, and the
+/// links as measured. `own` is this rank's speed and memory. All ranks call this, and have the same result.
 ///
 /// # Errors
 /// If a rank died or hangs.

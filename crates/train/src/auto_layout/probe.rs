@@ -67,8 +67,8 @@ impl Probe {
         &self.config
     }
 
-    /// Makes the steps. All ranks call this. Returns the milliseconds of each step on its slowest rank, or `None` if a
-    /// stop was asked for before they were made.
+    /// Makes the steps. All ranks call this. Returns the milliseconds of each step on its slowest rank, or `None` if
+    /// a stop was asked for before they were made.
     ///
     /// # Errors
     /// The errors of training.

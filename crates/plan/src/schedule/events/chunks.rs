@@ -1,9 +1,9 @@
 //! Dispatch, experts and combine of a layer in chunks: while a chunk travels, experts compute another.
 //!
-//! All chunks of the dispatch are sent one after another. Experts compute each as soon as it is there and those before
-//! it are done, and its results start back at once, behind what the rank still has to send (ScheMoE, EuroSys 2024). A
-//! list in which something stands between experts and combine is carried out without this: chunks then follow each
-//! other, and experts wait for the last.
+//! All chunks of the dispatch are sent one after another. Experts compute each as soon as it is there and those
+//! before it are done, and its results start back at once, behind what the rank still has to send (ScheMoE, EuroSys
+//! 2024). A list in which something stands between experts and combine is carried out without this: chunks then
+//! follow each other, and experts wait for the last.
 
 use super::super::action::{Action, Entry, Kind};
 use super::super::makespan::{Arrival, Span, cost_of};

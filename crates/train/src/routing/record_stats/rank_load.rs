@@ -33,8 +33,8 @@ fn imbalance(loads: &[f64]) -> f64 {
 }
 
 impl RecordStats {
-    /// Adds the load of ranks on `nodes` that hold the experts by `placements`. Experts that compute nothing are on no
-    /// rank. Layers without a placement of that many ranks and experts are left out.
+    /// Adds the load of ranks on `nodes` that hold the experts by `placements`. Experts that compute nothing are on
+    /// no rank. Layers without a placement of that many ranks and experts are left out.
     pub fn place_on_ranks(&mut self, placements: &Placements, nodes: &Nodes) {
         for layer in &mut self.layers {
             let placement =
