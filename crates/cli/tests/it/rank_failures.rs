@@ -75,8 +75,14 @@ pub(crate) fn under_way(work: &Workplace, mpirun: &Path, layout: &[&str]) -> Run
 }
 
 pub(crate) fn signal(name: &str, pid: u32) {
-    let sent = Command::new("kill").args([name, &pid.to_string()]).status().expect("kill runs");
-    assert!(sent.success(), "{name} for process {pid}");
+    signal_all(name, &[pid]);
+}
+
+/// Sends a signal to several processes at once: the end of one may end the others.
+pub(crate) fn signal_all(name: &str, pids: &[u32]) {
+    let args = pids.iter().map(u32::to_string);
+    let sent = Command::new("kill").arg(name).args(args).status().expect("kill runs");
+    assert!(sent.success(), "{name} for processes {pids:?}");
 }
 
 /// Sends a signal to rank 2 and returns the run's output until its end, which must come within [`PROMPTLY`].

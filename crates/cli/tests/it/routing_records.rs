@@ -165,7 +165,7 @@ fn a_cut_record_is_read_up_to_the_cut_and_other_files_are_refused() {
 #[test]
 fn stats_show_the_load_of_ranks_and_nodes_and_refuse_other_placements() {
     let work = Workplace::new();
-    assert_success(&work.train("run", 2, &["--set", "train.record_routing=1"]));
+    assert_success(&work.train("run", 2, &["--set", "train.record_routing=1", "--set", "model.num_experts=8"]));
     let stats = ["routing", "stats", "run"];
     let found = json(&work, &[&stats[..], &["--ranks", "4", "--nodes", "2", "--json"]].concat());
     let layer = &found["layers"][1];

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::program::Workplace;
-use crate::rank_failures::{process_of, signal, wait_for};
+use crate::rank_failures::{process_of, signal, signal_all, wait_for};
 use crate::ranks::{launchers, process_command};
 use crate::serve::{Server, read, with_model};
 
@@ -28,7 +28,7 @@ fn on_processes(work: &Workplace, mpirun: &Path, num_ranks: usize, args: &[&str]
 /// Ends a server under a launcher by a signal to each of its ranks, and waits for the launcher.
 fn end_processes(work: &Workplace, mut server: Server, num_ranks: usize) -> Option<i32> {
     let pids: Vec<u32> = (0..num_ranks).map(|rank| process_of(&work.path(""), rank).expect("a process")).collect();
-    pids.into_iter().for_each(|pid| signal("-TERM", pid));
+    signal_all("-TERM", &pids);
     server.child.wait().expect("ended").code()
 }
 
@@ -163,14 +163,20 @@ fn share_of_a_core(pids: &[u32]) -> Vec<f64> {
         .collect()
 }
 
+/// Returns the shares of a core that processes take, or nothing if none takes a fifth.
+fn busy_shares_of_a_core(pids: &[u32]) -> Option<Vec<f64>> {
+    Some(share_of_a_core(pids)).filter(|shares| shares.iter().any(|&share| share >= 0.2))
+}
+
 #[test]
 fn ranks_without_requests_leave_the_cores_to_others() {
     let work = with_model();
     let assert_rests = |server: &Server, pids: &[u32], how: &str| {
         answers(server);
         server.wait_until_idle();
-        let shares = share_of_a_core(pids);
-        assert!(shares.iter().all(|&share| share < 0.2), "{how}: {shares:?} of a core");
+        // On a busy machine what the last answers left to do may take longer.
+        let shares: Vec<Vec<f64>> = (0..3).map_while(|_| busy_shares_of_a_core(pids)).collect();
+        assert!(shares.len() < 3, "{how}: {shares:?} of a core");
     };
     let threads = Server::start(&work, &["--ep", "2"]);
     assert_rests(&threads, &[threads.child.id()], "--ep 2");
@@ -201,17 +207,20 @@ fn a_rank_that_is_killed_or_frozen_ends_its_requests_with_errors_and_the_server(
         let pid = process_of(&work.path(""), 1).expect("a process");
         signal(name, pid);
         let start = Instant::now();
-        let mut num_told = 0;
+        let (mut num_told, mut num_answered) = (0, 0);
         for mut stream in streams {
             let mut rest = String::new();
             // A connection may also be cut where the launcher is quicker.
             let _ = stream.read_to_string(&mut rest);
             assert!(start.elapsed() < PROMPTLY, "{name}: requests hang");
             num_told += usize::from(rest.contains("\"error\"") || rest.contains("503 Service Unavailable"));
+            // Where processes wait for a core, some answers end before the signal comes.
+            num_answered += usize::from(rest.contains("data: [DONE]") && !rest.contains("\"error\""));
         }
         // MPICH's launcher kills the other processes as soon as one is killed: clients see cut connections.
         let is_cut = name == "-KILL" && !is_open_mpi;
-        assert!(is_cut || num_told > 50, "{name} {}: {num_told} of 60 were told", mpirun.display());
+        let counts = format!("{name} {}: {num_told} of 60 were told, {num_answered} answered", mpirun.display());
+        assert!(is_cut || num_told > 0 && num_told + num_answered > 50, "{counts}");
         wait_for(PATIENCE, "end of rank 0", || process_of(&work.path(""), 0).is_none().then_some(()));
         assert!(!server.child.wait().expect("ended").success(), "{name}");
         if process_of(&work.path(""), 1).is_some() {
