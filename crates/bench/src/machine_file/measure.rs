@@ -8,22 +8,20 @@ use std::time::Instant;
 use moeworks_ops::{Context, MachineOptions};
 use moeworks_plan::machine::Machine;
 
+use super::Effort;
 use super::parts::{Part, PartSeconds, Pass, Work};
 use super::probe::Probe;
 use crate::timing::median;
 
-/// The times that each part is measured. They lie apart, because other work of a machine comes and goes.
-const ROUNDS: usize = 3;
-
-/// Measures all parts, adds their rates to `machine`, and sets its probe. `seconds` is the least time of each part.
-/// The machine's speed may change meanwhile: each part has the time that it would take at the usual speed.
-pub(super) fn measure_parts(machine: &mut Machine, options: &MachineOptions, seconds: f64) {
-    let cores = machine.cores;
-    let parts = Part::all(cores);
+/// Measures all parts, adds their rates to `machine`, and sets its probe. The machine's speed may change
+/// meanwhile: each part has the time that it would take at the usual speed.
+pub(super) fn measure_parts(machine: &mut Machine, options: &MachineOptions, effort: Effort) {
+    let (cores, rounds) = (machine.cores, effort.rounds());
+    let parts = Part::all(cores, effort);
     let mut timed: Vec<Vec<TimedPart>> = parts.iter().map(|_| Vec::new()).collect();
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds {
         for (part, timed) in parts.iter().zip(&mut timed) {
-            timed.push(time_part(part, cores, options, seconds / ROUNDS as f64));
+            timed.push(time_part(part, cores, options, effort.part_seconds() / rounds as f64));
         }
     }
     let probe_s = median(timed.iter().flatten().map(|timed| timed.probe_s).collect());

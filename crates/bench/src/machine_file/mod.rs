@@ -32,18 +32,19 @@ const UNKNOWN_MEMORY: u64 = 8 << 30;
 /// The time that a measurement takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effort {
-    /// About a minute.
+    /// About two minutes.
     Whole,
-    /// Some seconds, for a rough file.
+    /// Less than half a minute, for a rough file.
     Quick,
 }
 
 impl Effort {
+    /// Returns the least seconds of a part, over all rounds.
     fn part_seconds(self) -> f64 {
         if self == Self::Whole { 0.02 } else { 0.002 }
     }
 
-    /// Returns how often each configuration is timed. The runs lie apart, because other work comes and goes.
+    /// Returns how often each part and each configuration is timed. The runs lie apart, because other work comes and goes.
     fn rounds(self) -> usize {
         if self == Self::Whole { 3 } else { 1 }
     }
@@ -155,7 +156,7 @@ pub fn measure(
         updates: Vec::new(),
     };
     progress("parts of steps");
-    measure::measure_parts(&mut measured, options, effort.part_seconds());
+    measure::measure_parts(&mut measured, options, effort);
     let fit = Fit { options, effort, scratch: Scratch::new()? };
     progress("reference steps");
     measured.overhead = fit.constants(&measured, &REFERENCES, &OF_STEPS)?;

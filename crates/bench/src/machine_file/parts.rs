@@ -16,6 +16,7 @@ use moeworks_plan::Precision;
 use moeworks_plan::machine::{AttentionRate, ExpertRate, Machine, OutputLayerRate, ProductRate, UpdateRate};
 use moeworks_tensor::{DType, Purpose, Random, Tensor};
 
+use super::Effort;
 use crate::choices::{ChoiceCounts, Choices};
 
 /// Rows and widths of products.
@@ -82,20 +83,28 @@ pub(super) struct PartSeconds {
 }
 
 impl Part {
-    /// Returns all parts for a machine with so many cores.
-    pub(super) fn all(cores: usize) -> Vec<Self> {
+    /// Returns all parts for a machine with so many cores; for a rough file those of every second size.
+    pub(super) fn all(cores: usize, effort: Effort) -> Vec<Self> {
+        let sizes = |all: &[usize]| -> Vec<usize> {
+            let every = if effort == Effort::Quick { 2 } else { 1 };
+            all.iter().copied().step_by(every).collect()
+        };
+        let (expert_rows, expert_widths) = (sizes(&EXPERT_ROWS), sizes(&EXPERT_WIDTHS));
         let both = |first: &[usize], second: &[usize], kind: fn(usize, usize) -> PartKind| -> Vec<PartKind> {
             first.iter().flat_map(|&a| second.iter().map(move |&b| kind(a, b))).collect()
         };
-        let experts = |expert_width: usize| {
-            let kind = move |(&rows, &width): (&usize, &usize)| PartKind::Experts { rows, width, expert_width };
-            EXPERT_ROWS.iter().flat_map(move |rows| EXPERT_WIDTHS.iter().map(move |width| kind((rows, width))))
+        let experts = |&expert_width: &usize| -> Vec<PartKind> {
+            let kind = |rows: usize, width: usize| PartKind::Experts { rows, width, expert_width };
+            expert_rows.iter().flat_map(|&rows| expert_widths.iter().map(move |&width| kind(rows, width))).collect()
         };
         let kinds = [
-            both(&ROWS, &WIDTHS, |rows, width| PartKind::Product { rows, width }),
-            EXPERT_WIDTHS.into_iter().flat_map(experts).collect(),
-            both(&SEQUENCES, &HEAD_DIMS, |seq_len, head_dim| PartKind::Attention { seq_len, head_dim }),
-            both(&OUTPUT_WIDTHS, &VOCABULARIES, |width, vocabulary| PartKind::OutputLayer { width, vocabulary }),
+            both(&sizes(&ROWS), &sizes(&WIDTHS), |rows, width| PartKind::Product { rows, width }),
+            expert_widths.iter().flat_map(experts).collect(),
+            both(&sizes(&SEQUENCES), &sizes(&HEAD_DIMS), |seq_len, head_dim| PartKind::Attention { seq_len, head_dim }),
+            both(&sizes(&OUTPUT_WIDTHS), &VOCABULARIES, |width, vocabulary| PartKind::OutputLayer {
+                width,
+                vocabulary,
+            }),
             vec![PartKind::Update],
         ]
         .concat();

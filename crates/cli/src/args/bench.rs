@@ -232,7 +232,7 @@ pub(crate) struct MachineFileArgs {
     /// Predict a step of the configuration from the file, without training
     #[arg(long)]
     pub(crate) predict: bool,
-    /// Measure for seconds instead of a minute, for a rough file
+    /// Measure fewer sizes, once each, for a rough file
     #[arg(long, conflicts_with_all = ["check", "predict"])]
     pub(crate) quick: bool,
     /// Also write the machine as a topology of a rank on each core, which `plan --topology` reads
