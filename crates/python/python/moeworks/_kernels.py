@@ -128,42 +128,15 @@ def direct_forward(
         activation,
         alpha,
         limit,
-        _threads.chosen() or torch.get_num_threads(),
+        threads(),
     )
     return None if y is None else _tensor_of(y)
 
 
-def _checked_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    layout: str,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
+def _checked_experts(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Computes experts for the dispatcher, whose callers nobody has checked."""
-    biases = gate_up_bias, down_bias
-    _check_dispatched(x, gate_up, down, expert_ids, expert_weights, biases, activation, layout)
-    return experts_forward(
-        x,
-        gate_up,
-        down,
-        expert_ids,
-        expert_weights,
-        gate_up_bias,
-        down_bias,
-        activation,
-        alpha,
-        limit,
-        layout,
-        save,
-    )
+    _check_dispatched(*inputs[:8], layout=inputs[10])
+    return experts_forward(*inputs)
 
 
 def _check_dispatched(
@@ -172,10 +145,12 @@ def _check_dispatched(
     down: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    biases: tuple[Tensor | None, Tensor | None],
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
     layout: str,
 ) -> None:
+    biases = gate_up_bias, down_bias
     check_settings(activation, layout)
     check_experts(x, gate_up, down, expert_ids, expert_weights, biases, activation, layout)
     check_types_of_kernels(x, expert_ids, expert_weights, biases)
@@ -220,26 +195,10 @@ def _experts_backward(
     return tuple(x.new_empty(0) if grad is None else _tensor_of(grad) for grad in grads)
 
 
-def _checked_backward(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    h: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: str,
-    alpha: float,
-    limit: float,
-    layout: str,
-    needs_stacks: bool,
-    needs_biases: bool,
-) -> tuple[Tensor, ...]:
+def _checked_backward(*inputs: Any) -> tuple[Tensor, ...]:
     """Computes the gradients of experts for the dispatcher, whose callers nobody has checked."""
-    biases = gate_up_bias, down_bias
-    _check_dispatched(x, gate_up, down, expert_ids, expert_weights, biases, activation, layout)
+    dy, x, gate_up, _, expert_ids, _, h, gate_up_bias, _, activation, _, _, layout, _, needs_biases = inputs
+    _check_dispatched(*inputs[1:6], *inputs[7:9], activation, layout)
     if x.dtype == torch.float16:
         raise TypeError("x: moeworks::experts_backward takes f32 and bf16, not torch.float16")
     rows = (expert_ids.numel(), _columns(gate_up, layout))
@@ -250,23 +209,7 @@ def _checked_backward(
         raise TypeError(f"h is {h.dtype} and dy {dy.dtype}: must be floats, and h {x.dtype}")
     if needs_biases and gate_up_bias is None:
         raise ValueError("needs_biases: there are no biases")
-    return _experts_backward(
-        dy,
-        x,
-        gate_up,
-        down,
-        expert_ids,
-        expert_weights,
-        h,
-        gate_up_bias,
-        down_bias,
-        activation,
-        alpha,
-        limit,
-        layout,
-        needs_stacks,
-        needs_biases,
-    )
+    return _experts_backward(*inputs)
 
 
 def _experts_fake(

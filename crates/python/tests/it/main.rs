@@ -92,6 +92,11 @@ fn operators_match_loops_in_pytorch() {
 }
 
 #[test]
+fn operators_live_with_the_threads_of_pytorch_and_python() {
+    run("test_threads.py", ", torch");
+}
+
+#[test]
 fn layers_match_the_blocks_of_model_families() {
     run("test_nn.py", ", torch");
 }

@@ -1,5 +1,7 @@
 //! Tests of the rules, on figures that are made by hand.
 
+mod limits;
+
 use super::*;
 use crate::config::{Override, RunConfig, setting_rows};
 use crate::metrics::LayerRecord;

@@ -1,14 +1,12 @@
 //! The links between the processes of a run, measured for a moment.
 
-use std::time::Instant;
-
 use moeworks_comm::{CommError, Communicator, Reduce};
 use moeworks_plan::{Link, RankSpec, Topology};
 
+use crate::parallel::time_all_to_all;
+
 /// Bytes that each rank sends each other one.
 const BYTES: usize = 1 << 18;
-/// The number of measurements, of which the fastest counts.
-const NUM_TIMES: usize = 3;
 /// The latency assumed where there is nobody to send to.
 const LATENCY_S: f64 = 5e-6;
 
@@ -44,23 +42,8 @@ fn measured(comm: &dyn Communicator, num_far: usize) -> Result<Option<Link>, Com
     if num_far == 0 || comm.size() < 2 {
         return Ok(None);
     }
-    let small = all_to_all(comm, 1)?;
-    let large = all_to_all(comm, BYTES)?;
+    let small = time_all_to_all(comm, comm, 1)?;
+    let large = time_all_to_all(comm, comm, BYTES)?;
     let bytes_per_s = (BYTES * num_far) as f64 / (large - small).max(1e-9);
     Ok(Some(Link { latency_s: small / (comm.size() - 1) as f64, bytes_per_s }))
-}
-
-/// Returns the seconds of an all-to-all of `bytes` for each pair of ranks, on the slowest rank.
-fn all_to_all(comm: &dyn Communicator, bytes: usize) -> Result<f64, CommError> {
-    let sent = vec![0_u8; bytes * comm.size()];
-    let (mut received, mut least) = (sent.clone(), f64::INFINITY);
-    for _ in 0..NUM_TIMES {
-        comm.barrier()?;
-        let start = Instant::now();
-        comm.all_to_all(&sent, &mut received)?;
-        let mut seconds = [start.elapsed().as_secs_f64()];
-        comm.all_reduce(&mut seconds, Reduce::Max)?;
-        least = least.min(seconds[0]);
-    }
-    Ok(least)
 }

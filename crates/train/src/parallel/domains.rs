@@ -1,13 +1,11 @@
 //! Domains of ranks that gather each other's experts: by the settings, or chosen by the bandwidth that is measured,
 //! and again when exchanges see that it has changed.
 
-use std::time::Instant;
-
 use moeworks_comm::{CommError, Communicator, Reduce};
 use moeworks_moe::{DomainOptions, LevelDomain, SeenTraffic};
 use moeworks_plan::{DomainChange, DomainLevel, DomainTuner, DomainWindow, DomainWork};
 
-use super::Ranks;
+use super::{Ranks, time_all_to_all};
 use crate::config::{RunConfig, wrong};
 use crate::error::TrainError;
 use crate::metrics::{NamedFigure, Record};
@@ -18,8 +16,6 @@ const WINDOW: u64 = 10;
 const PROBE_BYTES: [usize; 2] = [1 << 12, 1 << 18];
 /// Seconds that a message of a measurement may take.
 const PROBE_S: f64 = 5e-3;
-/// The number of measurements, of which the fastest counts.
-const NUM_PROBES: usize = 3;
 
 /// The choice of domains in a run that chooses them by bandwidth.
 pub(super) struct DomainTuning {
@@ -193,25 +189,13 @@ impl Ranks {
 /// Measures the bytes a second that a rank of `peers` sends when all send to all, on the slowest rank of `world`.
 fn bandwidth(peers: &dyn Communicator, world: &dyn Communicator) -> Result<f64, CommError> {
     let [fewest, most] = PROBE_BYTES;
-    let num_peers = (peers.size() - 1).max(1);
-    let rough = probe(peers, world, fewest)?;
-    let bytes = ((rough * PROBE_S) as usize / num_peers).clamp(fewest, most);
-    Ok(if bytes > fewest { probe(peers, world, bytes)? } else { rough })
-}
-
-/// Measures with `bytes` for each peer.
-fn probe(peers: &dyn Communicator, world: &dyn Communicator, bytes: usize) -> Result<f64, CommError> {
-    let sent = vec![0_u8; bytes * peers.size()];
-    let (mut received, mut least) = (sent.clone(), f64::INFINITY);
-    for _ in 0..NUM_PROBES {
-        world.barrier()?;
-        let start = Instant::now();
-        peers.all_to_all(&sent, &mut received)?;
-        let mut seconds = [start.elapsed().as_secs_f64()];
-        world.all_reduce(&mut seconds, Reduce::Max)?;
-        least = least.min(seconds[0]);
-    }
-    Ok((bytes * (peers.size() - 1)) as f64 / least.max(1e-9))
+    let num_peers = peers.size() - 1;
+    let probe = |bytes: usize| -> Result<f64, CommError> {
+        Ok((bytes * num_peers) as f64 / time_all_to_all(peers, world, bytes)?.max(1e-9))
+    };
+    let rough = probe(fewest)?;
+    let bytes = ((rough * PROBE_S) as usize / num_peers.max(1)).clamp(fewest, most);
+    if bytes > fewest { probe(bytes) } else { Ok(rough) }
 }
 
 fn text_of_rates(rates: &[f64]) -> String {

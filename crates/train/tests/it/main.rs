@@ -1,6 +1,5 @@
 //! Tests of the crate's public interface.
 
-mod advice;
 mod any_model;
 mod config;
 mod data_mix;

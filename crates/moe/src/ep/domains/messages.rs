@@ -1,7 +1,7 @@
 //! Messages inside a domain: bytes gathered level by level, the outermost first, and sums that go back the same way.
 //!
-//! Where level 0 is the nodes and level 1 the ranks of a node, a rank first gathers from the ranks at its place in
-//! the other nodes of the domain, then hands on inside the node what it has: a byte goes to each node once.
+//! A rank first gathers from the ranks at its place in the other nodes of the domain (level 0), then hands on inside
+//! the node what it has (level 1): a byte goes to each node once.
 
 use std::time::Instant;
 

@@ -1,66 +1,7 @@
 //! Tests of where each rule begins: a run just inside a limit has no finding, and one just beyond it has that alone.
 
-use moeworks_train::advise::{
-    Course, Evaluated, LayerFigures, Point, RankFigures, RunFigures, SpanTotal, Topic, TraceFigures, Window, advise,
-};
-use moeworks_train::config::{ConfigLayers, Override, RunConfig};
-use moeworks_train::metrics::LayerRecord;
-
-fn configured(settings: &[&str]) -> RunConfig {
-    let overrides = settings.iter().map(|text| Override::parse(text).unwrap()).collect();
-    let mut config = ConfigLayers { overrides, ..ConfigLayers::default() }.resolve().unwrap();
-    config.model.vocab_size = 257;
-    config
-}
-
-fn layer(layer: usize, counts: &[u64]) -> LayerFigures {
-    LayerFigures {
-        load: LayerRecord { layer, tokens_per_expert: counts.to_vec(), ..LayerRecord::default() },
-        router_entropy: 1.2,
-        mean_prob_entropy: 2.0,
-        logit_rms: 1.0,
-        drop_rate: 0.0,
-    }
-}
-
-/// A run of 200 steps of a model with 8 experts, 2 a token, that nothing holds back.
-fn healthy(settings: &[&str]) -> RunFigures {
-    let falling = |step: u64| 4.0 - 0.01 * step as f64;
-    let point = |step| Point {
-        step,
-        loss: falling(step),
-        lr: 1e-3,
-        grad_norm: 1.0,
-        is_skipped: false,
-        memory_peak_bytes: 1 << 30,
-    };
-    let evaluations = [50, 100, 150, 200].map(|step| Evaluated { step, loss: falling(step) }).into();
-    let window = Window {
-        first_step: 161,
-        last_step: 200,
-        num_records: 40,
-        loss: 2.2,
-        tokens_per_s: 1000.0,
-        mfu: 0.4,
-        step_ms: 100.0,
-        drop_rate: 0.0,
-        layers: vec![layer(0, &[100; 8]), layer(1, &[90, 110, 100, 100, 95, 105, 100, 100])],
-        ranks: None,
-    };
-    RunFigures {
-        run: "run".into(),
-        settings: configured(settings),
-        course: Course { points: (1..=200).map(point).collect(), evaluations },
-        window,
-        placements: None,
-        trace: None,
-        machine_bytes: Some(64 << 30),
-    }
-}
-
-fn ranks() -> RankFigures {
-    RankFigures { imbalance: 1.02, work_ms: vec![80.0, 82.0], ..RankFigures::default() }
-}
+use super::{healthy, layer, ranks};
+use crate::advise::*;
 
 /// A figure of a run just inside a limit, and just beyond it.
 struct Around {
